@@ -1,0 +1,22 @@
+"""DFlash speculative decoding inside Transformers: `target.generate(..., assistant_model=draft)`."""
+
+from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
+from dflash_hf.generation.integration import disable, enable
+from dflash_hf.generation.loop import DFlashGenerateOutput
+from dflash_hf.generation.stats import SpeculativeStats
+from dflash_hf.generation_config import DFlashGenerationConfig
+from dflash_hf.modeling_dflash import DFlashDraftModel
+
+enable()
+
+__all__ = [
+    "DFlashCandidateGenerator",
+    "DFlashConfig",
+    "DFlashDraftModel",
+    "DFlashGenerateOutput",
+    "DFlashGenerationConfig",
+    "SpeculativeStats",
+    "disable",
+    "enable",
+]

@@ -1,0 +1,182 @@
+"""Attention of a block of new tokens over a ragged cache: one function for the target's verify and for the draft.
+
+`RaggedBlock` says where each row stands and derives slots and masks from it, once per step and not once per layer.
+`attend` is the arithmetic. `ragged_block` is the same arithmetic under the signature Transformers calls; importing
+this module registers it with `AttentionInterface` (and registers no mask for it, so Transformers builds none).
+
+Shapes: `B` rows, `K` new tokens per row, `H`/`G` query/key heads, `R` slots, `E` head size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers import AttentionInterface
+
+from dflash_hf.positions import slot_positions, visible
+
+RAGGED_BLOCK = "ragged_block"
+
+
+class RaggedBlock:
+    """`width` new tokens per row, the first of row `b` at index `lengths[b]`; reads nothing on the host.
+
+    Args:
+        lengths (`torch.Tensor` of shape `[B]`, int64): Tokens each row already has in its cache.
+        width (`int`): New tokens per row.
+        bound (`int`, *optional*): A length the host knows no row exceeds after this block; keys beyond it are not
+            read. Purely a saving.
+    """
+
+    def __init__(self, lengths: Tensor, width: int, bound: int | None = None) -> None:
+        self.lengths = lengths
+        self.width = width
+        self.bound = bound
+        self.num_calls = 0
+        self.positions = lengths[:, None] + torch.arange(width, device=lengths.device)
+        self._slots: dict[int, Tensor] = {}
+        self._masks: dict[tuple[object, ...], Tensor] = {}
+
+    def extent(self, ring: int) -> int:
+        """Returns how many slots of a buffer of `ring` slots have to be read."""
+        return ring if self.bound is None else min(ring, self.bound)
+
+    def slots(self, ring: int) -> Tensor:
+        """Returns where the new tokens go in a buffer `[B * ring, ...]`: int64 of shape `[B * width]`."""
+        if ring not in self._slots:
+            rows = torch.arange(self.lengths.shape[0], device=self.lengths.device)[:, None] * ring
+            self._slots[ring] = (rows + self.positions % ring).reshape(-1)
+        return self._slots[ring]
+
+    def mask(self, num_slots: int, window: int | None, causal: bool, repeats: int, dtype: torch.dtype) -> Tensor:
+        """Returns the additive mask `[B, 1, repeats * width, num_slots]` (0 or -inf) of a layer of this kind.
+
+        Args:
+            num_slots (`int`): Slots that are read: a whole ring, or the first `extent` slots of a longer buffer (where
+                no index has wrapped, so the shorter length gives the same positions).
+            window, causal: See `positions.visible`.
+            repeats (`int`): Query heads per key head; their queries stand one after another (see `attend`).
+            dtype (`torch.dtype`): Of the scores.
+        """
+        key = (num_slots, window, causal, repeats, dtype)
+        if key not in self._masks:
+            last = self.lengths[:, None, None] + (self.width - 1)
+            slots = torch.arange(num_slots, device=self.lengths.device)
+            seen = visible(self.positions[:, :, None], slot_positions(last, slots, num_slots), window, causal)
+            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf)
+            self._masks[key] = mask[:, None].repeat(1, 1, repeats, 1)
+        return self._masks[key]
+
+
+def attend(
+    query_BHKE: Tensor,
+    key_BGRE: Tensor,
+    value_BGRE: Tensor,
+    mask: Tensor | BlockMask | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Softmax attention with grouped heads, soft cap and sinks; the torch definition everything is tested against.
+
+    `softmax(cap(q k^T * scaling) + mask) v`, where `cap(s) = softcap * tanh(s / softcap)` and a sink adds one score
+    per head that takes part in the normalisation and has no value. The query heads of one key head are laid one after
+    another along the token axis, so that keys and values are read once and never repeated.
+
+    Args:
+        query_BHKE, key_BGRE, value_BGRE (`torch.Tensor`): `H` is a multiple of `G`. Any strides.
+        mask (`torch.Tensor` or `BlockMask`, *optional*): Additive, broadcastable to `[B, G, (H/G) * K, R]`; a
+            `BlockMask` (training on CUDA) goes to FlexAttention.
+        scaling (`float`): Factor on the scores.
+        softcap (`float`, *optional*): Soft cap.
+        sinks (`torch.Tensor` of shape `[H]`, *optional*): Sink score per head.
+        dropout (`float`): Dropout on the weights.
+
+    Returns:
+        `torch.Tensor` of shape `[B, K, H, E]`.
+
+    Raises:
+        ValueError: If a `BlockMask` comes with a soft cap, sinks or dropout.
+    """
+    batch, num_heads, width, _ = query_BHKE.shape
+    groups = key_BGRE.shape[1]
+    repeats = num_heads // groups
+    if isinstance(mask, BlockMask):
+        if softcap is not None or sinks is not None or dropout > 0:
+            raise ValueError("expected plain attention under a BlockMask, got a soft cap, sinks or dropout; drop them")
+        out = flex_attention(query_BHKE, key_BGRE, value_BGRE, block_mask=mask, scale=scaling, enable_gqa=repeats > 1)
+        assert isinstance(out, Tensor)
+        return out.transpose(1, 2)
+    packed = query_BHKE.reshape(batch, groups, repeats * width, -1)
+    if softcap is None and sinks is None:
+        out = nn.functional.scaled_dot_product_attention(
+            packed, key_BGRE, value_BGRE, attn_mask=mask, scale=scaling, dropout_p=dropout
+        )
+    else:
+        scores = (packed @ key_BGRE.transpose(2, 3)) * scaling
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if mask is not None:
+            scores = scores + mask
+        if sinks is not None:
+            sink = sinks.to(scores.dtype).view(1, groups, repeats, 1, 1).expand(batch, -1, -1, width, 1)
+            scores = torch.cat([scores, sink.reshape(batch, groups, repeats * width, 1)], dim=-1)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        weights = weights[..., : key_BGRE.shape[2]].to(value_BGRE.dtype)
+        out = nn.functional.dropout(weights, p=dropout, training=dropout > 0) @ value_BGRE
+    return out.view(batch, groups, repeats, width, -1).permute(0, 3, 1, 2, 4).reshape(batch, width, num_heads, -1)
+
+
+def ragged_block(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    ragged: RaggedBlock | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Runs a target layer's attention over the ragged cache; called by unmodified Transformers modelling code.
+
+    Args:
+        module (`nn.Module`): The attention layer (unused; part of the interface).
+        query, key, value (`torch.Tensor`): `[B, H, K, E]` and what `RaggedCache.update` returned.
+        attention_mask (`torch.Tensor`, *optional*): Must be absent: the mask follows from `ragged`.
+        scaling, dropout, sliding_window, softcap, s_aux: As Transformers passes them; `s_aux` are gpt-oss's sinks.
+        ragged (`RaggedBlock`): Given to the target's forward as a keyword and handed down to here.
+        kwargs: What other attention implementations need; ignored.
+
+    Returns:
+        `tuple[torch.Tensor, None]`: Output `[B, K, H, E]`, and no attention weights.
+
+    Raises:
+        ValueError: If it is reached without `ragged`, or with a mask of the model's own.
+    """
+    if ragged is None:
+        raise ValueError(
+            f"expected the keyword ragged in attention {RAGGED_BLOCK!r}, got none; this implementation is set by "
+            "dflash_hf during decoding only, so do not select it by hand"
+        )
+    if attention_mask is not None:
+        raise ValueError(
+            f"expected no attention mask under {RAGGED_BLOCK!r}, got one of shape {tuple(attention_mask.shape)}; "
+            "this target builds masks of its own and is not supported"
+        )
+    ragged.num_calls += 1
+    repeats = query.shape[1] // key.shape[1]
+    mask = ragged.mask(key.shape[2], sliding_window, True, repeats, query.dtype)
+    out = attend(query, key, value, mask, scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
+    return out, None
+
+
+AttentionInterface.register(RAGGED_BLOCK, ragged_block)

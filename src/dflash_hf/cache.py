@@ -1,0 +1,208 @@
+"""The ragged static cache: fixed buffers, one length per row, nothing to crop.
+
+A block is written at `lengths[b] .. lengths[b] + width - 1`. Accepting `n` tokens means `lengths[b] += n`; the next
+block overwrites every stale slot before anything reads it. Full layers hold the whole row, sliding layers a ring of
+window + block slots. The target and the draft use the same class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from dflash_hf.attention import RaggedBlock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """Shape of one layer of the cache.
+
+    Args:
+        num_heads (`int`): Key/value heads.
+        key_size, value_size (`int`): Head sizes.
+        window (`int`, *optional*): Sliding window in tokens, the query included; `None` for full attention.
+    """
+
+    num_heads: int
+    key_size: int
+    value_size: int
+    window: int | None = None
+
+    def ring(self, max_length: int, block: int) -> int:
+        """Returns the number of slots that rows of `max_length` tokens need when blocks have `block` tokens.
+
+        A rejected token may have replaced the one `ring` positions before it; with window + block slots that one was
+        out of every later query's window.
+        """
+        return max_length if self.window is None else min(max_length, self.window + block)
+
+
+class RaggedLayer(CacheLayerMixin):
+    """Keys and values of one layer, token-major: `[B, R, G, E]`, handed out as `[B, G, R, E]` views.
+
+    Token-major makes a block's write one `index_copy_` whatever the batch size. Zeros to begin with: a masked slot
+    still enters `weight * value`, and 0 * NaN is NaN.
+    """
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(
+        self, shape: LayerShape, batch: int, max_length: int, block: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.ring = shape.ring(max_length, block)
+        self.key_buffer = torch.zeros(batch, self.ring, shape.num_heads, shape.key_size, dtype=dtype, device=device)
+        self.value_buffer = torch.zeros(
+            batch, self.ring, shape.num_heads, shape.value_size, dtype=dtype, device=device
+        )
+        self.is_initialized = True
+
+    def write(self, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> None:
+        """Writes a block in place at each row's length; no host sync."""
+        slots = block.slots(self.ring)
+        self.key_buffer.flatten(0, 1).index_copy_(0, slots, key_BKGE.flatten(0, 1))
+        self.value_buffer.flatten(0, 1).index_copy_(0, slots, value_BKGE.flatten(0, 1))
+
+    def write_rows(self, key_BSGE: Tensor, value_BSGE: Tensor, positions_BS: Tensor) -> None:
+        """Writes whole prompts in place: token `[b, s]` goes to index `positions_BS[b, s]`, negative ones nowhere.
+
+        Of a row longer than the ring only the newest tokens are written. For prefill: reads sizes on the host.
+        """
+        newest = positions_BS.amax(dim=1, keepdim=True)
+        keep = (positions_BS >= 0) & (positions_BS > newest - self.ring)
+        rows = torch.arange(positions_BS.shape[0], device=positions_BS.device)[:, None] * self.ring
+        slots = (rows + positions_BS % self.ring)[keep]
+        self.key_buffer.flatten(0, 1).index_copy_(0, slots, key_BSGE[keep].to(self.key_buffer.dtype))
+        self.value_buffer.flatten(0, 1).index_copy_(0, slots, value_BSGE[keep].to(self.value_buffer.dtype))
+
+    def read(self, block: RaggedBlock) -> tuple[Tensor, Tensor]:
+        """Returns views of the keys and values that a block has to read: `[B, G, extent, E]`."""
+        extent = block.extent(self.ring)
+        return self.key_buffer[:, :extent].transpose(1, 2), self.value_buffer[:, :extent].transpose(1, 2)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Does nothing: the buffers exist from the start."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Is not used: `RaggedCache.update` writes, because it knows where the rows stand."""
+        raise NotImplementedError("expected RaggedCache.update, got a call on its layer; call it on the cache")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Returns the buffer's size: masks are never built from it."""
+        return self.ring, 0
+
+    def get_seq_length(self) -> int:
+        """Returns 0: rows have lengths of their own, on the device, and positions are always passed explicitly."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Returns the number of slots."""
+        return self.ring
+
+
+class RaggedCache(Cache):
+    """One [`RaggedLayer`] per layer, and the block that is being written.
+
+    Args:
+        shapes (`list[LayerShape]`): One per layer.
+        batch (`int`): Rows.
+        max_length (`int`): Longest row in tokens, a rejected block at its end included.
+        block (`int`): Longest block that will be written at once.
+        dtype, device: Of the buffers.
+    """
+
+    def __init__(
+        self,
+        shapes: list[LayerShape],
+        *,
+        batch: int,
+        max_length: int,
+        block: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(layers=[RaggedLayer(shape, batch, max_length, block, dtype, device) for shape in shapes])
+        self.block: RaggedBlock | None = None
+
+    @classmethod
+    def take_prefill(cls, prefill: Cache, positions_BS: Tensor, max_length: int, block: int) -> RaggedCache:
+        """Moves an ordinary prefill cache in, row by row without its padding, emptying it layer by layer.
+
+        Args:
+            prefill (`Cache`): What the target filled, left-padded; each layer is released once it is copied.
+            positions_BS (`torch.Tensor` of shape `[B, S]`, int64): Index of each prompt token, negative for padding.
+            max_length, block: See the class.
+
+        Raises:
+            ValueError: If a layer is not an attention layer with keys and values.
+        """
+        cache: RaggedCache | None = None
+        for index, layer_of_any_kind in enumerate(prefill.layers):
+            source: Any = layer_of_any_kind
+            keys, values = getattr(source, "keys", None), getattr(source, "values", None)
+            if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
+                raise ValueError(
+                    f"expected keys and values in every layer of the prefill cache, got {type(source).__name__} in "
+                    f"layer {index}; this target has a layer without its own K/V and is not supported"
+                )
+            window = getattr(source, "sliding_window", None) if source.is_sliding else None
+            shape = LayerShape(
+                num_heads=keys.shape[1], key_size=keys.shape[3], value_size=values.shape[3], window=window
+            )
+            if cache is None:
+                cache = cls([], batch=keys.shape[0], max_length=0, block=0, dtype=keys.dtype, device=keys.device)
+            layer = RaggedLayer(shape, keys.shape[0], max_length, block, keys.dtype, keys.device)
+            # A sliding layer kept only its newest columns: they are the last ones of the prompt.
+            positions = positions_BS[:, -keys.shape[2] :].to(keys.device)
+            layer.write_rows(keys.transpose(1, 2), values.transpose(1, 2), positions)
+            cache.layers.append(layer)
+            source.keys = source.values = None
+            source.is_initialized = False
+            del keys, values
+        if cache is None:
+            raise ValueError("expected a prefill cache with layers, got an empty one; does the target use its cache?")
+        return cache
+
+    def begin(self, block: RaggedBlock) -> None:
+        """Says where the next writes go."""
+        self.block = block
+
+    def write(self, layer_idx: int, key_BKGE: Tensor, value_BKGE: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes a block's keys and values (token-major) and returns the `[B, G, extent, E]` views to attend to."""
+        assert self.block is not None
+        layer = self.layers[layer_idx]
+        assert isinstance(layer, RaggedLayer)
+        layer.write(key_BKGE, value_BKGE, self.block)
+        return layer.read(self.block)
+
+    def write_rows(self, layer_idx: int, key_BSGE: Tensor, value_BSGE: Tensor, positions_BS: Tensor) -> None:
+        """Writes whole prompts; see [`RaggedLayer.write_rows`]."""
+        layer = self.layers[layer_idx]
+        assert isinstance(layer, RaggedLayer)
+        layer.write_rows(key_BSGE, value_BSGE, positions_BS)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Writes `[B, G, K, E]` keys and values, as Transformers' attention layers hand them over."""
+        return self.write(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
+
+    def num_bytes(self) -> int:
+        """Returns the size of all buffers in bytes."""
+        buffers = [
+            t
+            for layer in self.layers
+            if isinstance(layer, RaggedLayer)
+            for t in (layer.key_buffer, layer.value_buffer)
+        ]
+        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+
+__all__ = ["LayerShape", "RaggedCache", "RaggedLayer"]

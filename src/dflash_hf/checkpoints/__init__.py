@@ -1,0 +1,74 @@
+"""The checkpoint layouts, and how to tell them apart: always by what a config says, never by a model's name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from dflash_hf.checkpoints.mapping import CheckpointFormat, make_config
+from dflash_hf.checkpoints.muse import MUSE
+from dflash_hf.checkpoints.own import FIELDS, OWN
+from dflash_hf.checkpoints.zlab import ZLAB
+
+Layout = Literal["dflash", "zlab", "muse"]
+FORMATS: tuple[CheckpointFormat, ...] = (OWN, ZLAB, MUSE)
+
+
+def detect_format(config: Mapping[str, Any]) -> CheckpointFormat:
+    """Returns the layout of a parsed `config.json`.
+
+    Raises:
+        ValueError: If it is none that is supported.
+    """
+    for candidate in FORMATS:
+        if candidate.matches(config):
+            return candidate
+    raise ValueError(
+        f"expected a DFlash draft (model_type 'dflash' or 'muse_glimmer_assistant', or a section dflash_config), got "
+        f"model_type {config.get('model_type')!r} with the keys {sorted(config)}; give the folder of the draft"
+    )
+
+
+def get_format(layout: str) -> CheckpointFormat:
+    """Returns the layout of that name.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    for candidate in FORMATS:
+        if candidate.name == layout:
+            return candidate
+    raise ValueError(f"expected layout in {[f.name for f in FORMATS]}, got {layout!r}; choose one of them")
+
+
+def explain_foreign_draft(model: object) -> str | None:
+    """Says what to do with a model that was made from a DFlash checkpoint but is not a `DFlashDraftModel`.
+
+    z-lab's checkpoints carry `model_type: "qwen3"`, so `AutoModel` loads them as a `Qwen3Model` without a word.
+
+    Args:
+        model: Anything given as `assistant_model`.
+
+    Returns:
+        `str`, *optional*: A sentence for the user, or `None` if the model is something else.
+    """
+    config = getattr(model, "config", None)
+    if not isinstance(getattr(config, "dflash_config", None), Mapping):
+        return None
+    return (
+        f"expected a draft of class dflash_hf.DFlashDraftModel, got a {type(model).__name__} whose config has a "
+        "section dflash_config: a DFlash checkpoint loaded by another class; load it with "
+        f"DFlashDraftModel.from_pretrained({getattr(config, 'name_or_path', '') or '...'!r})"
+    )
+
+
+__all__ = [
+    "FIELDS",
+    "FORMATS",
+    "CheckpointFormat",
+    "Layout",
+    "detect_format",
+    "explain_foreign_draft",
+    "get_format",
+    "make_config",
+]

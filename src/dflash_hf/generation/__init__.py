@@ -1,0 +1,1 @@
+"""Decoding: the step, the loop around it, and the hook into Transformers' `generate`."""

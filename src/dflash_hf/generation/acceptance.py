@@ -1,0 +1,114 @@
+"""Which proposals are kept: one rule for tokens that must equal the target's own, one for true rejection.
+
+Both read nothing on the host. Shapes: `B` rows, `W` verified tokens (anchor first), `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dflash_hf.generation.noise import exponential_noise, gumbel_noise
+
+# Streams of keyed noise: what the target samples with (and, under shared_noise, the draft), what a draft that samples
+# on its own draws with, and what a rejection test and the redraw after it use.
+TARGET_STREAM, DRAFT_STREAM, REJECT_STREAM, RESIDUAL_STREAM = 0, 1, 2, 3
+
+
+def choose(scores_BKV: Tensor, key: Tensor | None, positions_BK: Tensor, stream: int = TARGET_STREAM) -> Tensor:
+    """Chooses a token from processed scores: the argmax, or a sample by keyed Gumbel noise.
+
+    Args:
+        scores_BKV (`torch.Tensor` of shape `[B, K, V]`): Processed scores (log-probabilities up to a constant).
+        key (`torch.Tensor`, *optional*): The run's seed; `None` is greedy.
+        positions_BK (`torch.Tensor` of shape `[B, K]`): Index of the token being chosen.
+        stream (`int`): See [`noise.exponential_noise`].
+
+    Returns:
+        `torch.Tensor` of shape `[B, K]`, int64.
+    """
+    if key is not None:
+        scores_BKV = scores_BKV + gumbel_noise(key, positions_BK, scores_BKV.shape[-1], stream)
+    return scores_BKV.argmax(dim=-1)
+
+
+def accept_matching(proposals: Tensor, tokens_BW: Tensor) -> Tensor:
+    """Counts the proposals that equal the target's own tokens, up to the first that does not.
+
+    Every emitted token is the target's own, so this is exact for greedy decoding and, when `tokens_BW` are samples of
+    the target at each position, for sampling: it is rejection sampling with a one-point proposal law.
+
+    Args:
+        proposals (`torch.Tensor` of shape `[B, W - 1]`): Proposed tokens.
+        tokens_BW (`torch.Tensor` of shape `[B, W]`): The target's token after each verified one.
+
+    Returns:
+        `torch.Tensor` of shape `[B]`, int64, in `[0, W - 1]`.
+    """
+    return (proposals == tokens_BW[:, :-1]).cumprod(dim=1).sum(dim=1)
+
+
+def accept_rejection(
+    proposals: Tensor, target_scores_BWV: Tensor, draft_probs: Tensor, key: Tensor, positions_BW: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keeps each proposal with probability `min(1, p / q)`; on the first refusal redraws from `max(p - q, 0)`.
+
+    Args:
+        proposals (`torch.Tensor` of shape `[B, W - 1]`): Tokens drawn from `draft_probs`.
+        target_scores_BWV (`torch.Tensor` of shape `[B, W, V]`): The target's processed scores.
+        draft_probs (`torch.Tensor` of shape `[B, W - 1, V]`): The law `q` the proposals were drawn from.
+        key (`torch.Tensor`): The run's seed.
+        positions_BW (`torch.Tensor` of shape `[B, W]`): Index of the token that each position decides.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: Number accepted `[B]`, and tokens `[B, W]`: the proposals, with the
+        redrawn or bonus token standing at index `num_accepted`.
+
+    Source: Leviathan et al., arXiv 2211.17192, algorithm 1.
+    """
+    probs = torch.softmax(target_scores_BWV, dim=-1, dtype=torch.float32)
+    chosen = proposals[..., None]
+    p = probs[:, :-1].gather(-1, chosen)[..., 0]
+    q = draft_probs.gather(-1, chosen)[..., 0]
+    # u < p / q for uniform u, written with an exponential e = -log(1 - u).
+    uniform = -torch.expm1(-exponential_noise(key, positions_BW[:, :-1], 1, REJECT_STREAM)[..., 0])
+    num_accepted = (uniform * q < p).cumprod(dim=1).sum(dim=1)
+    padded = torch.cat([draft_probs, torch.zeros_like(draft_probs[:, :1])], dim=1)
+    at = num_accepted[:, None]
+    residual = (probs - padded).clamp_min_(0).gather(1, at[..., None].expand(-1, -1, probs.shape[-1]))
+    own = probs.gather(1, at[..., None].expand(-1, -1, probs.shape[-1]))
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, own)
+    redrawn = choose(torch.log(residual), key, positions_BW.gather(1, at), RESIDUAL_STREAM)
+    return num_accepted, torch.cat([proposals, redrawn], dim=1).scatter(1, at, redrawn)
+
+
+def clamp_commit(
+    tokens_BW: Tensor, num_accepted: Tensor, eos_ids: Tensor | None, remaining: Tensor, done: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Cuts what is committed at the first end-of-sequence token (which is kept) and at the length limit.
+
+    Args:
+        tokens_BW (`torch.Tensor` of shape `[B, W]`): Tokens that may be committed, in order.
+        num_accepted (`torch.Tensor` of shape `[B]`): Proposals accepted; one more token is committed.
+        eos_ids (`torch.Tensor` of shape `[N]`, *optional*): End-of-sequence ids.
+        remaining (`torch.Tensor` of shape `[B]`): Tokens each row may still emit.
+        done (`torch.Tensor` of shape `[B]`, bool): Rows that have finished; they commit nothing.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: Number committed `[B]`, and which rows have finished now `[B]`.
+    """
+    num_committed = torch.minimum(num_accepted + 1, remaining)
+    if eos_ids is not None:
+        is_eos = torch.isin(tokens_BW, eos_ids)
+        width = tokens_BW.shape[1]
+        index = torch.arange(width, device=tokens_BW.device)
+        first_eos = torch.where(is_eos, index, width).amin(dim=1)
+        stopped = first_eos < num_committed
+        num_committed = torch.minimum(num_committed, first_eos + 1)
+        finished = stopped | (num_committed >= remaining)
+    else:
+        finished = num_committed >= remaining
+    return num_committed.masked_fill(done, 0), finished | done
+
+
+__all__ = ["accept_matching", "accept_rejection", "choose", "clamp_commit"]

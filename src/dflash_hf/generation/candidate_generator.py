@@ -1,0 +1,165 @@
+"""The drafting side of decoding: observes the target's tapped states, proposes the next block."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from dflash_hf.attention import RaggedBlock
+from dflash_hf.cache import RaggedCache
+from dflash_hf.generation.acceptance import DRAFT_STREAM, TARGET_STREAM, choose
+from dflash_hf.generation.processors import BlockProcessors
+from dflash_hf.generation.state import DecodeState
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target import Target
+
+Rule = Literal["argmax", "shared_noise", "sample"]
+
+
+class DFlashCandidateGenerator(CandidateGenerator):
+    """Drafts with a [`DFlashDraftModel`] over a ragged context cache.
+
+    Args:
+        draft (`DFlashDraftModel`): The draft.
+        target (`Target`): The target whose embedding and head it uses.
+        processors (`BlockProcessors`): The run's processors; their stateless warpers shape the proposals too.
+        block_size (`int`): Width `K` of the draft's block.
+        verify_width (`int`): Tokens `W <= K` of it that will be verified.
+        rule (`str`): How to propose when sampling.
+        batch (`int`): Rows.
+        max_length (`int`): Longest row the context cache must hold, one block included.
+    """
+
+    def __init__(
+        self,
+        draft: DFlashDraftModel,
+        target: Target,
+        processors: BlockProcessors,
+        *,
+        block_size: int,
+        verify_width: int,
+        rule: Rule,
+        batch: int,
+        max_length: int,
+    ) -> None:
+        self.draft = draft
+        self.target = target
+        self.processors = processors
+        self.verify_width = verify_width
+        self.rule = rule
+        self.num_forwards = 0
+        self.cache = RaggedCache(
+            draft.cache_shapes(),
+            batch=batch,
+            max_length=max_length,
+            block=block_size,
+            dtype=draft.dtype,
+            device=draft.device,
+        )
+        self.block_ids = torch.full(
+            (batch, block_size), draft.config.mask_token_id, dtype=torch.long, device=draft.device
+        )
+        self._seen = 0
+        self._pending: Tensor | None = None
+
+    def observe_prompt(self, context_hidden_states: Tensor, positions: Tensor) -> None:
+        """Turns the taps of (a chunk of) the prompts straight into context K/V.
+
+        Args:
+            context_hidden_states (`torch.Tensor` of shape `[B, S, L * D]`): Tapped states.
+            positions (`torch.Tensor` of shape `[B, S]`): Index of each token in its row, negative for padding.
+        """
+        draft = self.draft
+        states = context_hidden_states.to(draft.device, draft.dtype)
+        draft.write_prompt(states, positions.to(draft.device), self.cache)
+
+    def observe_block(self, context_hidden_states: Tensor, block: RaggedBlock) -> None:
+        """Writes the context of a verified block, rejected rows included; no host sync.
+
+        Args:
+            context_hidden_states (`torch.Tensor` of shape `[B, W, L * D]`): Tapped states of the verify.
+            block (`RaggedBlock`): The block that was verified.
+        """
+        self.cache.begin(self._on_draft(block))
+        self.draft.write_context(context_hidden_states.to(self.draft.device, self.draft.dtype), self.cache)
+
+    def propose(self, state: DecodeState, bound: int | None = None) -> None:
+        """Drafts a block in one forward and writes `state.proposals` (and `draft_probs` under rejection).
+
+        Args:
+            state (`DecodeState`): Changed in place.
+            bound (`int`, *optional*): A length no row exceeds after the block; see [`attention.RaggedBlock`].
+        """
+        if self.verify_width < 2:
+            return
+        draft = self.draft
+        block = RaggedBlock(state.lengths.to(draft.device), self.block_ids.shape[1], bound)
+        self.cache.begin(block)
+        self.block_ids[:, 0] = state.anchor
+        noise_embeds = draft.embed(self.block_ids.to(state.anchor.device), self.target.embedding)
+        hidden = draft.forward_block(noise_embeds.to(draft.device, draft.dtype), self.cache)
+        self.num_forwards += 1
+        hidden = hidden[:, 1 : self.verify_width].to(noise_embeds.device, noise_embeds.dtype)
+        logits = draft.compute_logits(hidden, self.target.head).to(state.anchor.device)
+        positions = block.positions[:, 1 : self.verify_width].to(state.anchor.device)
+        if state.key is None or self.rule == "argmax":
+            state.proposals.copy_(logits.argmax(dim=-1))
+            return
+        scores = self.processors.warp(logits)
+        if self.rule == "sample":
+            state.draft_probs = torch.softmax(scores, dim=-1)
+            state.proposals.copy_(choose(scores, state.key, positions, DRAFT_STREAM))
+        else:
+            state.proposals.copy_(choose(scores, state.key, positions, TARGET_STREAM))
+
+    # Upstream's own generators also return no logits, whatever the base class is annotated with.
+    def get_candidates(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_ids: torch.LongTensor, **kwargs: Any
+    ) -> tuple[torch.LongTensor, Tensor | None]:
+        """Proposes under Transformers' own assisted loop (greedy, batch size 1); not used by this package's loop.
+
+        Taps opened around the run must hand their states to [`collect`]; how many of their rows were accepted follows
+        from `input_ids`.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `[1, S]`): Everything committed so far.
+            kwargs: What Transformers passes besides; not needed.
+
+        Returns:
+            `tuple`: `input_ids` with the proposals appended, and no logits.
+        """
+        if self._pending is None:
+            return input_ids, None
+        states, self._pending = self._pending, None
+        accepted = input_ids.shape[1] - 1 - self._seen
+        positions = torch.arange(self._seen, self._seen + accepted, device=states.device)[None]
+        self.observe_prompt(states[:, :accepted], positions)
+        self._seen += accepted
+        state = DecodeState.start(
+            input_ids,
+            lengths=torch.full((1,), self._seen, device=input_ids.device),
+            limit=0,
+            width=self.verify_width,
+            position_delta=torch.zeros(1, dtype=torch.long),
+            eos_ids=None,
+            key=None,
+        )
+        state.anchor.copy_(input_ids[:, -1])
+        self.propose(state)
+        return cast(torch.LongTensor, torch.cat([input_ids, state.proposals], dim=1)), None
+
+    def collect(self, context_hidden_states: Tensor) -> None:
+        """Keeps the tapped states of the target's last forward for `get_candidates`; a sink for [`taps.Taps`]."""
+        self._pending = context_hidden_states
+
+    def _on_draft(self, block: RaggedBlock) -> RaggedBlock:
+        """The same block, counted on the draft's device."""
+        if block.lengths.device == self.draft.device:
+            return block
+        return RaggedBlock(block.lengths.to(self.draft.device), block.width, block.bound)
+
+
+__all__ = ["DFlashCandidateGenerator"]

@@ -1,0 +1,193 @@
+"""What makes `model.generate(..., assistant_model=draft)` work: a shim of a few lines around `generate`.
+
+Everything that is not a [`DFlashDraftModel`] passes through untouched. For a draft the shim refuses what cannot be
+honoured, before any forward, and calls the original `generate` with `custom_generate=decode`: Transformers still
+prepares inputs, masks, processors, stopping criteria and lengths.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from dflash_hf.generation.loop import decode
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target import check_pair, check_target, find_target
+
+_MARK = "_dflash_original"
+# Its methods are typed for models only; here the class itself is changed.
+_mixin: Any = GenerationMixin
+
+
+def enable() -> None:
+    """Makes `generate` recognise DFlash drafts. Importing `dflash_hf` does it; calling it again changes nothing."""
+    original = _mixin.generate
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not args and "assistant_model" not in kwargs:
+            return original(self, *args, **kwargs)
+        bound = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        draft = bound.get("assistant_model")
+        if not isinstance(draft, DFlashDraftModel):
+            return original(self, *args, **kwargs)
+        bound.pop("self")
+        arguments = {**bound, **bound.pop("kwargs", {})}
+        if _speculation_type(self, arguments) == "dflash":
+            return original(self, *args, **kwargs)
+        return original(self, **_prepare(self, draft, arguments))
+
+    setattr(generate, _MARK, original)
+    _mixin.generate = generate
+
+
+def disable() -> None:
+    """Puts Transformers' own `generate` back; calling it again changes nothing.
+
+    Raises:
+        RuntimeError: If something else has wrapped `generate` since; undo that first.
+    """
+    current: Any = _mixin.generate
+    original = current.__dict__.get(_MARK)
+    if original is None:
+        return
+    if inspect.unwrap(current, stop=lambda f: f is original) is not original:
+        raise RuntimeError("expected dflash_hf's generate, got one wrapped around it; undo that wrapping first")
+    _mixin.generate = original
+
+
+def _speculation_type(model: Any, arguments: dict[str, Any]) -> str | None:
+    """The speculation type in force: argument, then the given config, then the model's."""
+    configs = [arguments.get("generation_config"), model.generation_config]
+    found = [arguments.get("speculation_type"), *(getattr(c, "speculation_type", None) for c in configs)]
+    return next((value for value in found if value is not None), None)
+
+
+def _prepare(model: Any, draft: DFlashDraftModel, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Checks the call and turns it into one for the original `generate`."""
+    arguments = dict(arguments)
+    arguments.pop("assistant_model")
+    if arguments.get("custom_generate") is not None:
+        raise ValueError("expected no custom_generate beside a DFlash draft, got one; drop one of the two")
+    settings = {
+        k: v
+        for k, v in arguments.items()
+        if k not in inspect.signature(_mixin.generate).parameters and k != "tokenizer"
+    }
+    config, model_kwargs = model._prepare_generation_config(
+        copy.deepcopy(arguments.get("generation_config")), **settings
+    )
+    target = find_target(model)
+    check_target(target)
+    check_pair(target, draft.config)
+    draft.generation_config.validate_knobs(draft.config.block_size)
+    _check_settings(config, arguments)
+    _check_inputs(arguments, model_kwargs)
+    if config.stop_strings is not None:
+        arguments = _with_stop_strings(model, config, arguments)
+    # The streamer goes both ways: `generate` puts the prompt into it, `decode` the rest.
+    arguments["custom_generate"] = functools.partial(decode, draft=draft, streamer=arguments.get("streamer"))
+    return arguments
+
+
+def _check_settings(config: GenerationConfig, arguments: dict[str, Any]) -> None:
+    """Refuses generation settings that drafting cannot honour.
+
+    Raises:
+        ValueError: Naming the setting.
+    """
+    refused: list[tuple[bool, str, object, str]] = [
+        ((config.num_beams or 1) > 1, "num_beams=1", config.num_beams, "beam search has no single text to draft for"),
+        (
+            bool(config.penalty_alpha) and not config.do_sample,
+            "no penalty_alpha",
+            config.penalty_alpha,
+            "contrastive search re-ranks candidates",
+        ),
+        (bool(config.dola_layers), "no dola_layers", config.dola_layers, "DoLa changes the target's logits"),
+        (config.use_cache is False, "use_cache=True", config.use_cache, "drafting needs the caches"),
+        (
+            config.guidance_scale is not None and config.guidance_scale != 1,
+            "no guidance_scale",
+            config.guidance_scale,
+            "guidance runs a second forward per token",
+        ),
+        (
+            bool(config.prompt_lookup_num_tokens),
+            "no prompt_lookup_num_tokens",
+            config.prompt_lookup_num_tokens,
+            "choose one way of drafting",
+        ),
+        (config.cache_implementation == "paged", "no paged cache", config.cache_implementation, "use plain generate"),
+        (bool(arguments.get("synced_gpus")), "synced_gpus unset", True, "rows advance at their own pace"),
+    ]
+    refused += [
+        (bool(getattr(config, name)), f"no {name}", True, "a verify computes rejected tokens too")
+        for name in ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
+    ]
+    for bad, expected, got, reason in refused:
+        if bad:
+            raise ValueError(f"expected {expected} with a DFlash draft, got {got!r}; {reason}; or drop the draft")
+
+
+def _check_inputs(arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
+    """Refuses prompts that cannot be decoded.
+
+    Raises:
+        ValueError: On an empty prompt or row, a cache or embeddings passed in, or a streamer with several rows.
+    """
+    given = arguments.get("inputs")
+    ids = given if given is not None else model_kwargs.get("input_ids")
+    if model_kwargs.get("past_key_values") is not None:
+        raise ValueError(
+            "expected no past_key_values with a DFlash draft, got a cache; pass the whole conversation instead"
+        )
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError("expected input_ids with a DFlash draft, got inputs_embeds; pass input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.numel() == 0:
+        shape = tuple(ids.shape) if isinstance(ids, torch.Tensor) else ids
+        raise ValueError(f"expected input_ids [rows, tokens] with at least one token, got {shape}; give a prompt")
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and bool((mask.sum(dim=-1) == 0).any()):
+        raise ValueError("expected at least one real token in every row, got an attention_mask row of zeros; fill it")
+    if mask is not None and mask.dim() == 2 and bool((mask[:, 1:] < mask[:, :-1]).any()):
+        raise ValueError(
+            "expected left-padded prompts, got an attention_mask with zeros after ones; "
+            "tokenize with padding_side='left'"
+        )
+    if arguments.get("streamer") is not None and ids.shape[0] > 1:
+        raise ValueError(f"expected one row with a streamer, got {ids.shape[0]}; rows advance at their own pace")
+
+
+def _with_stop_strings(model: PreTrainedModel, config: GenerationConfig, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Turns `stop_strings` into a criterion here: `tokenizer` would not reach `decode`.
+
+    Raises:
+        ValueError: If there is no tokenizer to read them with.
+    """
+    tokenizer = arguments.pop("tokenizer", None)
+    if tokenizer is None:
+        raise ValueError("expected tokenizer= with stop_strings, got none; pass generate(..., tokenizer=tokenizer)")
+    arguments.pop("stop_strings", None)
+    base = copy.deepcopy(arguments.get("generation_config") or model.generation_config)
+    base.stop_strings = None
+    arguments["generation_config"] = base
+    given = arguments.get("stopping_criteria") or []
+    arguments["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, config.stop_strings)])
+    return arguments
+
+
+__all__ = ["disable", "enable"]

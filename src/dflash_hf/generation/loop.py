@@ -1,0 +1,376 @@
+"""Prefill, then draft, verify, accept until every row has finished: the eager engine.
+
+`decode` is what `generate` calls in place of its own sampling loop. It is the only file of the decode path that reads
+tensors on the host, once per step.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from dflash_hf.attention import RaggedBlock
+from dflash_hf.cache import RaggedCache
+from dflash_hf.generation import steps
+from dflash_hf.generation.acceptance import choose
+from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
+from dflash_hf.generation.noise import new_key
+from dflash_hf.generation.processors import BlockProcessors
+from dflash_hf.generation.state import DecodeState
+from dflash_hf.generation.stats import SpeculativeStats
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.taps import Taps
+from dflash_hf.target import Target, check_length, exclusive, find_target, ragged_attention
+
+# Keys beyond the longest row are not read; the number that are is rounded up, so that shapes rarely change.
+BOUND_STEP = 64
+
+
+@dataclass
+class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
+    """What `generate` returns with `return_dict_in_generate=True` and a DFlash draft.
+
+    Args:
+        speculative (`SpeculativeStats`): How the run went.
+    """
+
+    speculative: SpeculativeStats | None = None
+
+
+@dataclass(slots=True)
+class Run:
+    """The parts of one run, after its prefill."""
+
+    target: Target
+    generator: DFlashCandidateGenerator
+    cache: RaggedCache
+    processors: BlockProcessors
+    state: DecodeState
+    criteria: list[StoppingCriteria]
+    streamer: BaseStreamer | None
+    stats: SpeculativeStats
+    longest: int
+
+    def bound(self) -> int:
+        """Returns a length that no row exceeds after the next block, in steps of `BOUND_STEP`."""
+        width = self.generator.block_ids.shape[1]
+        return -(-(self.longest + width) // BOUND_STEP) * BOUND_STEP
+
+
+def decode(
+    model: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    *,
+    draft: DFlashDraftModel,
+    streamer: BaseStreamer | None = None,
+    synced_gpus: bool = False,
+    **model_kwargs: Any,
+) -> DFlashGenerateOutput | torch.LongTensor:
+    """Decodes with a draft; called by `generate` through `custom_generate` with everything prepared.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        input_ids (`torch.LongTensor` of shape `[B, S]`): Left-padded prompts.
+        logits_processor, stopping_criteria, generation_config: As `generate` prepared them.
+        draft (`DFlashDraftModel`): The draft; `draft.generation_config` holds its knobs.
+        streamer (`BaseStreamer`, *optional*): Gets every accepted run; `generate` has put the prompt.
+        synced_gpus (`bool`): Ignored: checked by the shim.
+        model_kwargs: Forwarded to the target's prefill.
+
+    Returns:
+        `torch.LongTensor` `[B, S + new]`, or a [`DFlashGenerateOutput`].
+    """
+    target = find_target(model)
+    with exclusive(target):
+        run = prefill(
+            target, input_ids, logits_processor, stopping_criteria, generation_config, draft, streamer, model_kwargs
+        )
+        try:
+            advance(run)
+        finally:
+            draft.last_stats = run.stats
+    if streamer is not None:
+        streamer.end()
+    sequences = _sequences(run.state, generation_config)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    return DFlashGenerateOutput(sequences=sequences, speculative=run.stats)
+
+
+def prefill(
+    target: Target,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    draft: DFlashDraftModel,
+    streamer: BaseStreamer | None,
+    model_kwargs: dict[str, Any],
+) -> Run:
+    """Runs the target over the prompts with taps on, moves its cache into the ragged one, commits the first token.
+
+    Arguments as [`decode`]. Reads lengths on the host.
+
+    Raises:
+        ValueError: If the run would cross a boundary of the target's RoPE.
+        RuntimeError: If the taps did not fire.
+    """
+    start = time.perf_counter()
+    pad = generation_config._pad_token_tensor
+    processors = BlockProcessors(logits_processor, 0 if pad is None else int(pad))
+    block_size, width, rule = _widths_and_rule(draft, generation_config, processors)
+    positions = _prompt_positions(input_ids, model_kwargs)
+    limit = _max_length(stopping_criteria, generation_config) - input_ids.shape[1]
+    longest = int(positions[:, -1].max()) + 1
+    check_length(target, longest, input_ids.shape[1] + limit + width - 1)
+    generator = DFlashCandidateGenerator(
+        draft,
+        target,
+        processors,
+        block_size=block_size,
+        verify_width=width,
+        rule=rule,
+        batch=input_ids.shape[0],
+        max_length=longest + limit + block_size,
+    )
+    logits, cache = _fill(generator, input_ids, generation_config, model_kwargs, positions, longest + limit + width)
+    state = DecodeState.start(
+        input_ids,
+        lengths=positions[:, -1] + 1,
+        limit=limit,
+        width=width,
+        position_delta=_position_delta(model_kwargs, positions),
+        eos_ids=_eos_ids(stopping_criteria, input_ids.device),
+        key=new_key(input_ids.device) if generation_config.do_sample else None,
+    )
+    stats = SpeculativeStats(
+        num_committed=[[] for _ in range(input_ids.shape[0])],
+        num_accepted=[[] for _ in range(input_ids.shape[0])],
+        num_proposed=width - 1,
+        num_target_forwards=1,
+        proposal=rule if state.key is not None else "greedy",
+        cache_bytes=cache.num_bytes() + generator.cache.num_bytes(),
+    )
+    run = Run(
+        target=target,
+        generator=generator,
+        cache=cache,
+        processors=processors,
+        state=state,
+        criteria=[c for c in stopping_criteria if not hasattr(c, "eos_token_id") and type(c) is not MaxLengthCriteria],
+        streamer=streamer,
+        stats=stats,
+        longest=longest,
+    )
+    _commit_first(run, logits)
+    stats.prefill_seconds = time.perf_counter() - start
+    return run
+
+
+def _fill(
+    generator: DFlashCandidateGenerator,
+    input_ids: torch.LongTensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    positions: Tensor,
+    max_length: int,
+) -> tuple[Tensor, RaggedCache]:
+    """Runs Transformers' own prefill (the user's attention implementation, chunks, images) with taps on.
+
+    The taps are projected to draft context chunk by chunk, so no feature tensor of the whole prompt is kept. Returns
+    the last token's logits `[B, 1, V]` and the ragged cache; the prefill's own cache is emptied.
+    """
+    target, draft = generator.target, generator.draft
+    model: Any = target.model
+    if not isinstance(model_kwargs.get("past_key_values"), DynamicCache):
+        # A prepared static or quantised cache saves nothing here: decoding has a static cache of its own.
+        model_kwargs["past_key_values"] = DynamicCache(config=target.config)
+    seen = 0
+
+    def sink(states: Tensor) -> None:
+        nonlocal seen
+        generator.observe_prompt(states, positions[:, seen : seen + states.shape[1]])
+        seen += states.shape[1]
+
+    assert draft.config.target_layer_ids is not None
+    with Taps(target.layers, draft.config.target_layer_ids, sink):
+        outputs = model._prefill(input_ids, generation_config, model_kwargs)
+    if seen != positions.shape[1]:
+        raise RuntimeError(
+            f"expected taps on {positions.shape[1]} prompt tokens, got {seen}; a compiled target runs no hooks that "
+            "are added later, use the model as it was before torch.compile"
+        )
+    # Not always the one that was handed in: Phi-3 starts a new one for prompts beyond its first RoPE range.
+    filled = outputs.past_key_values
+    del model_kwargs["past_key_values"], outputs.past_key_values
+    cache = RaggedCache.take_prefill(filled, positions, max_length, generator.verify_width)
+    return outputs.logits[:, -1:], cache
+
+
+def _commit_first(run: Run, logits: Tensor) -> None:
+    """Commits the token that the prefill decides: `[B, 1, V]` logits, no proposals, all processors at once."""
+    state = run.state
+    scores = run.processors(state.ids[:, : state.columns], logits[:, 0].to(torch.float32, copy=True))
+    # The anchor is not in the caches: lengths stay where they are, the anchor's index.
+    tokens = choose(scores[:, None], state.key, state.lengths[:, None])
+    first, width = tokens[:, 0].to(state.ids.device), state.tokens.shape[1]
+    state.tokens.copy_(first[:, None].expand(-1, width))
+    state.num_accepted.zero_()
+    lengths = state.lengths
+    steps.accept_step(state)
+    state.lengths = lengths
+    _read(run, count=False)
+
+
+@torch.no_grad()
+def advance(run: Run, max_steps: int | None = None) -> None:
+    """Drafts, verifies and accepts until every row has finished, or `max_steps` times.
+
+    The target's attention is switched for exactly as long as this runs; hooks and the switch are undone on any exit.
+    """
+    generator, state, stats = run.generator, run.state, run.stats
+    ids = generator.draft.config.target_layer_ids
+    assert ids is not None
+    num_steps = 0
+    with ragged_attention(run.target), Taps(run.target.layers, ids) as taps:
+        while not bool(state.done.all()) and num_steps != max_steps:
+            num_steps += 1
+            started = time.perf_counter()
+            steps.draft_step(state, generator, run.bound())
+            stats.num_draft_forwards = generator.num_forwards
+            drafted = time.perf_counter()
+            logits, block = steps.verify_step(state, run.target, run.cache, run.bound())
+            stats.num_target_forwards += 1
+            if block.num_calls != len(run.cache.layers):
+                raise RuntimeError(
+                    f"expected attention over the ragged cache in {len(run.cache.layers)} layers, got it in "
+                    f"{block.num_calls}; this target does not use Transformers' attention interface throughout"
+                )
+            _select(run, logits, block)
+            steps.accept_step(state)
+            steps.context_step(generator, taps, block)
+            _read(run)
+            stats.draft_seconds += drafted - started
+            stats.verify_seconds += time.perf_counter() - drafted
+
+
+def _select(run: Run, logits: Tensor, block: RaggedBlock) -> None:
+    """Chooses tokens and counts matches; processors that read the prefix go position by position."""
+    state = run.state
+    if run.processors.is_stateless:
+        steps.select_step(state, logits, block, run.processors)
+        return
+    positions = block.positions + 1
+
+    def choose_at(scores: Tensor, index: int) -> Tensor:
+        return choose(scores[:, None], state.key, positions[:, index : index + 1])[:, 0]
+
+    columns = (state.columns + state.num_new).tolist()
+    running = (~state.done).tolist()
+    scores, tokens = run.processors.walk(logits, state.proposals, state.ids, columns, running, choose_at)
+    steps.accept_scores(state, scores, block, tokens)
+
+
+def _read(run: Run, count: bool = True) -> None:
+    """Reads one step's outcome on the host (the one sync per step): stopping criteria, streamer, statistics."""
+    state = run.state
+    committed = state.num_committed.tolist()
+    if run.criteria:
+        committed = _apply_criteria(run, committed)
+    if run.streamer is not None and committed[0]:
+        run.streamer.put(state.tokens[0, : committed[0]].cpu())
+    accepted = state.num_accepted.tolist()
+    for row, num in enumerate(committed):
+        if num and count:
+            run.stats.num_committed[row].append(num)
+            run.stats.num_accepted[row].append(accepted[row])
+    run.longest = int(state.lengths.max())
+
+
+def _apply_criteria(run: Run, committed: list[int]) -> list[int]:
+    """Calls the user's stopping criteria after each committed token, row by row; nothing past a stop is kept."""
+    state = run.state
+    kept = list(committed)
+    for row, num in enumerate(committed):
+        before = int(state.num_new[row]) - num
+        for extra in range(1, num + 1):
+            ids = state.ids[row : row + 1, : state.columns + before + extra]
+            if any(
+                bool(torch.as_tensor(criterion(cast(torch.LongTensor, ids), None)).all()) for criterion in run.criteria
+            ):
+                kept[row] = extra
+                state.num_new[row] = before + extra
+                state.done[row] = True
+                break
+    return kept
+
+
+def _widths_and_rule(
+    draft: DFlashDraftModel, generation_config: GenerationConfig, processors: BlockProcessors
+) -> tuple[int, int, Rule]:
+    """Resolves the draft's knobs: block size, verify width, proposal rule."""
+    knobs = draft.generation_config
+    block_size = knobs.block_size or draft.config.block_size
+    width = knobs.verify_width or block_size
+    rule: Rule = "shared_noise" if knobs.proposal == "auto" else knobs.proposal
+    if rule == "sample" and generation_config.do_sample and not processors.is_stateless:
+        raise ValueError(
+            "expected only temperature, top-k, top-p and other warpers of single scores under proposal='sample', got "
+            f"{[type(p).__name__ for p in processors.processors]}; use proposal='shared_noise'"
+        )
+    return block_size, width, rule
+
+
+def _prompt_positions(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+    """Index of each prompt token in its row `[B, S]`, negative for padding."""
+    mask = model_kwargs.get("attention_mask")
+    if mask is None:
+        return torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape[0], -1)
+    positions = mask.to(input_ids.device).long().cumsum(dim=1) - 1
+    return positions.masked_fill(mask.to(input_ids.device) == 0, -1)
+
+
+def _position_delta(model_kwargs: dict[str, Any], positions: Tensor) -> Tensor:
+    """Target position minus index, from the last prompt token: what plain decoding goes on counting from."""
+    position_ids = model_kwargs.get("position_ids")
+    if position_ids is None:
+        return torch.zeros_like(positions[:, -1])
+    return position_ids[:, -1].to(positions.device) - positions[:, -1]
+
+
+def _max_length(criteria: StoppingCriteriaList, generation_config: GenerationConfig) -> int:
+    """Columns the output may reach, prompt included."""
+    return min(
+        [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)], default=int(generation_config.max_length)
+    )
+
+
+def _eos_ids(criteria: StoppingCriteriaList, device: torch.device) -> Tensor | None:
+    """Every end-of-sequence id that the criteria know."""
+    ids = [criterion.eos_token_id for criterion in criteria if hasattr(criterion, "eos_token_id")]
+    return torch.cat([i.reshape(-1) for i in ids]).to(device) if ids else None
+
+
+def _sequences(state: DecodeState, generation_config: GenerationConfig) -> torch.LongTensor:
+    """Prompts and committed tokens `[B, S + longest answer]`, finished rows padded as `generate` pads them."""
+    num_columns = state.columns + int(state.num_new.max())
+    ids = state.ids[:, :num_columns].clone()
+    beyond = torch.arange(num_columns, device=ids.device) >= state.columns + state.num_new[:, None]
+    pad = generation_config._pad_token_tensor
+    if pad is not None:
+        ids = torch.where(beyond, pad.to(ids.device), ids)
+    return cast(torch.LongTensor, ids)
+
+
+__all__ = ["DFlashGenerateOutput", "Run", "advance", "decode", "prefill"]

@@ -1,0 +1,73 @@
+"""What a user may set about decoding with a draft: `draft.generation_config`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from transformers import GenerationConfig
+
+Engine = Literal["auto", "eager"]
+Proposal = Literal["auto", "argmax", "shared_noise", "sample"]
+
+
+class DFlashGenerationConfig(GenerationConfig):
+    r"""
+    Knobs of the draft, carried the way Transformers carries an assistant's: on `draft.generation_config`.
+
+    Args:
+        block_size (`int`, *optional*): Tokens per block, the anchor included; at most the checkpoint's, which is the
+            default. Smaller blocks draft fewer tokens.
+        verify_width (`int`, *optional*): How many tokens of the block the target checks in one forward, the anchor
+            included; at most `block_size`, which is the default. Exact at any width.
+        engine (`str`, defaults to `"auto"`): `"eager"` runs the loop as it is written; `"auto"` picks the fastest
+            engine that applies (in this release that is `"eager"`).
+        proposal (`str`, defaults to `"auto"`): How tokens are proposed when sampling. `"shared_noise"` adds to the
+            draft's scores the very noise the target will sample with, `"argmax"` proposes the draft's most likely
+            token, `"sample"` draws from the draft and accepts by rejection. All three are exact; `"auto"` is
+            `"shared_noise"`, measured best over the bundled pair (docs/log.md).
+        kwargs: Fields of [`~transformers.GenerationConfig`].
+
+    Raises:
+        ValueError: If a knob has a value it does not know.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.block_size: int | None = kwargs.pop("block_size", None)
+        self.verify_width: int | None = kwargs.pop("verify_width", None)
+        self.engine: Engine = kwargs.pop("engine", "auto")
+        self.proposal: Proposal = kwargs.pop("proposal", "auto")
+        super().__init__(**kwargs)
+        self.validate_knobs()
+
+    def validate_knobs(self, max_block_size: int | None = None) -> None:
+        """Checks the four knobs, also against a checkpoint's block size.
+
+        Args:
+            max_block_size (`int`, *optional*): The block size the draft was trained with.
+
+        Raises:
+            ValueError: On the first knob that cannot be honoured.
+        """
+        if self.engine not in get_args(Engine):
+            raise ValueError(f"expected engine in {get_args(Engine)}, got {self.engine!r}; leave it at 'auto'")
+        if self.proposal not in get_args(Proposal):
+            raise ValueError(f"expected proposal in {get_args(Proposal)}, got {self.proposal!r}; leave it at 'auto'")
+        block_size = self.block_size if self.block_size is not None else max_block_size
+        if self.block_size is not None:
+            if self.block_size < 1:
+                raise ValueError(f"expected block_size >= 1, got {self.block_size}; 1 means no proposals")
+            if max_block_size is not None and self.block_size > max_block_size:
+                raise ValueError(
+                    f"expected block_size at most {max_block_size} (the draft's), got {self.block_size}; "
+                    "a draft cannot propose further than it was trained to"
+                )
+        if self.verify_width is not None and (
+            self.verify_width < 1 or (block_size is not None and self.verify_width > block_size)
+        ):
+            raise ValueError(
+                f"expected verify_width between 1 and the block size ({block_size}), got {self.verify_width}; "
+                "the target can only check tokens that were proposed"
+            )
+
+
+__all__ = ["DFlashGenerationConfig"]

@@ -1,0 +1,378 @@
+"""The DFlash draft model, top to bottom. It knows nothing of decoding: no acceptance, no loop, no sampling.
+
+A block is `[anchor, MASK, ..., MASK]`; its queries attend to the context (projected hidden states of the target) and
+to the block itself, and every slot predicts the token at its own position. Shapes: `B` rows, `C` context tokens, `K`
+block tokens, `L` taps, `D` hidden, `H`/`G` query/key heads, `E` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AutoConfig, AutoModel, Cache
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from dflash_hf.attention import attend
+from dflash_hf.cache import LayerShape, RaggedCache
+from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.generation_config import DFlashGenerationConfig
+from dflash_hf.positions import visible
+from dflash_hf.pretrained import DFlashPreTrainedModel
+
+AttentionKind = tuple[int | None, bool]
+Mask = Tensor | BlockMask
+CosSin = tuple[Tensor, Tensor]
+
+
+class DFlashRMSNorm(nn.Module):
+    """`weight * x / sqrt(mean(x^2) + eps)`, the mean in float32 as in Qwen3."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalises the last dimension."""
+        states = hidden_states.to(torch.float32)
+        states = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * states.to(hidden_states.dtype)
+
+
+class DFlashRotaryEmbedding(nn.Module):
+    """Cosines and sines of the draft's own RoPE over plain indices."""
+
+    inv_freq: Tensor
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config = config
+        inv_freq, self.attention_scaling = self.frequencies(config)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+
+    @staticmethod
+    def frequencies(config: DFlashConfig) -> tuple[Tensor, float]:
+        """Returns the inverse frequencies `[E/2]` and the factor on cosines and sines (Transformers' rope utils)."""
+        assert config.rope_parameters is not None
+        if config.rope_parameters["rope_type"] != "default":
+            inv_freq, scaling = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config)
+            return inv_freq, float(scaling)
+        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
+        return 1.0 / (config.rope_parameters["rope_theta"] ** exponent), 1.0
+
+    @torch.no_grad()
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
+        """Returns cosines and sines `[..., 1, E]` for `positions` `[...]`, computed in float32."""
+        freqs = positions[..., None].float() * self.inv_freq.float()
+        angles = torch.cat((freqs, freqs), dim=-1)[..., None, :]
+        return (
+            (angles.cos() * self.attention_scaling).to(dtype),
+            (angles.sin() * self.attention_scaling).to(dtype),
+        )
+
+
+def rotate(states_BKHE: Tensor, cos_sin: CosSin) -> Tensor:
+    """Applies RoPE (half-split form) to `[B, K, H, E]`."""
+    cos, sin = cos_sin
+    first, second = states_BKHE.chunk(2, dim=-1)
+    return states_BKHE * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class DFlashMLP(nn.Module):
+    """Gated MLP."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn: Callable[[Tensor], Tensor] = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Returns `down(act(gate(x)) * up(x))`."""
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class DFlashAttention(nn.Module):
+    """Queries from the block, keys and values from the context and the block."""
+
+    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.dropout = float(config.attention_dropout)
+        self.scaling = config.head_dim**-0.5
+        self.kind: AttentionKind = config.attention_kind(layer_idx)
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.repeats = config.num_attention_heads // config.num_key_value_heads
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def project_kv(self, hidden_states: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
+        """Returns keys (normed, rotated) and values, token-major `[B, C, G, E]`."""
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        key = rotate(self.k_norm(self.k_proj(hidden_states).view(shape)), cos_sin)
+        return key, self.v_proj(hidden_states).view(shape)
+
+    def attend_from(
+        self, hidden_states: Tensor, cos_sin: CosSin, key_BGRE: Tensor, value_BGRE: Tensor, mask: Mask | None
+    ) -> Tensor:
+        """Attends from the block's states `[B, K, D]` to given keys and values."""
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = rotate(self.q_norm(self.q_proj(hidden_states).view(shape)), cos_sin).transpose(1, 2)
+        dropout = self.dropout if self.training else 0.0
+        out = attend(query, key_BGRE, value_BGRE, mask, self.scaling, dropout=dropout)
+        return self.o_proj(out.flatten(2))
+
+
+class DFlashDecoderLayer(GradientCheckpointingLayer):
+    """Attention and MLP with pre-norms."""
+
+    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = DFlashAttention(config, layer_idx)
+        self.mlp = DFlashMLP(config)
+        self.input_layernorm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        keys_and_values: Callable[[DFlashAttention, Tensor], tuple[Tensor, Tensor, Mask | None]],
+        cos_sin: CosSin,
+    ) -> Tensor:
+        """Runs the layer on the block's states `[B, K, D]`.
+
+        `keys_and_values` turns the normed states into what there is to attend to, context included, and the mask: the
+        one place where decoding over the ragged cache and the combined forward differ.
+        """
+        normed = self.input_layernorm(hidden_states)
+        key, value, mask = keys_and_values(self.self_attn, normed)
+        hidden_states = hidden_states + self.self_attn.attend_from(normed, cos_sin, key, value, mask)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class DFlashDraftModel(DFlashPreTrainedModel):
+    """A DFlash draft: a context projection, a few layers over `[context | block]`, a norm. No embedding, no head.
+
+    Use it as `target.generate(..., assistant_model=draft)`. Source: arXiv 2602.06036 section 3; z-lab
+    `dflash/model.py::DFlashDraftModel`.
+    """
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__(config)
+        assert config.target_layer_ids is not None
+        assert config.target_hidden_size is not None
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DFlashDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = DFlashRotaryEmbedding(config)
+        self.generation_config = DFlashGenerationConfig()
+        self.last_stats: Any = None
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, DFlashRotaryEmbedding):
+            module.inv_freq.copy_(module.frequencies(module.config)[0])
+
+    def cache_shapes(self) -> list[LayerShape]:
+        """Returns the shape of each layer of the draft's cache."""
+        config = self.config
+        return [
+            LayerShape(
+                num_heads=config.num_key_value_heads,
+                key_size=config.head_dim,
+                value_size=config.head_dim,
+                window=config.attention_kind(index)[0],
+            )
+            for index in range(config.num_hidden_layers)
+        ]
+
+    def project_context(self, context_hidden_states: Tensor) -> Tensor:
+        """Projects tapped states `[B, C, L * D]` to context features `[B, C, D]`."""
+        return self.hidden_norm(self.fc(context_hidden_states))
+
+    def write_context(self, context_hidden_states: Tensor, cache: RaggedCache) -> None:
+        """Writes a block's context keys and values into the ragged cache, in place, where `cache.block` says.
+
+        Always all rows of the block, so shapes never change; those beyond the accepted ones are overwritten by the
+        next block. No host sync.
+
+        Args:
+            context_hidden_states (`torch.Tensor` of shape `[B, K, L * D]`): Tapped states of the verified tokens.
+            cache (`RaggedCache`): The draft's cache; `cache.begin` has been called.
+        """
+        assert cache.block is not None
+        features = self.project_context(context_hidden_states)
+        cos_sin = self.rotary_emb(cache.block.positions, features.dtype)
+        for index, layer in enumerate(self._layers()):
+            cache.write(index, *layer.self_attn.project_kv(features, cos_sin))
+
+    def write_prompt(self, context_hidden_states: Tensor, positions: Tensor, cache: RaggedCache) -> None:
+        """Writes the context of (a chunk of) whole prompts, left-padded, into the ragged cache, in place.
+
+        Args:
+            context_hidden_states (`torch.Tensor` of shape `[B, S, L * D]`): Tapped states of the prompt.
+            positions (`torch.Tensor` of shape `[B, S]`, int64): Index of each token in its row; negative for padding.
+            cache (`RaggedCache`): The draft's cache.
+        """
+        features = self.project_context(context_hidden_states)
+        cos_sin = self.rotary_emb(positions.clamp_min(0), features.dtype)
+        for index, layer in enumerate(self._layers()):
+            cache.write_rows(index, *layer.self_attn.project_kv(features, cos_sin), positions)
+
+    def forward_block(self, noise_embeds: Tensor, cache: RaggedCache) -> Tensor:
+        """Runs a block over the context in the ragged cache; no host sync.
+
+        Writes the block's own keys and values past each row's length, where the next context overwrites them.
+
+        Args:
+            noise_embeds (`torch.Tensor` of shape `[B, K, D]`): Embeddings of `[anchor, MASK, ...]`.
+            cache (`RaggedCache`): The draft's cache; `cache.begin` has been called.
+
+        Returns:
+            `torch.Tensor` of shape `[B, K, D]`: States after the final norm, ready for the target's head.
+        """
+        block = cache.block
+        assert block is not None
+        cos_sin = self.rotary_emb(block.positions, noise_embeds.dtype)
+
+        def keys_and_values(attention: DFlashAttention, normed: Tensor) -> tuple[Tensor, Tensor, Mask | None]:
+            key, value = cache.write(attention.layer_idx, *attention.project_kv(normed, cos_sin))
+            window, causal = attention.kind
+            return key, value, block.mask(key.shape[2], window, causal, attention.repeats, normed.dtype)
+
+        return self._run_layers(noise_embeds, keys_and_values, cos_sin)
+
+    def forward(
+        self,
+        noise_embeds: Tensor,
+        context_hidden_states: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[AttentionKind, Mask] | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Projects new context and runs blocks in one call: the contract of Transformers' DFlash path, and training.
+
+        Args:
+            noise_embeds (`torch.Tensor` of shape `[B, Q, D]`): Embeddings of one block, or in training of several.
+            context_hidden_states (`torch.Tensor` of shape `[B, C, L * D]`): Tapped target states of the context
+                tokens that are not in `past_key_values` yet.
+            position_ids (`torch.Tensor` of shape `[B, C + Q]`, *optional*): Indices of the context, then of the block;
+                by default they continue the cache.
+            attention_mask (*optional*): `[B, total]` padding mask (1 = real) over everything in the cache, the context
+                and the block; or one ready mask per kind of layer, `{(window, causal): mask}`, boolean
+                `[B, 1, Q, C + Q]` or a `BlockMask`, as training builds them.
+            past_key_values (`Cache`, *optional*): Advanced in place by context and block; the caller crops the block.
+
+        Returns:
+            `BaseModelOutputWithPast`: `last_hidden_state` `[B, Q, D]` after the final norm.
+
+        Source: Transformers `MuseGlimmerAssistantModel.forward`.
+        """
+        num_new = context_hidden_states.shape[1] + noise_embeds.shape[1]
+        if position_ids is None:
+            past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = (torch.arange(num_new, device=noise_embeds.device) + past)[None]
+        context = self.project_context(context_hidden_states)
+        cos, sin = self.rotary_emb(position_ids, noise_embeds.dtype)
+        num_queries = noise_embeds.shape[1]
+        masks: dict[tuple[AttentionKind, int], Mask] = {}
+
+        def mask_of(attention: DFlashAttention, num_keys: int) -> Mask:
+            key = (attention.kind, num_keys)
+            if key not in masks:
+                if isinstance(attention_mask, dict):
+                    mask = attention_mask[attention.kind]
+                else:
+                    mask = _combined_mask(num_queries, num_keys, attention.kind, attention_mask, noise_embeds.device)
+                if isinstance(mask, Tensor):
+                    bias = torch.zeros(mask.shape, dtype=noise_embeds.dtype, device=mask.device)
+                    mask = bias.masked_fill_(~mask, float("-inf")).repeat(1, 1, attention.repeats, 1)
+                masks[key] = mask
+            return masks[key]
+
+        def keys_and_values(attention: DFlashAttention, normed: Tensor) -> tuple[Tensor, Tensor, Mask | None]:
+            joined = torch.cat([context, normed], dim=1)
+            key, value = (states.transpose(1, 2) for states in attention.project_kv(joined, (cos, sin)))
+            if past_key_values is not None:
+                key, value = past_key_values.update(key, value, attention.layer_idx)
+            return key, value, mask_of(attention, key.shape[2])
+
+        hidden = self._run_layers(noise_embeds, keys_and_values, (cos[:, -num_queries:], sin[:, -num_queries:]))
+        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+
+    def compute_logits(self, hidden_states: Tensor, head: nn.Module) -> Tensor:
+        """Applies the target's head and the draft's own multiplier and soft cap to `[..., D]`; returns `[..., V]`."""
+        logits = head(hidden_states)
+        if self.config.output_multiplier != 1.0:
+            logits = logits * self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
+        return logits if not cap else torch.tanh(logits / cap) * cap
+
+    def embed(self, token_ids: Tensor, embedding: nn.Module) -> Tensor:
+        """Looks ids `[B, K]` up in the target's embedding, in the way this draft was trained with."""
+        if self.config.raw_input_embeddings:
+            weight = embedding.weight
+            assert isinstance(weight, Tensor)
+            states = nn.functional.embedding(token_ids, weight)
+        else:
+            states = embedding(token_ids)
+        scale = self.config.input_embedding_scale
+        return states if scale == 1.0 else states * scale
+
+    def generate(self, *args: Any, **kwargs: Any) -> None:
+        """Explains how a draft is used: it cannot generate on its own.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "a DFlash draft has no embedding and no head and cannot generate by itself; call "
+            "target.generate(**inputs, assistant_model=draft) with the target it was trained for"
+        )
+
+    def _layers(self) -> list[DFlashDecoderLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DFlashDecoderLayer)]
+
+    def _run_layers(
+        self,
+        hidden_states: Tensor,
+        keys_and_values: Callable[[DFlashAttention, Tensor], tuple[Tensor, Tensor, Mask | None]],
+        cos_sin: CosSin,
+    ) -> Tensor:
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, keys_and_values, cos_sin)
+        return self.norm(hidden_states)
+
+
+def _combined_mask(
+    num_queries: int, num_keys: int, kind: AttentionKind, padding: Tensor | None, device: torch.device
+) -> Tensor:
+    """Boolean mask `[B, 1, Q, num_keys]` of a block at the end of `num_keys` keys whose newest one is the block's."""
+    keys = torch.arange(num_keys, device=device)
+    mask = visible(keys[-num_queries:, None], keys[None, :], *kind)[None, None]
+    if padding is not None:
+        mask = mask & padding[:, None, None, -num_keys:].bool()
+    return mask
+
+
+AutoConfig.register(DFlashConfig.model_type, DFlashConfig, exist_ok=True)
+AutoModel.register(DFlashConfig, DFlashDraftModel, exist_ok=True)
+
+__all__ = ["DFlashDraftModel"]

@@ -1,0 +1,78 @@
+"""Which position sees which, and which layers are tapped: the one definition of each, for decoding and training.
+
+Three quantities are kept apart everywhere: the *slot* of a key in a buffer, the *draft position* (the plain index of
+a token in its row, image tokens included) and the *target position* (index plus the row's rope delta). This module
+only knows indices; rotary embeddings live with the models.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def visible(query_position: Tensor, key_position: Tensor, window: int | None, causal: bool) -> Tensor:
+    """Says which keys a query may attend to, from indices alone.
+
+    Args:
+        query_position (`torch.Tensor`, integer, broadcastable): Index of each query in its row.
+        key_position (`torch.Tensor`, integer, broadcastable): Index of each key in its row; negative means empty.
+        window (`int`, *optional*): Number of positions a query sees looking one way, itself included
+            (`q - k < window`, and `k - q < window` where keys may lie ahead). `None` means no limit.
+        causal (`bool`): Whether keys after the query are hidden.
+
+    Returns:
+        `torch.Tensor`: Boolean, `True` where the key is visible.
+
+    Source: z-lab `dflash/model.py::_attention_mask`.
+    """
+    seen = (key_position >= 0).expand(torch.broadcast_shapes(query_position.shape, key_position.shape))
+    if causal:
+        seen = seen & (key_position <= query_position)
+    if window is not None:
+        seen = seen & (query_position - key_position < window)
+        if not causal:
+            seen = seen & (key_position - query_position < window)
+    return seen
+
+
+def slot_positions(last: Tensor, slots: Tensor, ring: int) -> Tensor:
+    """Gives the index of the token that each slot of a ring buffer holds.
+
+    A token with index `p` lives in slot `p % ring`. A buffer as long as the row never wraps, so the same formula
+    serves full attention. Slots that nothing has been written to come out negative.
+
+    Args:
+        last (`torch.Tensor`, integer, broadcastable): Index of the newest token of the row.
+        slots (`torch.Tensor`, integer, broadcastable): Slot numbers in `[0, ring)`.
+        ring (`int`): Number of slots.
+
+    Returns:
+        `torch.Tensor`: The greatest index at most `last` that is congruent to the slot.
+    """
+    return last - (last - slots) % ring
+
+
+def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> list[int]:
+    """Chooses the tapped target layers when nothing else says so: evenly from layer 1 to the third from the end.
+
+    Layer ids are 0-based and mean "the output of that layer".
+
+    Args:
+        num_target_layers (`int`): Depth of the target, at least 4.
+        num_draft_layers (`int`): How many layers to tap.
+
+    Raises:
+        ValueError: If the target is too shallow.
+
+    Source: z-lab `dflash/model.py::build_target_layer_ids`.
+    """
+    if num_target_layers < 4 or num_draft_layers < 1:
+        raise ValueError(
+            f"expected num_target_layers >= 4 and at least one tap, got {num_target_layers} and {num_draft_layers}; "
+            "pass target_layer_ids explicitly"
+        )
+    if num_draft_layers == 1:
+        return [num_target_layers // 2]
+    span = num_target_layers - 4
+    return [round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers)]

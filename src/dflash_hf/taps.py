@@ -1,0 +1,81 @@
+"""Recording the outputs of chosen target layers with forward hooks, the same in decoding and in training.
+
+A tap on layer `i` records that layer's output: entry `i + 1` of Transformers' `hidden_states` for all but the last
+layer (whose entry is normed there and is not here). `output_hidden_states=[...]` is not used: its meaning shifted by
+one between Transformers 5.22 and 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+class Taps:
+    """Records layer outputs while it is open: `with Taps(layers, ids) as taps: model(...); taps.take()`.
+
+    Args:
+        layers (sequence of `nn.Module`): Decoder layers of the target.
+        layer_ids (sequence of `int`): 0-based layers to tap, in the order they are concatenated.
+        sink (callable, *optional*): Called with the concatenated states `[B, S, L * D]` as soon as a forward has
+            passed the last tapped layer; nothing is kept then. Without it they wait for `take`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        layer_ids: Sequence[int],
+        sink: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        self.layers = layers
+        self.layer_ids = list(layer_ids)
+        self.sink = sink
+        self.num_forwards = 0
+        self._states: dict[int, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> Taps:
+        self._handles = [self.layers[i].register_forward_hook(self._hook(i)) for i in sorted(set(self.layer_ids))]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._states = {}
+
+    def take(self) -> Tensor:
+        """Returns the concatenated states `[B, S, L * D]` of the last forward and forgets them.
+
+        Raises:
+            RuntimeError: If a tapped layer did not run since the last call; a compiled module runs no hooks.
+        """
+        missing = sorted(set(self.layer_ids) - set(self._states))
+        if missing:
+            raise RuntimeError(
+                f"expected outputs of target layers {self.layer_ids}, got none from {missing}; a compiled target runs "
+                "no hooks that are added later, use the model as it was before torch.compile"
+            )
+        device = self._states[self.layer_ids[0]].device
+        joined = torch.cat([self._states[i].to(device) for i in self.layer_ids], dim=-1)
+        self._states = {}
+        return joined
+
+    def _hook(self, layer_id: int) -> Callable[[nn.Module, Any, Any], None]:
+        last = max(self.layer_ids)
+
+        def record(module: nn.Module, args: Any, output: Any) -> None:
+            self._states[layer_id] = output[0] if isinstance(output, tuple) else output
+            if layer_id == last:
+                self.num_forwards += 1
+                if self.sink is not None:
+                    self.sink(self.take())
+
+        return record
+
+
+__all__ = ["Taps"]

@@ -1,0 +1,214 @@
+"""What is where in a target model: its decoder layers, embedding and head, and whether DFlash can drive it.
+
+Everything is found from the model, never from its name or a key path. Unsupported mechanisms are refused by name.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from dflash_hf.attention import RAGGED_BLOCK
+from dflash_hf.configuration_dflash import LAYER_TYPES, DFlashConfig
+
+LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
+
+_locks: dict[int, threading.RLock] = {}
+_locks_guard = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The parts of a target that drafting needs.
+
+    Args:
+        model (`PreTrainedModel`): The model `generate` was called on.
+        config (`PreTrainedConfig`): Its text config.
+        layers (`tuple[nn.Module, ...]`): Decoder layers; layer `i` is the `i`-th.
+        embedding (`nn.Module`): Input embedding of text tokens.
+        head (`nn.Module`): Output head, hidden states to logits.
+    """
+
+    model: PreTrainedModel
+    config: PreTrainedConfig
+    layers: tuple[nn.Module, ...]
+    embedding: nn.Module
+    head: nn.Module
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of rows of the embedding (ids that can be looked up)."""
+        weight = self.embedding.weight
+        assert isinstance(weight, Tensor)
+        return int(weight.shape[0])
+
+
+def find_target(model: PreTrainedModel) -> Target:
+    """Finds the text decoder's layers, the embedding and the head of a causal or vision-language model.
+
+    Raises:
+        ValueError: If one of them cannot be found.
+    """
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"expected a decoder-only target, got the encoder-decoder {name}; DFlash cannot draft for it")
+    config = model.config.get_text_config(decoder=True)
+    num_layers = getattr(config, "num_hidden_layers", None)
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    if embedding is None or head is None:
+        raise ValueError(
+            f"expected a target with an input embedding and an output head, got {name}; "
+            "load it with AutoModelForCausalLM or AutoModelForImageTextToText"
+        )
+    lists = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == num_layers
+        and all(hasattr(layer, "self_attn") or hasattr(layer, "attn") or hasattr(layer, "mlp") for layer in module)
+    ]
+    own = [layers for layers in lists if _text_config_of(layers) is config] or lists
+    if not own:
+        raise ValueError(f"expected a list of {num_layers} decoder layers inside {name}, found none; not supported")
+    return Target(model, config, tuple(own[0]), embedding, head)
+
+
+def _text_config_of(layers: nn.ModuleList) -> object:
+    """The config that the layers' attention holds, to tell a text decoder from a vision tower of the same depth."""
+    for module in layers.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            return config
+    return None
+
+
+def check_target(target: Target) -> None:
+    """Refuses targets whose attention the ragged cache cannot reproduce exactly.
+
+    Raises:
+        ValueError: Naming the mechanism: chunked, ALiBi, shared-K/V or cross attention, recurrent layers, or a model
+            that does not use Transformers' attention interface.
+    """
+    config, name = target.config, type(target.model).__name__
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    unknown = sorted(layer_types - set(LAYER_TYPES))
+    if "chunked_attention" in unknown or getattr(config, "attention_chunk_size", None):
+        reason = "chunked attention (its argument never reaches the attention interface)"
+    elif getattr(target.model, "_is_stateful", False) or any("linear" in t or "mamba" in t for t in unknown):
+        reason = f"recurrent layers ({', '.join(unknown) or 'stateful model'}), which need an exact rollback"
+    elif unknown:
+        reason = f"layers of type {', '.join(unknown)}"
+    elif getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "") == "alibi":
+        reason = "ALiBi position biases"
+    elif getattr(config, "num_kv_shared_layers", None):
+        reason = "shared-K/V layers"
+    elif getattr(config, "cross_attention_layers", None) or getattr(config, "add_cross_attention", False):
+        reason = "cross attention"
+    elif not type(target.model)._supports_attention_backend:
+        reason = "attention that does not go through transformers.AttentionInterface"
+    else:
+        return
+    raise ValueError(f"expected a target with full or sliding attention, got {name} with {reason}; drop the draft")
+
+
+def check_pair(target: Target, config: DFlashConfig) -> None:
+    """Checks that a draft fits a target.
+
+    Raises:
+        ValueError: On another width, depth or vocabulary (as far as the draft states them), or a mask token outside
+            the embedding.
+    """
+    assert config.target_layer_ids is not None
+    text = target.config
+    if config.target_hidden_size != text.hidden_size or config.hidden_size != text.hidden_size:
+        raise ValueError(
+            f"expected a draft for hidden size {text.hidden_size} (the target's), got one for {config.hidden_size}; "
+            "load the draft that was trained for this target"
+        )
+    depth = len(target.layers)
+    if max(config.target_layer_ids) >= depth or (config.num_target_layers or depth) != depth:
+        raise ValueError(
+            f"expected taps below {depth} (the target's depth), got target_layer_ids {config.target_layer_ids} made "
+            f"for {config.num_target_layers} layers; load the draft that was trained for this target"
+        )
+    if config.mask_token_id >= target.vocab_size:
+        raise ValueError(
+            f"expected mask_token_id below {target.vocab_size} (the target's embedding), got {config.mask_token_id}; "
+            "load the draft that was trained for this target"
+        )
+    if config.vocab_size is not None and config.vocab_size != text.vocab_size:
+        raise ValueError(
+            f"expected a draft for a vocabulary of {text.vocab_size} (the target's), got {config.vocab_size}; "
+            "load the draft that was trained for this target"
+        )
+
+
+def check_length(target: Target, longest_prompt: int, max_length: int) -> None:
+    """Refuses runs during which a RoPE that depends on the length of the call would change its frequencies.
+
+    A verify also sees the proposals, so it would switch up to a block earlier than plain decoding does.
+
+    Args:
+        target (`Target`): The target.
+        longest_prompt (`int`): Real tokens of the longest row.
+        max_length (`int`): Columns that a verify may reach: the output's and one block.
+
+    Raises:
+        ValueError: If the run may cross the boundary.
+    """
+    rope = getattr(target.config, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type")} | {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}
+    if not kinds & set(LENGTH_DEPENDENT_ROPE):
+        return
+    original = rope.get("original_max_position_embeddings") or getattr(
+        target.config, "original_max_position_embeddings", None
+    )
+    original = int(original or target.config.max_position_embeddings)
+    if max_length <= original or ("dynamic" not in kinds and longest_prompt > original):
+        return
+    raise ValueError(
+        f"expected a run that stays within {original} tokens, a block included, or starts beyond them (the target's "
+        f"RoPE {sorted(str(kind) for kind in kinds)} changes there), got a prompt of {longest_prompt} tokens and "
+        f"up to {max_length} with what is generated and a block; lower max_new_tokens or drop assistant_model"
+    )
+
+
+def _lock_of(config: PreTrainedConfig) -> threading.RLock:
+    """One lock per config object: models built from one config switch their attention together."""
+    with _locks_guard:
+        key = id(config)
+        if key not in _locks:
+            _locks[key] = threading.RLock()
+            weakref.finalize(config, _locks.pop, key, None)
+        return _locks[key]
+
+
+@contextmanager
+def exclusive(target: Target) -> Generator[None]:
+    """Holds the target's lock: drafted runs over one config, also from several threads, happen one after another."""
+    with _lock_of(target.config):
+        yield
+
+
+@contextmanager
+def ragged_attention(target: Target) -> Generator[None]:
+    """Runs the target's text decoder under the ragged attention; the setting is restored on any exit."""
+    config = target.config
+    with exclusive(target):
+        before = config._attn_implementation
+        config._attn_implementation = RAGGED_BLOCK
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
+
+
+__all__ = ["Target", "check_length", "check_pair", "check_target", "exclusive", "find_target", "ragged_attention"]

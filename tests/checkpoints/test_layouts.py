@@ -1,0 +1,279 @@
+"""Layouts as tables: round trips are the identity; what a layout, or we, cannot express is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, Qwen3Model
+
+from dflash_hf import DFlashConfig, DFlashDraftModel
+from dflash_hf.checkpoints import FORMATS, detect_format, explain_foreign_draft, make_config
+from dflash_hf.drafts import load_draft, save_draft
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+TINY: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "block_size": 4,
+    "mask_token_id": 47,
+    "num_target_layers": 8,
+    "target_layer_ids": [0, 5],
+}
+MUSE_LIKE: dict[str, Any] = {"raw_input_embeddings": True, "is_causal": False}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5e5,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 16.0,
+}
+
+# Configs, and the layouts (besides our own) that can express them.
+CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "plain": ({}, ["zlab"]),
+    "sliding means causal": ({"layer_types": [SLIDING, FULL], "sliding_window": 7}, ["zlab"]),
+    "all causal": ({"layer_types": [SLIDING, FULL], "sliding_window": 7, "is_causal": True}, ["zlab"]),
+    "window, no causality": ({"layer_types": [SLIDING, FULL], "sliding_window": 7, **MUSE_LIKE}, ["zlab", "muse"]),
+    "muse-like, full": (MUSE_LIKE, ["zlab", "muse"]),
+    "nothing stated": ({**MUSE_LIKE, "vocab_size": None, "num_target_layers": None}, ["muse"]),
+    "yarn": ({**MUSE_LIKE, "rope_parameters": YARN, "max_position_embeddings": 256}, ["zlab", "muse"]),
+    "scales": (
+        {"input_embedding_scale": 4.0, "output_multiplier": 0.5, "final_logit_softcapping": 30.0},
+        ["zlab"],
+    ),
+    "biases": ({"attention_bias": True}, ["zlab"]),
+    "other details": (
+        {**MUSE_LIKE, "hidden_act": "gelu", "rms_norm_eps": 1e-5, "attention_dropout": 0.1, "initializer_range": 0.1},
+        ["zlab", "muse"],
+    ),
+    "mixed causality": ({"layer_types": [FULL, FULL], "is_causal": [True, False]}, []),
+    "wider target": ({**MUSE_LIKE, "target_hidden_size": 20}, []),
+}
+
+
+def make_draft(**overrides: Any) -> DFlashDraftModel:
+    """A tiny random draft."""
+    torch.manual_seed(0)
+    return DFlashDraftModel(DFlashConfig(**{**TINY, **overrides})).eval()
+
+
+def content(config: DFlashConfig) -> dict[str, Any]:
+    """The config without what Transformers notes about files."""
+    volatile = {"architectures", "_name_or_path", "transformers_version", "dtype"}
+    return {key: value for key, value in config.to_dict().items() if key not in volatile}
+
+
+def zlab_config(path: Path, **overrides: Any) -> dict[str, Any]:
+    """A z-lab folder's `config.json` as a dictionary; given keys replaced, those given as None removed."""
+    save_draft(make_draft(), path, "zlab")
+    config = json.loads((path / "config.json").read_text()) | overrides
+    return {key: value for key, value in config.items() if value is not None or key not in overrides}
+
+
+def read_zlab(config: dict[str, Any]) -> DFlashConfig:
+    """What a z-lab `config.json` means."""
+    return make_config(detect_format(config).read_config(config))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_round_trip(name: str, tmp_path: Path) -> None:
+    overrides, expressible = CONFIGS[name]
+    first = make_draft(**overrides).to(torch.bfloat16)
+    draft = first
+    for step, layout in enumerate(["dflash", *(between for other in expressible for between in (other, "dflash"))]):
+        folder = tmp_path / f"{step}-{layout}"
+        save_draft(draft, folder, layout)  # type: ignore[arg-type]
+        assert detect_format(json.loads((folder / "config.json").read_text())).name == layout
+        draft = load_draft(folder)
+        assert content(draft.config) == content(first.config), layout
+        assert draft.state_dict().keys() == first.state_dict().keys()
+        assert all(torch.equal(tensor, first.state_dict()[key]) for key, tensor in draft.state_dict().items())
+        assert draft.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "field"),
+    [
+        ("mixed causality", "zlab", r"is_causal = \[True, False\]"),
+        ("wider target", "zlab", "target_hidden_size = 20"),
+        ("nothing stated", "zlab", "vocab_size = None .*; num_target_layers = None"),
+        ("plain", "muse", "raw_input_embeddings = False"),
+        ("all causal", "muse", "is_causal"),
+        ("biases", "muse", "attention_bias = True"),
+        ("scales", "muse", "input_embedding_scale = 4.0 .*; output_multiplier = 0.5 .*; final_logit_softcapping = 30"),
+        ("wider target", "muse", "target_hidden_size = 20"),
+    ],
+)
+def test_what_a_layout_cannot_express_is_refused(name: str, layout: Any, field: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=field):
+        save_draft(make_draft(**CONFIGS[name][0]), tmp_path / "out", layout)
+    assert not (tmp_path / "out").exists()
+
+
+def test_unknown_layout_is_refused(tmp_path: Path) -> None:
+    unknown: Any = "gguf"
+    with pytest.raises(ValueError, match=r"expected layout in .*'zlab'.*got 'gguf'"):
+        save_draft(make_draft(), tmp_path, unknown)
+
+
+@pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
+def test_weight_table_is_complete(layout: Any) -> None:
+    draft = make_draft(attention_bias=layout.name != "muse")
+    ours = {name.replace(".0.", ".{}.").replace(".1.", ".{}.") for name in draft.state_dict()}
+    assert set(layout.weights.values()) == ours
+    assert len(set(layout.weights.values())) == len(layout.weights)
+    for name in draft.state_dict():
+        assert layout.their_name(name).count(".0.") == name.count(".0.")
+
+
+def test_block_size_in_either_place(tmp_path: Path) -> None:
+    config = zlab_config(tmp_path)
+    assert config["block_size"] == 4
+    assert read_zlab(config).block_size == 4
+    inside = {**config, "dflash_config": {**config["dflash_config"], "block_size": 4}}
+    assert read_zlab(inside).block_size == 4
+    del inside["block_size"]
+    assert read_zlab(inside).block_size == 4
+    assert read_zlab({**inside, "dflash_config": config["dflash_config"]}).block_size == 16
+    with pytest.raises(ValueError, match=r"expected one value, got .*dflash_config.block_size': 8, 'block_size': 4"):
+        read_zlab({**config, "dflash_config": {**config["dflash_config"], "block_size": 8}})
+
+
+def test_fields_of_the_section_may_stand_at_the_top(tmp_path: Path) -> None:
+    config = zlab_config(tmp_path)
+    section = config.pop("dflash_config")
+    assert content(read_zlab({**config, **section, "dflash_config": {}})) == content(make_draft().config)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        # Model-Optimizer: all layers "full", yet windowed, and bidirectional unless it says otherwise.
+        (
+            {"dflash_config": {"use_swa": True, "swa_window_size": 9, "causal": False}, "sliding_window": 9},
+            {"layer_types": [SLIDING] * 2, "sliding_window": 9, "is_causal": [False] * 2},
+        ),
+        (
+            {"dflash_config": {"use_swa": True}, "sliding_window": 9, "is_causal": None},
+            {"layer_types": [SLIDING] * 2, "sliding_window": 9, "is_causal": [False] * 2},
+        ),
+        ({"dflash_config": {"causal": True}, "is_causal": None}, {"is_causal": [True] * 2}),
+        # Qwen3Config's rule where layer_types is absent.
+        (
+            {"layer_types": None, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+            | {"is_causal": None},
+            {"layer_types": [FULL, SLIDING], "sliding_window": 9, "is_causal": [False, True]},
+        ),
+        ({"layer_types": None, "use_sliding_window": False, "sliding_window": 9}, {"layer_types": [FULL] * 2}),
+        # Transformers 4 and 5 spell RoPE differently; an image RoPE of the target does nothing in a draft.
+        (
+            {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}},
+        ),
+        (
+            {"rope_theta": None, "rope_scaling": None}
+            | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [1, 1, 1]}},
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},
+        ),
+        # SpecForge's config for Kimi K2.7 says the mask twice and the RoPE's type twice.
+        (
+            {"mask_token_id": 47, "rope_scaling": YARN | {"type": "yarn", "mscale": 1.0}, "rope_theta": 5e5},
+            {"rope_parameters": YARN | {"mscale": 1.0}},
+        ),
+        # Taps by z-lab's rule where none are given.
+        ({"dflash_config": {"target_layer_ids": None}}, {"target_layer_ids": [1, 5]}),
+        ({"head_dim": None}, {"head_dim": 128}),
+        ({"dtype": "bfloat16", "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "eos_token_id": 3}, {}),
+        ({"dflash_config": {"attention_sink_bias": False, "projector_type": "dflash"}, "logit_scale": 1.0}, {}),
+    ],
+)
+def test_zlab_config(change: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    section = change.pop("dflash_config", {})
+    config = zlab_config(tmp_path, **change)
+    config["dflash_config"].update(section)
+    assert content(read_zlab(config)) == content(DFlashConfig(**{**TINY, **expected}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dflash_config": {"conv_kernel_size": 2}}, "dflash_config.conv_kernel_size absent"),
+        ({"selector_rank": 256}, "selector_rank absent"),
+        ({"dflash_config": {"attention_sink_bias": True}}, "attention_sink_bias absent or in .False,"),
+        ({"dflash_config": {"projector_type": "domino"}}, "projector_type .* got 'domino'"),
+        ({"dflash_config": {"markov_rank": 64}}, "markov_rank"),
+        ({"logit_scale": 0.5}, "logit_scale"),
+        ({"is_neox_style": False}, "is_neox_style"),
+        ({"dflash_config": {"aaa": 1}, "bbb": 2}, r"got also \['bbb', 'dflash_config.aaa'\]"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"got also \['quantization_config'\]"),
+        ({"draft_vocab_size": 32}, "draft_vocab_size 32"),
+        ({"hidden_size": None}, "expected hidden_size in the checkpoint's config.json"),
+        ({"dflash_config": {"mask_token_id": None}}, "expected dflash_config.mask_token_id or mask_token_id"),
+        ({"dflash_config": {"causal": True}}, "expected one value, got .*is_causal': False"),
+        ({"layer_types": [SLIDING, FULL], "sliding_window": 9}, "expected use_sliding_window true or absent"),
+        ({"layer_types": [SLIDING, FULL], "use_sliding_window": True}, "a positive sliding_window"),
+        ({"layer_types": [FULL]}, "layer_types with 2 entries"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type in .*got 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "yarn", "rope_theta": 3.0, "factor": 2.0}}, "expected one rope_theta"),
+        ({"rope_scaling": {"rope_type": "yarn", "type": "linear"}}, "expected one rope_type"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "wobble": 1}}, "wobble"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor .0.25"),
+        ({"dflash_config": {"mask_token_id": "x"}}, "mask_token_id"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"dflash_config": {"mask_token_id": 48}}, "mask_token_id in"),
+        ({"dflash_config": {"target_layer_ids": [0, 8]}}, "target_layer_ids below num_target_layers = 8"),
+    ],
+)
+def test_zlab_config_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    section = change.pop("dflash_config", {})
+    config = zlab_config(tmp_path, **change)
+    config["dflash_config"].update(section)
+    with pytest.raises(ValueError, match=message):
+        read_zlab(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen3", "hidden_size": 16},
+        {"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"]},
+        {"architectures": ["DFlashDraftModel"], "_name_or_path": "z-lab/Qwen3-8B-DFlash-b16"},
+    ],
+)
+def test_other_configs_are_not_taken_for_drafts(config: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected a DFlash draft"):
+        detect_format(config)
+
+
+def test_dflash_config_reads_only_its_own_files(tmp_path: Path) -> None:
+    save_draft(make_draft(), tmp_path, "zlab")
+    with pytest.raises(ValueError, match="expected model_type 'dflash', got 'qwen3'"):
+        DFlashConfig.from_pretrained(tmp_path)
+
+
+def test_auto_classes_load_our_layout(tmp_path: Path) -> None:
+    save_draft(make_draft(), tmp_path)
+    assert isinstance(AutoConfig.from_pretrained(tmp_path), DFlashConfig)
+    draft = AutoModel.from_pretrained(tmp_path)
+    assert isinstance(draft, DFlashDraftModel)
+    assert explain_foreign_draft(draft) is None
+
+
+def test_a_zlab_checkpoint_loaded_by_auto_model_is_explained(tmp_path: Path) -> None:
+    save_draft(make_draft(), tmp_path, "zlab")
+    wrong = AutoModel.from_pretrained(tmp_path)
+    assert isinstance(wrong, Qwen3Model)
+    sentence = explain_foreign_draft(wrong)
+    assert sentence is not None
+    assert "got a Qwen3Model whose config has a section dflash_config" in sentence
+    assert f"DFlashDraftModel.from_pretrained('{tmp_path}')" in sentence
+    assert explain_foreign_draft(object()) is None

@@ -1,0 +1,396 @@
+"""What `generate` promises around the tokens: streaming, stopping, results, refusals, and models left as they were."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import BaseStreamer, GenerationMixin
+
+import dflash_hf
+from dflash_hf import DFlashCandidateGenerator, DFlashDraftModel, DFlashGenerateOutput, SpeculativeStats
+from dflash_hf.attention import RAGGED_BLOCK
+from dflash_hf.generation.processors import BlockProcessors
+from dflash_hf.taps import Taps
+from dflash_hf.target import find_target
+from tiny import COMMON, VOCAB, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+
+
+class Recorder(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.runs: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.runs.append(value.reshape(-1).tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_a_streamer_gets_the_prompt_and_every_accepted_run() -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts([6], 1)
+    plain, ours = Recorder(), Recorder()
+    ref = target.generate(**inputs, **GREEDY, streamer=plain)
+    draft = oracle_draft(target, truth_of(inputs, ref), 3)
+    target.generate(**inputs, **GREEDY, streamer=ours, assistant_model=draft)
+    assert ours.runs[0] == plain.runs[0] == inputs["input_ids"][0].tolist()
+    assert [t for run in ours.runs for t in run] == [t for run in plain.runs for t in run] == ref[0].tolist()
+    assert ours.ended == 1
+    assert [len(run) for run in ours.runs[2:]] == draft.last_stats.num_committed[0]
+
+
+def test_the_result_has_sequences_and_statistics() -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts([6, 3], 1)
+    draft = tiny_draft(target)
+    out = target.generate(**inputs, **GREEDY, assistant_model=draft, return_dict_in_generate=True)
+    assert isinstance(out, DFlashGenerateOutput)
+    stats = out.speculative
+    assert isinstance(stats, SpeculativeStats)
+    assert stats.num_new_tokens == 40
+    assert [sum(row) + 1 for row in stats.num_committed] == [20, 20]
+    assert stats.num_target_forwards == 1 + max(len(row) for row in stats.num_committed)
+    assert stats.num_draft_forwards == stats.num_target_forwards - 1
+    assert stats.prefill_seconds > 0
+    assert stats.draft_seconds > 0
+    assert stats.verify_seconds > 0
+    assert stats.proposal == "greedy"
+    assert set(stats.to_dict()) >= {"acceptance_length", "acceptance_per_position", "num_verifies"}
+
+
+def test_statistics_by_hand() -> None:
+    stats = SpeculativeStats(num_committed=[[3, 1, 2], [4]], num_accepted=[[2, 0, 3], [3]], num_proposed=3)
+    assert stats.acceptance_length == 10 / 4
+    assert stats.acceptance_length_per_row == [2.0, 4.0]
+    assert stats.num_new_tokens == 12
+    assert stats.acceptance_per_position() == [3 / 4, 3 / 4, 2 / 4]
+    assert stats.acceptance_per_position(conditional=True) == [3 / 4, 1.0, 2 / 3]
+    assert SpeculativeStats().acceptance_length == 0.0
+
+
+class StopAfter(StoppingCriteria):
+    """Stops a row once a token has been generated; works row by row as Transformers' own do."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] == self.token
+
+
+@pytest.mark.parametrize("lengths", [[6], [4, 9, 6]])
+def test_custom_stopping_criteria_stop_inside_a_block(lengths: list[int]) -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts(lengths, 4)
+    free = target.generate(**inputs, **GREEDY)
+    criteria = StoppingCriteriaList([StopAfter(int(free[0, -8]))])
+    # Plain `generate` pads finished rows only when it knows an EOS; one that never occurs makes it do so.
+    settings = {**GREEDY, "stopping_criteria": criteria, "eos_token_id": VOCAB - 1, "pad_token_id": 0}
+    ref = target.generate(**inputs, **settings)
+    draft = oracle_draft(target, truth_of(inputs, free), 1)
+    assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
+
+
+def test_positional_arguments_and_generation_config_objects() -> None:
+    target = tiny_target("llama")
+    inputs = prompts([6], 4)
+    config = GenerationConfig(max_new_tokens=9, do_sample=False, pad_token_id=0)
+    ref = target.generate(inputs["input_ids"], config)
+    draft = tiny_draft(target)
+    draft.last_stats = None
+    out = target.generate(inputs["input_ids"], config, None, None, None, None, draft)
+    assert torch.equal(out, ref)
+    assert draft.last_stats is not None
+
+
+def test_num_return_sequences_greedy_and_sampled() -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts([4, 7], 4)
+    out = target.generate(
+        **inputs, max_new_tokens=9, do_sample=True, num_return_sequences=3, assistant_model=tiny_draft(target)
+    )
+    assert out.shape == (6, 16)
+    assert len({tuple(row) for row in out[:3].tolist()}) > 1
+
+
+def test_other_ways_of_generating_are_untouched() -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts([8], 4)
+    draft = tiny_draft(target)
+    target.generate(**inputs, **GREEDY, assistant_model=draft)
+    after = target.generate(**inputs, **GREEDY)
+    lookup = target.generate(**inputs, **GREEDY, prompt_lookup_num_tokens=3)
+    assistant = target.generate(**inputs, **GREEDY, assistant_model=tiny_target("qwen3", 5))
+    dflash_hf.disable()
+    dflash_hf.disable()
+    try:
+        assert not hasattr(GenerationMixin.generate, "_dflash_original")
+        ref = target.generate(**inputs, **GREEDY)
+        with pytest.raises((AttributeError, ValueError, TypeError)):
+            target.generate(**inputs, **GREEDY, assistant_model=draft)
+    finally:
+        dflash_hf.enable()
+        dflash_hf.enable()
+    assert GenerationMixin.generate.__wrapped__.__name__ == "generate"
+    assert not hasattr(GenerationMixin.generate._dflash_original, "_dflash_original")
+    for out in (after, lookup, assistant):
+        assert torch.equal(out, ref)
+
+
+def test_stock_speculation_type_passes_through_and_agrees() -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts([8], 4)
+    ref = target.generate(**inputs, **GREEDY)
+    draft = tiny_draft(target)
+    draft.last_stats = None
+    out = target.generate(**inputs, **GREEDY, assistant_model=draft, speculation_type="dflash")
+    assert torch.equal(out, ref)
+    assert draft.last_stats is None
+
+
+def test_the_candidate_generator_drafts_under_transformers_own_assisted_loop() -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts([8], 4)
+    draft = tiny_draft(target, 6)
+    ref = target.generate(**inputs, **GREEDY, assistant_model=draft)
+    committed = draft.last_stats.num_committed[0]
+    generator = DFlashCandidateGenerator(
+        draft,
+        find_target(target),
+        BlockProcessors(LogitsProcessorList()),
+        block_size=6,
+        verify_width=6,
+        rule="argmax",
+        batch=1,
+        max_length=80,
+    )
+    proposed: list[int] = []
+    original = generator.get_candidates
+
+    def spy(input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        ids, logits = original(input_ids, **kwargs)
+        proposed.append(ids.shape[1] - input_ids.shape[1])
+        return ids, logits
+
+    generator.get_candidates = spy
+    target._get_candidate_generator = lambda *args, **kwargs: generator
+    try:
+        with Taps(find_target(target).layers, [0, 2], generator.collect):
+            out = target.generate(**inputs, **GREEDY, prompt_lookup_num_tokens=5)
+    finally:
+        del target._get_candidate_generator
+    assert torch.equal(out, ref)
+    # The same context, the same proposals, the same acceptance: one target forward per verify of our own loop.
+    assert len(proposed) == 1 + len(committed)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "beams": ({"num_beams": 2}, "num_beams=1"),
+    "contrastive": ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
+    "dola": ({"dola_layers": "low"}, "dola_layers"),
+    "guidance": ({"guidance_scale": 1.5}, "guidance_scale"),
+    "no cache": ({"use_cache": False}, "use_cache=True"),
+    "scores": ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+    "lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+    "cache": ({"past_key_values": transformers.DynamicCache()}, "past_key_values"),
+    "stop strings": ({"stop_strings": ["x"]}, "tokenizer="),
+    "config": ({"generation_config": GenerationConfig(num_beams=3)}, "num_beams=1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_honoured_is_refused_before_any_forward(case: str) -> None:
+    target = tiny_target("qwen3")
+    draft = tiny_draft(target)
+    calls: list[int] = []
+    target.register_forward_pre_hook(lambda *args: calls.append(1))
+    arguments, match = REFUSED[case]
+    with pytest.raises(ValueError, match=match):
+        target.generate(**prompts([6], 0), **{"max_new_tokens": 5, **arguments}, assistant_model=draft)
+    assert not calls
+
+
+def misfits() -> dict[str, tuple[Callable[[], Any], Callable[[Any], DFlashDraftModel], str]]:
+    def target() -> Any:
+        return tiny_target("qwen3")
+
+    return {
+        "width": (target, lambda t: tiny_draft(t, hidden_size=16), "hidden size 32"),
+        "depth": (target, lambda t: tiny_draft(t, num_target_layers=9, target_layer_ids=[1, 7]), "taps below 4"),
+        "vocabulary": (target, lambda t: tiny_draft(t, vocab_size=100), "vocabulary of 64"),
+        "mask": (target, lambda t: tiny_draft(t, vocab_size=100, mask_token_id=99), "mask_token_id below 64"),
+    }
+
+
+@pytest.mark.parametrize("case", misfits())
+def test_a_draft_for_another_target_is_refused(case: str) -> None:
+    make_target, make_draft, match = misfits()[case]
+    target = make_target()
+    with pytest.raises(ValueError, match=match):
+        target.generate(**prompts([6], 0), **GREEDY, assistant_model=make_draft(target))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "match"),
+    [
+        ({"block_size": 9}, "block_size at most 8"),
+        ({"block_size": 0}, "block_size >= 1"),
+        ({"verify_width": 9}, "verify_width between"),
+        ({"engine": "warp"}, "engine in"),
+        ({"proposal": "guess"}, "proposal in"),
+    ],
+)
+def test_bad_knobs_are_refused(knobs: dict[str, Any], match: str) -> None:
+    target = tiny_target("qwen3")
+    draft = tiny_draft(target, 8)
+    for name, value in knobs.items():
+        setattr(draft.generation_config, name, value)
+    with pytest.raises(ValueError, match=match):
+        target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)
+
+
+UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "chunked": (
+        "Llama4Text",
+        {
+            "head_dim": 8,
+            "num_local_experts": 2,
+            "attention_chunk_size": 8,
+            "intermediate_size_mlp": 48,
+            "layer_types": ["chunked_attention"] * 4,
+        },
+        "chunked attention",
+    ),
+    "alibi": ("Bloom", {"n_layer": 4, "n_head": 4}, "(ALiBi|AttentionInterface)"),
+    "recurrent": (
+        "Qwen3Next",
+        {
+            "head_dim": 8,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "linear_num_value_heads": 2,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+        "recurrent layers",
+    ),
+    "shared": (
+        "Gemma3nText",
+        {"head_dim": 8, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 4},
+        "shared-K/V",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_unsupported_attention_is_refused_by_name(case: str) -> None:
+    name, extra, match = UNSUPPORTED[case]
+    config = getattr(transformers, f"{name}Config")(**{**COMMON, **extra})
+    stem = name.removesuffix("Text")
+    target = getattr(transformers, f"{stem}ForCausalLM")(config).eval()
+    draft = tiny_draft(tiny_target("qwen3"))
+    with pytest.raises(ValueError, match=match):
+        target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "match"),
+    [
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "at least one token"),
+        ({"input_ids": torch.full((2, 3), 5), "attention_mask": torch.tensor([[0, 0, 0], [1, 1, 1]])}, "row of zeros"),
+        ({"input_ids": torch.full((2, 3), 5), "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}, "left-padded"),
+        ({}, "at least one token"),
+    ],
+)
+def test_prompts_that_cannot_be_decoded_are_refused(inputs: dict[str, Any], match: str) -> None:
+    target = tiny_target("qwen3")
+    with pytest.raises(ValueError, match=match):
+        target.generate(**inputs, **GREEDY, assistant_model=tiny_draft(target))
+
+
+class Failing(LogitsProcessor):
+    def __init__(self, after: int, error: type[BaseException]) -> None:
+        self.after, self.error = after, error
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.after -= 1
+        if self.after < 0:
+            raise self.error("on purpose")
+        return scores
+
+
+@pytest.mark.parametrize("after", [0, 1, 6])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_or_interrupt_leaves_the_models_as_they_were(after: int, error: type[BaseException]) -> None:
+    target = tiny_target("qwen3")
+    draft = tiny_draft(target)
+    inputs = prompts([6, 4], 0)
+    ref = target.generate(**inputs, **GREEDY)
+    hooks = hooks_of(target) + hooks_of(draft)
+    with pytest.raises(error, match="on purpose"):
+        target.generate(
+            **inputs, **GREEDY, logits_processor=LogitsProcessorList([Failing(after, error)]), assistant_model=draft
+        )
+    assert hooks_of(target) + hooks_of(draft) == hooks
+    assert target.config._attn_implementation == "sdpa"
+    assert torch.equal(target.generate(**inputs, **GREEDY), ref)
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+
+
+def test_two_threads_with_drafts_on_one_target_are_serialised() -> None:
+    target = tiny_target("qwen3")
+    batches = [prompts([6], seed) for seed in range(4)]
+    refs = [target.generate(**inputs, **GREEDY) for inputs in batches]
+    outs: dict[int, torch.Tensor] = {}
+
+    def work(index: int) -> None:
+        outs[index] = target.generate(**batches[index], **GREEDY, assistant_model=tiny_draft(target, 4))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(outs[index], refs[index]) for index in range(4))
+
+
+def test_a_draft_on_its_own_explains_how_it_is_used() -> None:
+    with pytest.raises(TypeError, match="assistant_model=draft"):
+        tiny_draft(tiny_target("qwen3")).generate(torch.ones(1, 3, dtype=torch.long))
+
+
+def test_the_ragged_attention_cannot_be_selected_by_hand() -> None:
+    target = tiny_target("qwen3")
+    target.set_attn_implementation(RAGGED_BLOCK)
+    with pytest.raises(ValueError, match="set by dflash_hf during decoding only"):
+        target(torch.ones(1, 3, dtype=torch.long))
+
+
+def test_a_compiled_layer_that_runs_no_hooks_is_an_error() -> None:
+    target = tiny_target("qwen3")
+    layer = target.model.layers[2]
+    layer.forward_without_hooks = layer.forward
+    target.model.layers[2] = type(
+        "Hookless", (nn.Module,), {"__call__": lambda self, *a, **k: layer.forward(*a, **k)}
+    )()
+    target.model.layers[2].self_attn = layer.self_attn
+    with pytest.raises(RuntimeError, match="compiled target runs no hooks"):
+        target.generate(**prompts([6], 0), **GREEDY, assistant_model=tiny_draft(target))
+    assert target.config._attn_implementation == "sdpa"

@@ -1,0 +1,191 @@
+"""Sampling with a draft: the same text at every block size, and the target's law under every proposal rule."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from dflash_hf.generation.noise import exponential_noise, gumbel_noise
+from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "warpers": {"temperature": 0.7, "top_k": 10, "top_p": 0.9},
+    "hot": {"temperature": 1.7, "top_k": 0, "min_p": 0.05},
+    "prefix": {"temperature": 1.0, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 5},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_same_text_at_every_block_size_and_width(setting: str) -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts([4, 9, 6], 3)
+    texts = []
+    for rule, (block_size, width) in itertools.product(
+        ("shared_noise", "argmax"), [(1, 1), (4, 4), (16, 16), (16, 5)]
+    ):
+        draft = tiny_draft(target, 16)
+        draft.generation_config.block_size = block_size
+        draft.generation_config.verify_width = width
+        draft.generation_config.proposal = rule
+        torch.manual_seed(11)
+        texts.append(
+            target.generate(
+                **inputs, max_new_tokens=24, do_sample=True, assistant_model=draft, eos_token_id=9, **SETTINGS[setting]
+            )
+        )
+    assert all(torch.equal(texts[0], text) for text in texts)
+    torch.manual_seed(12)
+    other = target.generate(**inputs, max_new_tokens=24, do_sample=True, assistant_model=draft, **SETTINGS[setting])
+    assert not torch.equal(texts[0], other)
+
+
+def test_the_same_text_with_a_draft_that_is_partly_right() -> None:
+    target = tiny_target("gemma3")
+    inputs = prompts([4, 9, 6], 3)
+    draft = tiny_draft(target, 16)
+    draft.generation_config.block_size = 1
+    torch.manual_seed(4)
+    ref = target.generate(**inputs, max_new_tokens=40, do_sample=True, top_k=5, assistant_model=draft)
+    for seed, block_size in enumerate((2, 7, 16)):
+        oracle = oracle_draft(target, truth_of(inputs, ref), seed, block_size)
+        torch.manual_seed(4)
+        out = target.generate(**inputs, max_new_tokens=40, do_sample=True, top_k=5, assistant_model=oracle)
+        assert torch.equal(out, ref)
+        # Rejected noise would be visible here: the oracle knows the samples, so only its wrong slots are refused.
+        assert oracle.last_stats.acceptance_length > 1.2
+
+
+def test_greedy_leaves_the_random_state_alone() -> None:
+    target = tiny_target("qwen2")
+    state = torch.random.get_rng_state()
+    target.generate(**prompts([5], 0), max_new_tokens=9, do_sample=False, assistant_model=tiny_draft(target))
+    torch.manual_seed(0)
+    before = torch.random.get_rng_state()
+    draft = tiny_draft(target)
+    torch.random.set_rng_state(before)
+    target.generate(**prompts([5], 0), max_new_tokens=9, do_sample=False, assistant_model=draft)
+    assert torch.equal(before, torch.random.get_rng_state())
+    torch.random.set_rng_state(state)
+
+
+def joint_law(target: Any, prompt: list[int], temperature: float, top_k: int) -> torch.Tensor:
+    """The exact law of three tokens, `[V, V, V]`, by enumerating every prefix."""
+    size = target.config.vocab_size
+
+    def next_law(rows: torch.Tensor) -> torch.Tensor:
+        scores = target(rows).logits[:, -1].float() / temperature
+        scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -torch.inf)
+        return scores.softmax(-1)
+
+    with torch.no_grad():
+        start = torch.tensor([prompt])
+        pairs = torch.tensor(list(itertools.product(range(size), repeat=2)))
+        one = next_law(start)[0]
+        two = next_law(torch.cat([start.expand(size, -1), torch.arange(size)[:, None]], 1))
+        three = next_law(torch.cat([start.expand(size**2, -1), pairs], 1)).view(size, size, size)
+    return one[:, None, None] * two[:, :, None] * three
+
+
+@pytest.mark.parametrize("rule", ["shared_noise", "argmax", "sample"])
+@pytest.mark.parametrize("block_size", [2, 4])
+def test_three_tokens_follow_the_targets_joint_law(rule: str, block_size: int) -> None:
+    # 20,000 rows of one call: rows are independent, and row numbers are part of the noise's key.
+    target = tiny_target("qwen2", vocab_size=8)
+    draft = tiny_draft(target, block_size)
+    draft.generation_config.proposal = rule  # type: ignore[assignment]
+    rows = 20_000
+    inputs = {"input_ids": torch.tensor([[3, 5, 4]]).repeat(rows, 1)}
+    torch.manual_seed(1)
+    out = target.generate(**inputs, max_new_tokens=4, do_sample=True, temperature=1.5, top_k=6, assistant_model=draft)
+    law = joint_law(target, [3, 5, 4], 1.5, 6).flatten()
+    code = (out[:, 3] * 8 + out[:, 4]) * 8 + out[:, 5]
+    counts = torch.bincount(code, minlength=512).double()
+    assert counts[law == 0].sum() == 0
+    # Cells with fewer than five expected counts are pooled, as the chi-square approximation asks.
+    big = law * rows >= 5
+    observed = torch.cat([counts[big], counts[~big].sum()[None]])
+    expected = torch.cat([law[big], law[~big].sum()[None]]).double() * rows
+    statistic = float(((observed - expected) ** 2 / expected.clamp_min(1e-9)).sum())
+    freedom = len(observed) - 1
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5
+    assert 1.02 < draft.last_stats.acceptance_length < block_size
+
+
+def test_a_wrong_law_fails_that_test() -> None:
+    # The statistic has the power to see a law that is a little too cold.
+    target = tiny_target("qwen2", vocab_size=8)
+    law, colder = (joint_law(target, [3, 5, 4], t, 6).flatten().double() for t in (1.5, 1.35))
+    big = law * 20_000 >= 5
+    statistic = float(((colder - law)[big] ** 2 / law[big]).sum() * 20_000)
+    assert statistic > 4 * (2 * float(big.sum())) ** 0.5
+
+
+class Counting(LogitsProcessor):
+    """Remembers every prefix it was shown, and forbids what it has counted too often: stateful on purpose."""
+
+    def __init__(self) -> None:
+        self.shown: list[list[int]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.shown.append(input_ids[0].tolist())
+        scores = scores.clone()
+        scores[:, len(self.shown) % scores.shape[1]] -= 50.0
+        return scores
+
+
+def test_a_stateful_processor_sees_exactly_what_plain_generate_shows_it() -> None:
+    target = tiny_target("llama")
+    inputs = prompts([7], 2)
+    plain, ours = Counting(), Counting()
+    ref = target.generate(**inputs, max_new_tokens=20, do_sample=False, logits_processor=LogitsProcessorList([plain]))
+    draft = oracle_draft(target, truth_of(inputs, ref), 5, 8)
+    out = target.generate(
+        **inputs,
+        max_new_tokens=20,
+        do_sample=False,
+        logits_processor=LogitsProcessorList([ours]),
+        assistant_model=draft,
+    )
+    assert torch.equal(out, ref)
+    assert ours.shown == plain.shown
+    assert draft.last_stats.acceptance_length > 1.5
+
+
+def test_greedy_with_prefix_processors_in_a_batch() -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts([4, 9, 6], 8)
+    settings: dict[str, Any] = {
+        "max_new_tokens": 24,
+        "do_sample": False,
+        "repetition_penalty": 1.4,
+        "no_repeat_ngram_size": 2,
+        "bad_words_ids": [[5], [7, 8]],
+        "prefix_allowed_tokens_fn": lambda row, ids: [t for t in range(64) if t % 5 != row],
+    }
+    ref = target.generate(**inputs, **settings)
+    draft = oracle_draft(target, truth_of(inputs, ref), 1, 8)
+    assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
+    assert draft.last_stats.acceptance_length > 1.5
+
+
+def test_keyed_noise_is_exponential_independent_and_repeatable() -> None:
+    key = torch.tensor(1234567)
+    positions = torch.arange(40)[None].repeat(5, 1)
+    noise = exponential_noise(key, positions, 500)
+    assert torch.equal(noise, exponential_noise(key, positions, 500))
+    assert torch.equal(noise[:, 7:8], exponential_noise(key, positions[:, 7:8], 500))
+    flat = noise.flatten().double()
+    assert abs(flat.mean() - 1) < 0.01
+    assert abs(flat.var() - 1) < 0.03
+    quantiles = torch.tensor([0.01, 0.1, 0.5, 0.9, 0.99], dtype=torch.double)
+    assert torch.allclose(1 - torch.exp(-flat.quantile(quantiles)), quantiles, atol=0.005)
+    for left, right in ((noise[:, 1:], noise[:, :-1]), (noise[1:], noise[:-1]), (noise[..., 1:], noise[..., :-1])):
+        pair = torch.stack([left.flatten(), right.flatten()])
+        assert abs(float(torch.corrcoef(pair)[0, 1])) < 0.015
+    assert not torch.equal(noise, exponential_noise(key, positions, 500, stream=1))
+    assert torch.isfinite(gumbel_noise(key, positions, 500)).all()

@@ -1,0 +1,97 @@
+"""z-lab's own class loads what `save_draft(layout="zlab")` writes, and computes the same; runs where it is installed.
+
+It is not among the development dependencies because of its pins: `pip install --no-deps dflash==0.1.0` is enough.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from dflash_hf import DFlashConfig, DFlashDraftModel
+from dflash_hf.drafts import load_draft, save_draft
+from helpers.activations import recorded, relative_error
+
+dflash = pytest.importorskip("dflash", reason="z-lab's package is not installed: pip install --no-deps dflash==0.1.0")
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+SETTINGS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "mixed": {"layer_types": [SLIDING, FULL], "sliding_window": 6},
+    "causal": {"is_causal": True},
+    "bias, scales": {
+        "attention_bias": True,
+        "input_embedding_scale": 2.0,
+        "output_multiplier": 0.5,
+        "final_logit_softcapping": 3.0,
+        "raw_input_embeddings": True,
+    },
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 5000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+        "max_position_embeddings": 64,
+    },
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", SETTINGS)
+def test_zlab_loads_our_export(name: str, tmp_path: Path) -> None:
+    config = DFlashConfig(
+        vocab_size=48,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        block_size=4,
+        mask_token_id=47,
+        num_target_layers=8,
+        target_layer_ids=[0, 5],
+        initializer_range=0.4,
+        **SETTINGS[name],
+    )
+    torch.manual_seed(0)
+    ours = DFlashDraftModel(config).double().eval()
+    for parameter_name, parameter in ours.named_parameters():
+        if "norm" in parameter_name or "bias" in parameter_name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    save_draft(ours, tmp_path, "zlab")
+    theirs, report = dflash.DFlashDraftModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert (theirs.dtype, theirs.block_size, theirs.mask_token_id) == (torch.float64, 4, 47)
+    assert theirs.target_layer_ids == [0, 5]
+
+    caches = [DynamicCache(config=model.config) for model in (ours, theirs)]
+    for cache in caches:
+        cache.activate_past_recording()
+    length = 0
+    for num_context in (9, 4, 1):
+        taps = torch.randn(1, num_context, 32, dtype=torch.float64)
+        noise = torch.randn(1, 4, 16, dtype=torch.float64)
+        positions = torch.arange(length, length + num_context + 4)[None]
+        with recorded(ours.hidden_norm, ours.layers) as got:
+            out = ours(noise, taps, positions, past_key_values=caches[0]).last_hidden_state
+        with recorded(theirs.hidden_norm, theirs.layers) as expected:
+            expected["out"] = theirs(
+                position_ids=positions, noise_embedding=noise, target_hidden=taps, past_key_values=caches[1]
+            )
+        for key, value in expected.items():
+            assert relative_error({**got, "out": out}[key], value) < 1e-9, key
+        length += num_context
+        for cache in caches:
+            cache.crop(length - cache.get_seq_length())
+
+    head = torch.nn.Linear(16, 48, bias=False, dtype=torch.float64)
+    hidden = torch.randn(1, 3, 16, dtype=torch.float64)
+    assert relative_error(ours.compute_logits(hidden, head), theirs.compute_logits(hidden, head)) < 1e-12
+
+    back = load_draft(tmp_path)
+    assert all(torch.equal(tensor, back.state_dict()[key]) for key, tensor in ours.state_dict().items())

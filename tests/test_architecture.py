@@ -1,0 +1,438 @@
+"""The project's structure as a test: who may import whom, how long things get, what must be typed and documented.
+
+Everything is read from the syntax trees of src/, kernels/, demos/ and benchmarks/; nothing there is executed, except
+by the tests of what `import dflash_hf` brings. A rule is a function from the modules to its violations, and is also
+shown small bad sources that it must report: a check that cannot fail is not one. What the code computes is not tested
+here.
+"""
+
+import ast
+import graphlib
+import importlib
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from helpers.source_tree import (
+    ROOT,
+    Function,
+    Module,
+    decorated,
+    functions,
+    import_graph,
+    imported_modules,
+    imports,
+    is_jit,
+    read_modules,
+)
+
+# The import order: a module imports its own level and lower ones. A package's line holds for all that is in it, except
+# that of `dflash_hf`: each module at its top has a line of its own.
+LEVELS = {
+    "dflash_kernels": 0,
+    "dflash_hf.configuration_dflash": 1,
+    "dflash_hf.errors": 1,
+    "dflash_hf.generation_config": 1,
+    "dflash_hf.positions": 1,
+    "dflash_hf.attention": 2,
+    "dflash_hf.checkpoints": 2,
+    "dflash_hf.ops": 2,
+    "dflash_hf.cache": 3,
+    "dflash_hf.modeling_dflash": 3,
+    "dflash_hf.pretrained": 3,
+    "dflash_hf.drafts": 4,
+    "dflash_hf.taps": 4,
+    "dflash_hf.target": 4,
+    "dflash_hf.generation": 5,
+    "dflash_hf.evaluation": 6,
+    "dflash_hf.training": 6,
+    # The public surface and what is built on it; that they do not go in circles is the cycle rule's business.
+    "dflash_hf": 7,
+    "dflash_hf.integration": 7,
+    "dflash_hf.generation.integration": 7,
+    "dflash_hf.cli": 7,
+    "demos": 7,
+    "benchmarks": 7,
+}
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+MAX_JIT_LINES = 120
+OPTIONAL_DEPENDENCIES = ("triton", "gradio", "datasets", "matplotlib", "PIL", "pandas")
+NOT_LOADED_BY_IMPORT = ("gradio", "datasets", "matplotlib")
+
+# Modules that must not wait for the device -> their functions that may (they run once, before or after the loop).
+HOT_MODULES: dict[str, set[str]] = {
+    "dflash_hf.attention": set(),
+    "dflash_hf.cache": set(),
+    "dflash_hf.generation.acceptance": set(),
+    "dflash_hf.generation.steps": set(),
+}
+HOST_READS = {"item", "tolist", "cpu", "numpy"}
+
+
+def level_of(name: str) -> int | None:
+    """The level of a module, or None where the table has none for it."""
+    prefix = name
+    while prefix not in LEVELS:
+        prefix = prefix.rpartition(".")[0]
+        if prefix in ("", "dflash_hf"):
+            return None
+    return LEVELS[prefix]
+
+
+# ---- the rules: modules in, violations out
+
+
+def imports_go_down(modules: list[Module]) -> list[str]:
+    """A module imports only its own level and lower ones, and every module has a level."""
+    names = {module.name for module in modules}
+    wrong = [f"{name}: has no level; give it one in LEVELS" for name in sorted(names) if level_of(name) is None]
+    for module in modules:
+        own = level_of(module.name)
+        for node, target in imported_modules(module, names):
+            theirs = level_of(target)
+            if own is not None and theirs is not None and theirs > own:
+                wrong.append(module.at(node, f"level {own} imports {target} of level {theirs}"))
+    return wrong
+
+
+def no_import_cycles(modules: list[Module]) -> list[str]:
+    """No chain of imports comes back to where it began."""
+    try:
+        graphlib.TopologicalSorter(import_graph(modules)).prepare()
+    except graphlib.CycleError as error:
+        return ["import cycle: " + " -> ".join(reversed(error.args[1]))]
+    return []
+
+
+def training_never_reaches_generation(modules: list[Module]) -> list[str]:
+    """Training and decoding meet in the model and the taps only, by whatever chain of imports."""
+    graph, wrong = import_graph(modules), []
+    for start in sorted(name for name in graph if f"{name}.".startswith("dflash_hf.training.")):
+        seen, waiting = set[str](), [start]
+        while waiting:
+            name = waiting.pop()
+            if f"{name}.".startswith("dflash_hf.generation."):
+                wrong.append(f"{start}: reaches {name}")
+            elif name not in seen:
+                seen.add(name)
+                waiting.extend(graph[name])
+    return wrong
+
+
+def kernels_only_through_ops(modules: list[Module]) -> list[str]:
+    """`dflash_kernels` is imported by `dflash_hf.ops` alone, and imports neither us nor Transformers."""
+    wrong: list[str] = []
+    for module in modules:
+        inside = f"{module.name}.".startswith("dflash_kernels.")
+        for node, target in imports(module):
+            top = target.partition(".")[0]
+            if top == "dflash_kernels" and not inside and module.name != "dflash_hf.ops":
+                wrong.append(module.at(node, "imports dflash_kernels; only dflash_hf.ops may"))
+            if inside and top in ("dflash_hf", "transformers"):
+                wrong.append(module.at(node, f"a kernel module imports {top}"))
+    return wrong
+
+
+def optional_dependencies_in_one_module(modules: list[Module]) -> list[str]:
+    """Each optional dependency is imported by at most one module; others go through that one."""
+    wrong: list[str] = []
+    for dependency in OPTIONAL_DEPENDENCIES:
+        users = [m.name for m in modules if any(t.partition(".")[0] == dependency for _, t in imports(m))]
+        if len(users) > 1:
+            wrong.append(f"{dependency} is imported by {', '.join(users)}; keep one and import from it")
+    return wrong
+
+
+def files_and_functions_are_short(modules: list[Module]) -> list[str]:
+    """Files, functions and jit kernels keep to their line budgets, docstrings included."""
+    wrong: list[str] = []
+    for module in modules:
+        if (lines := len(module.text.splitlines())) > MAX_FILE_LINES:
+            wrong.append(f"{module.name}: {lines} lines, at most {MAX_FILE_LINES}")
+        for function in functions(module):
+            limit = MAX_JIT_LINES if is_jit(function) else MAX_FUNCTION_LINES
+            assert function.end_lineno is not None
+            if (lines := function.end_lineno - function.lineno + 1) > limit:
+                wrong.append(module.at(function, f"{function.name} has {lines} lines, at most {limit}"))
+    return wrong
+
+
+def public_names_are_documented(modules: list[Module]) -> list[str]:
+    """Modules, public classes, public functions and methods, and every jit kernel have a docstring."""
+    wrong: list[str] = []
+
+    def visit(module: Module, owner: ast.Module | ast.ClassDef) -> None:
+        for node in owner.body:
+            if not isinstance(node, Function | ast.ClassDef):
+                continue
+            jit = isinstance(node, Function) and is_jit(node)
+            exempt = isinstance(node, Function) and decorated(node, "overload", "setter")
+            if (jit or not node.name.startswith("_")) and not exempt and not ast.get_docstring(node):
+                wrong.append(module.at(node, f"{node.name} has no docstring"))
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                visit(module, node)
+
+    for module in modules:
+        if module.text.strip() and not ast.get_docstring(module.tree):
+            wrong.append(f"{module.name}:1: the module has no docstring")
+        visit(module, module.tree)
+    return wrong
+
+
+def functions_are_annotated(modules: list[Module]) -> list[str]:
+    """Every function annotates all it takes and what it returns; jit kernels are Triton's own language."""
+    wrong: list[str] = []
+    for module in modules:
+        methods = {id(f) for c in ast.walk(module.tree) if isinstance(c, ast.ClassDef) for f in c.body}
+        for function in functions(module):
+            if is_jit(function):
+                continue
+            takes = function.args.posonlyargs + function.args.args
+            if id(function) in methods and not decorated(function, "staticmethod"):
+                takes = takes[1:]
+            takes += [*function.args.kwonlyargs, function.args.vararg, function.args.kwarg]
+            missing = [arg.arg for arg in takes if arg is not None and arg.annotation is None]
+            missing += [] if function.returns is not None else ["return"]
+            if missing:
+                wrong.append(module.at(function, f"{function.name} does not annotate {', '.join(missing)}"))
+    return wrong
+
+
+def no_print_in_the_package(modules: list[Module]) -> list[str]:
+    """The package logs, or echoes in the CLI; it never prints."""
+    return [
+        module.at(node, "print(...) in the package")
+        for module in modules
+        if module.name.startswith(("dflash_hf", "dflash_kernels"))
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+
+
+def hot_path_never_reads_on_the_host(modules: list[Module]) -> list[str]:
+    """What runs at every decode step calls nothing that waits for the device."""
+    wrong: list[str] = []
+
+    def visit(module: Module, node: ast.AST) -> None:
+        if isinstance(node, Function) and node.name in HOT_MODULES[module.name]:
+            return
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            to_cpu = node.func.attr == "to" and any(
+                isinstance(arg, ast.Constant) and arg.value == "cpu"
+                for arg in (*node.args, *(k.value for k in node.keywords))
+            )
+            if node.func.attr in HOST_READS or to_cpu:
+                wrong.append(module.at(node, f".{node.func.attr}() waits for the device in a hot module"))
+        for child in ast.iter_child_nodes(node):
+            visit(module, child)
+
+    for module in modules:
+        if module.name in HOT_MODULES:
+            visit(module, module.tree)
+    return wrong
+
+
+def exceptions_are_not_swallowed(modules: list[Module]) -> list[str]:
+    """No bare `except`, and no `except Exception` that does nothing but go on."""
+    wrong: list[str] = []
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            broad = node.type is None or any(
+                isinstance(n, ast.Name) and n.id in ("Exception", "BaseException") for n in ast.walk(node.type)
+            )
+            silent = all(
+                isinstance(s, ast.Pass | ast.Return | ast.Continue | ast.Break)
+                or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
+                for s in node.body
+            )
+            if node.type is None:
+                wrong.append(module.at(node, "bare except"))
+            elif broad and silent:
+                wrong.append(module.at(node, "a broad except that swallows the error"))
+    return wrong
+
+
+Rule = Callable[[list[Module]], list[str]]
+RULES: tuple[Rule, ...] = (
+    imports_go_down,
+    no_import_cycles,
+    training_never_reaches_generation,
+    kernels_only_through_ops,
+    optional_dependencies_in_one_module,
+    files_and_functions_are_short,
+    public_names_are_documented,
+    functions_are_annotated,
+    no_print_in_the_package,
+    hot_path_never_reads_on_the_host,
+    exceptions_are_not_swallowed,
+)
+
+
+def undocumented_exports(package: types.ModuleType) -> list[str]:
+    """Names in `__all__` that are missing, or have no docstring of their own (a dataclass's generated one is none)."""
+    wrong: list[str] = []
+    for name in package.__all__:
+        doc = getattr(getattr(package, name, None), "__doc__", None)
+        if not hasattr(package, name):
+            wrong.append(f"{name} is in __all__ but not in {package.__name__}")
+        elif not doc or doc.startswith(f"{name}("):
+            wrong.append(f"{name} has no docstring")
+    return wrong
+
+
+# ---- the project
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_project(rule: Rule) -> None:
+    modules = read_modules()
+    assert "dflash_kernels" in {module.name for module in modules}, (
+        "the scan found no source: the test looks elsewhere"
+    )
+    violations = rule(modules)
+    assert not violations, "\n".join([f"{rule.__name__}:", *violations])
+
+
+def test_level_and_hot_tables_name_real_things() -> None:
+    hot = [name for name in HOT_MODULES if level_of(name) is None]
+    assert not hot, f"HOT_MODULES names modules without a level: {hot}"
+    defined = {m.name: {f.name for f in functions(m)} for m in read_modules()}
+    stale = [f"{m}.{f}" for m, cold in HOT_MODULES.items() if m in defined for f in cold - defined[m]]
+    assert not stale, f"HOT_MODULES exempts functions that do not exist: {stale}"
+
+
+def has_module(name: str) -> bool:
+    """Whether the source tree has this module yet."""
+    return any(module.name == name for module in read_modules())
+
+
+@pytest.mark.skipif(not has_module("dflash_hf"), reason="dflash_hf has no __init__.py yet")
+def test_public_names_exist_and_are_documented() -> None:
+    package = importlib.import_module("dflash_hf")
+    assert list(package.__all__), "dflash_hf.__all__ is empty"
+    assert not (wrong := undocumented_exports(package)), "\n".join(wrong)
+
+
+def loaded_by(code: str, names: tuple[str, ...]) -> list[str]:
+    """Which of `names` are loaded after `code` ran in a fresh interpreter."""
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "kernels/torch-ext"))
+    code = f"{code}\nimport sys\nprint(*[name for name in {names} if name in sys.modules])"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()[-1].split()
+
+
+@pytest.mark.skipif(not has_module("dflash_hf"), reason="dflash_hf has no __init__.py yet")
+def test_import_loads_no_optional_dependency() -> None:
+    assert loaded_by("import json", ("json", "gradio")) == ["json"]
+    assert not (loaded := loaded_by("import dflash_hf", NOT_LOADED_BY_IMPORT)), f"import dflash_hf loads {loaded}"
+
+
+# ---- the rules themselves: each reports its bad sources, and only those
+
+Sources = dict[str, str]
+BAD: list[tuple[Rule, Sources, str]] = [
+    (imports_go_down, {"dflash_hf.cache": "from .target import find", "dflash_hf.target": ""}, "level 3 imports"),
+    (
+        imports_go_down,
+        {"dflash_hf.ops": "def f():\n    import dflash_hf.taps", "dflash_hf.taps": ""},
+        "dflash_hf.ops:2",
+    ),
+    (imports_go_down, {"dflash_hf.training.loss": "import dflash_hf.cli.main", "dflash_hf.cli.main": ""}, "level 6"),
+    (imports_go_down, {"dflash_hf.positions": "from dflash_hf import DFlashConfig", "dflash_hf": ""}, "level 7"),
+    (imports_go_down, {"dflash_hf.utils": ""}, "has no level"),
+    (
+        no_import_cycles,
+        {"dflash_hf.ops": "from . import attention", "dflash_hf.attention": "from .ops import f"},
+        "cycle",
+    ),
+    (
+        no_import_cycles,
+        {"demos.a": "import demos.b", "demos.b": "from demos.c import x", "demos.c": "def f():\n    import demos.a"},
+        "demos.a -> demos.b -> demos.c",
+    ),
+    (
+        training_never_reaches_generation,
+        {
+            "dflash_hf.training.trainer": "from ..evaluation.metrics import mean",
+            "dflash_hf.evaluation.metrics": "from dflash_hf.generation import stats",
+            "dflash_hf.generation.stats": "",
+        },
+        "dflash_hf.training.trainer: reaches dflash_hf.generation.stats",
+    ),
+    (kernels_only_through_ops, {"dflash_hf.attention": "from dflash_kernels import ragged"}, "only dflash_hf.ops may"),
+    (kernels_only_through_ops, {"dflash_kernels.a": "import transformers.cache_utils"}, "imports transformers"),
+    (optional_dependencies_in_one_module, {"demos.a": "import PIL.Image", "demos.b": "from PIL import Image"}, "PIL"),
+    (files_and_functions_are_short, {"m": "\n" * 501}, "501 lines, at most 500"),
+    (files_and_functions_are_short, {"m": "def f():\n" + "    x = 1\n" * 80}, "f has 81 lines, at most 80"),
+    (files_and_functions_are_short, {"m": "@triton.jit\ndef f():\n" + "    x = 1\n" * 120}, "121 lines, at most 120"),
+    (public_names_are_documented, {"m": "x = 1"}, "the module has no docstring"),
+    (public_names_are_documented, {"m": '"""M."""\ndef f(): ...'}, "f has no docstring"),
+    (
+        public_names_are_documented,
+        {"m": '"""M."""\nclass C:\n    """C."""\n    def f(self): ...'},
+        "f has no docstring",
+    ),
+    (public_names_are_documented, {"m": '"""M."""\n@triton.jit\ndef _kernel(): ...'}, "_kernel has no docstring"),
+    (functions_are_annotated, {"m": "def f(a: int, *b, c=1): ..."}, "c, b, return"),
+    (functions_are_annotated, {"m": "class C:\n    def f(self, a) -> None: ..."}, "f does not annotate a"),
+    (functions_are_annotated, {"m": "def f() -> None:\n    def g(x): ..."}, "g does not annotate x, return"),
+    (no_print_in_the_package, {"dflash_hf.target": "def f():\n    print(1)"}, "dflash_hf.target:2"),
+    (hot_path_never_reads_on_the_host, {"dflash_hf.generation.steps": "def f(x):\n    return x.item()"}, ".item()"),
+    (hot_path_never_reads_on_the_host, {"dflash_hf.cache": "class C:\n    def f(x): return x.to('cpu')"}, ".to()"),
+    (hot_path_never_reads_on_the_host, {"dflash_hf.attention": "y = x.sum().tolist()"}, ".tolist()"),
+    (exceptions_are_not_swallowed, {"m": "try:\n    f()\nexcept:\n    raise"}, "bare except"),
+    (exceptions_are_not_swallowed, {"m": "try:\n    f()\nexcept (OSError, Exception):\n    pass"}, "swallows"),
+]
+GOOD: Sources = {
+    "dflash_hf": '"""The API."""\nfrom .generation.loop import decode\nfrom .integration import enable',
+    "dflash_hf.integration": '"""The shim."""\nfrom .generation import loop\ndef enable() -> None:\n    """Do it."""',
+    "dflash_hf.generation": '"""The loop\'s package."""',
+    "dflash_hf.generation.loop": '"""The loop."""\nfrom ..ops import f\nfrom .state import State\nn = x.item()',
+    "dflash_hf.generation.state": '"""The state."""\nclass _P:\n    def f(self, a: int) -> None: ...',
+    "dflash_hf.ops": '"""Ops."""\nimport dflash_kernels\nfrom .attention import g\nx.to(device=0)',
+    "dflash_hf.attention": '"""Attention."""\nclass C:\n    """C."""\n    @staticmethod\n    def _f(a: int) -> C: ...',
+    "dflash_hf.training": '"""Training."""\ntry:\n    f()\nexcept OSError:\n    pass',
+    "dflash_hf.cli.main": '"""CLI."""\nimport dflash_hf\ntry:\n    f()\nexcept Exception as e:\n    raise E from e',
+    "dflash_kernels": '"""Kernels."""\nimport triton\n@triton.jit\ndef k(a, N):\n    """k = a"""',
+    "demos.app": '"""The demo."""\nimport gradio\nfrom dflash_hf import enable\nprint(1)',
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "sources", "report"), BAD, ids=[f"{row[0].__name__}-{i}" for i, row in enumerate(BAD)]
+)
+def test_rule_reports_bad_source(rule: Rule, sources: Sources, report: str) -> None:
+    violations = rule([Module.parse(name, text) for name, text in sources.items()])
+    assert len(violations) == 1, violations
+    assert report in violations[0]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule_accepts_good_source_and_has_a_bad_one(rule: Rule) -> None:
+    packages = {"dflash_hf", "dflash_hf.generation", "dflash_kernels"}
+    assert rule([Module.parse(name, text, name in packages) for name, text in GOOD.items()]) == []
+    assert rule in {row[0] for row in BAD}, "add a source that this rule must report"
+
+
+def test_undocumented_exports_reports_missing_and_generated_docstrings() -> None:
+    package = types.ModuleType("fake")
+    package.__all__ = ["Written", "Generated", "Missing"]
+    package.Written = type("Written", (), {"__doc__": "Says what it is."})
+    package.Generated = dataclass(type("Generated", (), {"__annotations__": {"x": int}}))
+    assert undocumented_exports(package) == ["Generated has no docstring", "Missing is in __all__ but not in fake"]

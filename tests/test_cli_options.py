@@ -1,0 +1,54 @@
+"""The command line is an interface: its commands and options are frozen here, and change only on purpose."""
+
+import importlib
+from pathlib import Path
+from typing import Annotated
+
+import click
+import pytest
+import typer
+
+# Command -> its options and arguments, sorted. A failing test prints the dictionary as it would be now.
+CLI_OPTIONS: dict[str, list[str]] = {}
+
+
+def cli_options(app: typer.Typer) -> dict[str, list[str]]:
+    """Command path -> the options (by their flags) and arguments (by name) that it takes, sorted."""
+    found: dict[str, list[str]] = {}
+
+    def visit(path: str, command: click.Command) -> None:
+        takes = [flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)]
+        found[path] = sorted(set(takes) - {"--help", "--install-completion", "--show-completion"})
+        for name, child in getattr(command, "commands", {}).items():
+            visit(f"{path} {name}".strip(), child)
+
+    visit("", typer.main.get_command(app))
+    return {path: takes for path, takes in sorted(found.items()) if path or takes}
+
+
+def cli_exists() -> bool:
+    """Whether the package has its command line yet."""
+    return (Path(__file__).resolve().parents[1] / "src" / "dflash_hf" / "cli" / "main.py").exists()
+
+
+@pytest.mark.skipif(not cli_exists(), reason="dflash_hf.cli.main does not exist yet")
+def test_cli_options_are_frozen() -> None:
+    actual = cli_options(importlib.import_module("dflash_hf.cli.main").app)
+    assert actual == CLI_OPTIONS, f"the command line changed; if that is meant, CLI_OPTIONS becomes\n{actual}"
+
+
+def test_cli_options_sees_commands_groups_flags_and_arguments() -> None:
+    app, group = typer.Typer(), typer.Typer()
+
+    @app.command()
+    def run(path: str, fast: bool = False, steps: Annotated[int, typer.Option("--steps", "-s")] = 1) -> None: ...
+
+    @group.command()
+    def show(name: str = "") -> None: ...
+
+    app.add_typer(group, name="draft")
+    assert cli_options(app) == {
+        "draft": [],
+        "draft show": ["--name"],
+        "run": ["--fast", "--no-fast", "--steps", "-s", "path"],
+    }

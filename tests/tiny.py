@@ -1,0 +1,173 @@
+"""Tiny targets of every supported family, built from their configs, and drafts that know the answer in part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dflash_hf import DFlashConfig, DFlashDraftModel
+from dflash_hf.cache import RaggedCache
+
+VOCAB = 64
+DEPTH = 4
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": DEPTH,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.25,
+}
+
+MIXED = ["sliding_attention", "full_attention"] * (DEPTH // 2)
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-sliding": (
+        "Qwen3",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7, "layer_types": MIXED},
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
+    "llama": ("Llama", {"head_dim": 8}),
+    "llama3-rope": (
+        "Llama",
+        {
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "mistral": ("Mistral", {"head_dim": 8, "sliding_window": 9}),
+    "gemma2": (
+        "Gemma2",
+        {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 5.0, "tie_word_embeddings": False},
+    ),
+    "gemma3": ("Gemma3Text", {"head_dim": 8, "sliding_window": 6, "layer_types": MIXED, "tie_word_embeddings": False}),
+    "gpt-oss": (
+        "GptOss",
+        {"head_dim": 16, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": MIXED},
+    ),
+    "phi3": ("Phi3", {}),
+}
+
+
+def tiny_target(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Builds a family's causal model with random weights, float64, eval mode, with its usual default attention."""
+    name, extra = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**COMMON, **extra, **overrides})
+    torch.manual_seed(seed)
+    model_class = getattr(transformers, {"Gemma3Text": "Gemma3ForCausalLM"}.get(name, f"{name}ForCausalLM"))
+    model = model_class(config).double().eval()
+    if hasattr(model, "set_experts_implementation") and family in ("qwen3-moe", "gpt-oss"):
+        model.set_experts_implementation("eager")
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith(("sinks", "bias")):
+            torch.nn.init.normal_(parameter, std=0.5 if parameter_name.endswith("sinks") else 0.1)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def draft_config(target: PreTrainedModel, block_size: int = 8, **overrides: Any) -> DFlashConfig:
+    """Returns the config of a small draft for a tiny target, with a sliding and a full layer."""
+    text = target.config.get_text_config()
+    settings: dict[str, Any] = {
+        "vocab_size": text.vocab_size,
+        "hidden_size": text.hidden_size,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 11,
+        "block_size": block_size,
+        "mask_token_id": text.vocab_size - 1,
+        "num_target_layers": text.num_hidden_layers,
+        "target_layer_ids": [0, 2],
+        "initializer_range": 0.2,
+    }
+    return DFlashConfig(**{**settings, **overrides})
+
+
+def tiny_draft(target: PreTrainedModel, block_size: int = 8, seed: int = 1, **overrides: Any) -> DFlashDraftModel:
+    """Builds a random draft in the target's dtype: almost never right, but everything runs."""
+    torch.manual_seed(seed)
+    return DFlashDraftModel(draft_config(target, block_size, **overrides)).to(target.dtype).eval()
+
+
+class OracleDraft(DFlashDraftModel):
+    """A draft that proposes the true continuation for a random part of each block, and wrong tokens after it.
+
+    A random draft is never right and so never shows a rollback bug; a perfect one never rolls back.
+    """
+
+    def arm(self, truth: list[list[int]], seed: int) -> OracleDraft:
+        """Sets what it knows: row -> all of the row's true tokens, prompt included and padding not."""
+        self.truth = truth
+        self.random = torch.Generator().manual_seed(seed)
+        return self
+
+    def forward_block(self, noise_embeds: Tensor, cache: RaggedCache) -> Tensor:
+        """Runs the real forward, and remembers where the block stands."""
+        assert cache.block is not None
+        self.positions = cache.block.positions
+        return super().forward_block(noise_embeds, cache)
+
+    def compute_logits(self, hidden_states: Tensor, head: nn.Module) -> Tensor:
+        """Replaces the head's logits: right up to a random slot, then wrong."""
+        logits = super().compute_logits(hidden_states, head)
+        batch, width, vocab = logits.shape
+        wanted = torch.zeros(batch, width, dtype=torch.long)
+        for row in range(batch):
+            good = int(torch.randint(0, width + 1, (), generator=self.random))
+            for slot in range(width):
+                index = int(self.positions[row, 0]) + 1 + slot
+                true = self.truth[row][index] if index < len(self.truth[row]) else 0
+                wanted[row, slot] = true if slot < good else (true + 1 + slot) % vocab
+        return nn.functional.one_hot(wanted, vocab).to(logits.dtype) * 100.0
+
+
+def oracle_draft(target: PreTrainedModel, truth: list[list[int]], seed: int, block_size: int = 8) -> OracleDraft:
+    """Builds an [`OracleDraft`] for a tiny target."""
+    torch.manual_seed(seed)
+    draft = OracleDraft(draft_config(target, block_size)).to(target.dtype).eval()
+    return draft.arm(truth, seed)
+
+
+def prompts(lengths: list[int], seed: int, pad: int = 0) -> dict[str, Tensor]:
+    """Random prompts of the given lengths, left-padded, with their attention mask."""
+    generator = torch.Generator().manual_seed(seed)
+    longest = max(lengths)
+    ids = torch.full((len(lengths), longest), pad)
+    mask = torch.zeros(len(lengths), longest, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, longest - length :] = torch.randint(3, VOCAB - 1, (length,), generator=generator)
+        mask[row, longest - length :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def truth_of(inputs: dict[str, Tensor], sequences: Tensor) -> list[list[int]]:
+    """Each row's tokens without its padding: what an oracle is armed with."""
+    starts = inputs["attention_mask"].argmax(dim=1)
+    return [row[int(start) :].tolist() for row, start in zip(sequences, starts, strict=True)]
