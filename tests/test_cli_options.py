@@ -9,7 +9,23 @@ import pytest
 import typer
 
 # Command -> its options and arguments, sorted. A failing test prints the dictionary as it would be now.
-CLI_OPTIONS: dict[str, list[str]] = {}
+CLI_OPTIONS: dict[str, list[str]] = {
+    "demo": ["--json", "--max-new-tokens", "--pair", "--per-kind", "--threads"],
+    "generate": [
+        "--block-size",
+        "--device",
+        "--draft",
+        "--dtype",
+        "--json",
+        "--max-new-tokens",
+        "--seed",
+        "--target",
+        "--temperature",
+        "--top-k",
+        "--top-p",
+        "prompt",
+    ],
+}
 
 
 def cli_options(app: typer.Typer) -> dict[str, list[str]]:

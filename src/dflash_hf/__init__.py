@@ -1,6 +1,7 @@
 """DFlash speculative decoding inside Transformers: `target.generate(..., assistant_model=draft)`."""
 
 from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.drafts import load_draft, save_draft
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.integration import disable, enable
 from dflash_hf.generation.loop import DFlashGenerateOutput
@@ -19,4 +20,6 @@ __all__ = [
     "SpeculativeStats",
     "disable",
     "enable",
+    "load_draft",
+    "save_draft",
 ]

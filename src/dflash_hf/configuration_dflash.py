@@ -53,6 +53,7 @@ class DFlashConfig(PreTrainedConfig):
     """
 
     model_type = "dflash"
+    default_theta = 1_000_000.0
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (Transformers' own form)
 
     vocab_size: int | None = 151936

@@ -48,8 +48,8 @@ class DFlashPreTrainedModel(PreTrainedModel):
                 from `config` and `state_dict`, as in Transformers.
             model_args: Handed to the model.
             kwargs: Arguments of [`~transformers.PreTrainedModel.from_pretrained`] and overrides of fields of
-                [`DFlashConfig`]. `dtype="auto"`, the default, is the dtype in which the weights are stored, whatever
-                the config says; `generation_config` replaces the stored one; `trust_remote_code` has no effect.
+                [`DFlashConfig`]. `dtype="auto"`, the default, is the config's `dtype`, and where it has none the
+                one in which the weights are stored; `generation_config` replaces the stored one; `trust_remote_code` has no effect.
 
         Returns:
             The draft, in eval mode, with its `generation_config`; with `output_loading_info=True` also Transformers'
@@ -66,8 +66,6 @@ class DFlashPreTrainedModel(PreTrainedModel):
         _check_safetensors(path, kwargs.pop("use_safetensors", None), hub.get("subfolder") or "")
         given: PreTrainedConfig | str | PathLike[str] | None = kwargs.pop("config", None)
         config, layout = _read_config(path, given, kwargs, hub)
-        if kwargs.get("dtype", kwargs.get("torch_dtype", "auto")) in (None, "auto"):
-            config.dtype = None
         for ours in ("trust_remote_code", "ignore_mismatched_sizes"):
             kwargs.pop(ours, None)
         with_report = kwargs.pop("output_loading_info", False)
@@ -131,6 +129,8 @@ def _read_config(
         if not isinstance(given, DFlashConfig):
             raise ValueError(f"expected a DFlashConfig as config, got a {type(given).__name__}; leave it out")
         return copy.deepcopy(given), layout
+    # The one thing about a checkpoint that is not the draft's function and still matters: Transformers' rule for "auto".
+    fields["dtype"] = raw.get("dtype", raw.get("torch_dtype"))
     overrides = {name: kwargs.pop(name) for name in FIELDS & kwargs.keys()}
     return make_config(fields | overrides), layout
 

@@ -1,4 +1,4 @@
-"""Loading a draft: whole or not at all, from safetensors only, in the dtype of the weights, with its knobs."""
+"""Loading a draft: whole or not at all, from safetensors only, with its dtype and its knobs."""
 
 from __future__ import annotations
 
@@ -114,18 +114,19 @@ def test_no_code_of_the_checkpoint_runs(folder: Path) -> None:
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("stated", ["float32", "bfloat16", None])
-def test_auto_dtype_is_that_of_the_weights(folder: Path, stored: torch.dtype, stated: str | None) -> None:
+def test_auto_dtype_is_the_configs_and_then_the_weights(folder: Path, stored: torch.dtype, stated: str | None) -> None:
     tensors = load_file(folder / "model.safetensors")
     save_file({name: t.to(stored) for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["dtype"] = stated
     (folder / "config.json").write_text(json.dumps(config))
+    expected = stored if stated is None else getattr(torch, stated)
     for settings in ({}, {"dtype": "auto"}, {"dtype": None}):
         draft = load_draft(folder, **settings)
-        assert {parameter.dtype for parameter in draft.parameters()} == {stored}
-        assert draft.config.dtype == stored
+        assert {parameter.dtype for parameter in draft.parameters()} == {expected}
+        assert draft.config.dtype == expected
     if config["model_type"] == "dflash":
-        assert AutoModel.from_pretrained(folder).dtype == stored
+        assert AutoModel.from_pretrained(folder).dtype == expected
     assert load_draft(folder, dtype=torch.float64).dtype == torch.float64
     # The frequencies are a buffer that no checkpoint holds, and stay in full precision.
     assert draft.rotary_emb.inv_freq.dtype == torch.float32

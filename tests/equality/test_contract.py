@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    AutoModel,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation import BaseStreamer, GenerationMixin
 
 import dflash_hf
-from dflash_hf import DFlashCandidateGenerator, DFlashDraftModel, DFlashGenerateOutput, SpeculativeStats
+from dflash_hf import DFlashCandidateGenerator, DFlashDraftModel, DFlashGenerateOutput, SpeculativeStats, save_draft
 from dflash_hf.attention import RAGGED_BLOCK
+from dflash_hf.cache import RaggedCache
 from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.taps import Taps
 from dflash_hf.target import find_target
@@ -394,3 +404,28 @@ def test_a_compiled_layer_that_runs_no_hooks_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="compiled target runs no hooks"):
         target.generate(**prompts([6], 0), **GREEDY, assistant_model=tiny_draft(target))
     assert target.config._attn_implementation == "sdpa"
+
+
+def test_a_zlab_checkpoint_loaded_by_auto_model_is_explained(tmp_path: Path) -> None:
+    target = tiny_target("qwen3")
+    save_draft(tiny_draft(target, layer_types=["full_attention"] * 2).float(), tmp_path, "zlab")
+    stranger = AutoModel.from_pretrained(tmp_path)
+    assert type(stranger).__name__ == "Qwen3Model"
+    with pytest.raises(ValueError, match=r"DFlashDraftModel\.from_pretrained"):
+        target.generate(**prompts([6], 0), **GREEDY, assistant_model=stranger)
+
+
+def test_the_prefill_cache_is_gone_before_decoding_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("qwen3")
+    alive: list[int] = []
+    original = RaggedCache.take_prefill.__func__
+
+    def spy(cls: type, prefill: Any, *args: Any) -> Any:
+        references = [weakref.ref(tensor) for layer in prefill.layers for tensor in (layer.keys, layer.values)]
+        cache = original(cls, prefill, *args)
+        alive.append(sum(reference() is not None for reference in references))
+        return cache
+
+    monkeypatch.setattr(RaggedCache, "take_prefill", classmethod(spy))
+    target.generate(**prompts([30, 12], 0), **GREEDY, assistant_model=tiny_draft(target))
+    assert alive == [0]

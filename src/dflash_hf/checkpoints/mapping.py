@@ -7,6 +7,7 @@ the project looks into a foreign config.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ class ConfigReader:
                     f"expected {' or '.join(places)} in the checkpoint's config.json, got neither a value nor a "
                     "default; add it"
                 )
-            return default
+            return copy.copy(default)  # a list of the table must not end up in a config
         value = next(iter(stated.values()))
         if any(other != value for other in stated.values()):
             raise ValueError(f"expected one value, got {stated}; make the checkpoint's config.json agree with itself")

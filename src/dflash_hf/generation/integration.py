@@ -21,6 +21,7 @@ from transformers import (
     StopStringCriteria,
 )
 
+from dflash_hf.checkpoints import explain_foreign_draft
 from dflash_hf.generation.loop import decode
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import check_pair, check_target, find_target
@@ -43,6 +44,9 @@ def enable() -> None:
         bound = inspect.signature(original).bind(self, *args, **kwargs).arguments
         draft = bound.get("assistant_model")
         if not isinstance(draft, DFlashDraftModel):
+            foreign = None if draft is None else explain_foreign_draft(draft)
+            if foreign is not None:
+                raise ValueError(foreign)
             return original(self, *args, **kwargs)
         bound.pop("self")
         arguments = {**bound, **bound.pop("kwargs", {})}

@@ -58,6 +58,7 @@ class Run:
     streamer: BaseStreamer | None
     stats: SpeculativeStats
     longest: int
+    finished: bool = False
 
     def bound(self) -> int:
         """Returns a length that no row exceeds after the next block, in steps of `BOUND_STEP`."""
@@ -244,7 +245,7 @@ def advance(run: Run, max_steps: int | None = None) -> None:
     assert ids is not None
     num_steps = 0
     with ragged_attention(run.target), Taps(run.target.layers, ids) as taps:
-        while not bool(state.done.all()) and num_steps != max_steps:
+        while not run.finished and num_steps != max_steps:
             num_steps += 1
             started = time.perf_counter()
             steps.draft_step(state, generator, run.bound())
@@ -283,37 +284,36 @@ def _select(run: Run, logits: Tensor, block: RaggedBlock) -> None:
 
 
 def _read(run: Run, count: bool = True) -> None:
-    """Reads one step's outcome on the host (the one sync per step): stopping criteria, streamer, statistics."""
+    """Reads one step's outcome on the host, in one transfer: stopping criteria, streamer, statistics."""
     state = run.state
-    committed = state.num_committed.tolist()
+    rows = torch.stack([state.num_committed, state.num_accepted, state.lengths, state.done.long()])
+    committed, accepted, lengths, done = rows.tolist()
     if run.criteria:
-        committed = _apply_criteria(run, committed)
+        committed, done = _apply_criteria(run, committed, done)
     if run.streamer is not None and committed[0]:
         run.streamer.put(state.tokens[0, : committed[0]].cpu())
-    accepted = state.num_accepted.tolist()
     for row, num in enumerate(committed):
         if num and count:
             run.stats.num_committed[row].append(num)
             run.stats.num_accepted[row].append(accepted[row])
-    run.longest = int(state.lengths.max())
+    run.longest = max(lengths)
+    run.finished = all(done)
 
 
-def _apply_criteria(run: Run, committed: list[int]) -> list[int]:
+def _apply_criteria(run: Run, committed: list[int], done: list[int]) -> tuple[list[int], list[int]]:
     """Calls the user's stopping criteria after each committed token, row by row; nothing past a stop is kept."""
     state = run.state
-    kept = list(committed)
+    committed, done = list(committed), list(done)
     for row, num in enumerate(committed):
         before = int(state.num_new[row]) - num
         for extra in range(1, num + 1):
-            ids = state.ids[row : row + 1, : state.columns + before + extra]
-            if any(
-                bool(torch.as_tensor(criterion(cast(torch.LongTensor, ids), None)).all()) for criterion in run.criteria
-            ):
-                kept[row] = extra
+            ids = cast(torch.LongTensor, state.ids[row : row + 1, : state.columns + before + extra])
+            if any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in run.criteria):
+                committed[row], done[row] = extra, True
                 state.num_new[row] = before + extra
                 state.done[row] = True
                 break
-    return kept
+    return committed, done
 
 
 def _widths_and_rule(

@@ -1,0 +1,50 @@
+"""`dflash-hf generate`: one prompt, answered with and without the draft."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from transformers import TextStreamer
+
+from dflash_hf.cli.pair import BUNDLED, load_pair
+from dflash_hf.cli.table import comparison_table
+from dflash_hf.evaluation.harness import compare
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to answer.")],
+    target: Annotated[str, typer.Option(help="Folder or Hub id of the target.")] = str(BUNDLED / "target"),
+    draft: Annotated[str, typer.Option(help="Folder or Hub id of its draft.")] = str(BUNDLED / "draft"),
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling.", min=0.0, max=1.0)] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Top-k sampling; 0 is off.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling noise.")] = 0,
+    block_size: Annotated[int | None, typer.Option(help="Shorter blocks than the draft was trained with.")] = None,
+    dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Answer a prompt with a draft, stream it, and compare with the same call without the draft."""
+    console = Console(stderr=as_json)
+    model, assistant, tokenizer = load_pair(target, draft, dtype, device)
+    assistant.generation_config.block_size = block_size
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        settings |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    torch.manual_seed(seed)
+    streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    row = compare(model, assistant, tokenizer, prompt, streamer=streamer, **settings)
+    if as_json:
+        typer.echo(json.dumps(row.to_dict()))
+    else:
+        console.print(comparison_table([row]))
+    if not row.identical:
+        raise typer.Exit(1)
+
+
+__all__ = ["generate"]

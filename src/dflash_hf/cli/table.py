@@ -1,0 +1,46 @@
+"""The table that `generate` and `demo` end with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from dflash_hf.evaluation.harness import Comparison, pool
+
+
+def comparison_table(rows: Sequence[Comparison]) -> Table:
+    """Builds the table: one line per kind of prompt, and one over all of them where there are several kinds."""
+    table = Table(title="the same answers, with and without the draft")
+    for heading in (
+        "prompts",
+        "identical",
+        "tokens",
+        "target forwards",
+        "acceptance length",
+        "plain",
+        "DFlash",
+        "ratio",
+    ):
+        table.add_column(heading, justify="right" if heading not in ("prompts", "identical") else "left")
+    kinds = list(dict.fromkeys(row.kind for row in rows))
+    groups = [(f"{kind} ({sum(r.kind == kind for r in rows)})", [r for r in rows if r.kind == kind]) for kind in kinds]
+    if len(kinds) > 1:
+        groups.append((f"all ({len(rows)})", list(rows)))
+    for name, group in groups:
+        total = pool(group)
+        table.add_row(
+            name,
+            "[green]yes" if total["identical"] else "[bold red]NO",
+            str(total["num_tokens"]),
+            str(total["num_target_forwards"]),
+            f"{total['acceptance_length']:.2f}",
+            f"{total['plain_seconds']:.2f} s",
+            f"{total['draft_seconds']:.2f} s",
+            f"{total['ratio']:.2f}x",
+            end_section=name == groups[-2][0] if len(groups) > 1 else False,
+        )
+    return table
+
+
+__all__ = ["comparison_table"]

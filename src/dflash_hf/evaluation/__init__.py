@@ -1,0 +1,1 @@
+"""Measuring a pair of target and draft on prompts."""

@@ -1,0 +1,165 @@
+"""Answering prompts with and without a draft, and comparing the two: tokens, forwards, acceptance, seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from dflash_hf.generation.stats import SpeculativeStats
+from dflash_hf.modeling_dflash import DFlashDraftModel
+
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One prompt answered twice.
+
+    Args:
+        kind (`str`): What sort of prompt it was; groups rows of a report.
+        text (`str`): The answer with the draft, special tokens removed.
+        identical (`bool`): Whether both answers have the same tokens.
+        num_tokens (`int`): Tokens of the answer.
+        plain_seconds, draft_seconds (`float`): Wall time of each `generate` call, prefill included.
+        stats (`SpeculativeStats`): Of the run with the draft.
+    """
+
+    kind: str
+    text: str
+    identical: bool
+    num_tokens: int
+    plain_seconds: float
+    draft_seconds: float
+    stats: SpeculativeStats
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as plain values, for JSON."""
+        return {
+            "kind": self.kind,
+            "text": self.text,
+            "identical": self.identical,
+            "num_tokens": self.num_tokens,
+            "plain_seconds": self.plain_seconds,
+            "draft_seconds": self.draft_seconds,
+            "ratio": self.plain_seconds / self.draft_seconds,
+            **self.stats.to_dict(),
+        }
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Message], device: torch.device
+) -> dict[str, Tensor]:
+    """Turns a text or a conversation into model inputs of one row.
+
+    A conversation, and a text where the tokenizer has a chat template, goes through `apply_chat_template`.
+
+    Returns:
+        `dict[str, torch.Tensor]`: `input_ids` and `attention_mask`, both `[1, S]`.
+    """
+    if isinstance(prompt, str) and tokenizer.chat_template is None:
+        encoded: Any = tokenizer(prompt, return_tensors="pt")
+    else:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def compare(
+    target: PreTrainedModel,
+    draft: DFlashDraftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | Sequence[Message],
+    *,
+    kind: str = "prompt",
+    streamer: BaseStreamer | None = None,
+    **settings: Any,
+) -> Comparison:
+    """Answers one prompt without and with the draft.
+
+    Sampled answers are compared with the draft at block size 1, which is plain sampling with the same keyed noise:
+    Transformers' own sampler draws its noise in another order.
+
+    Args:
+        target, draft, tokenizer: The pair.
+        prompt (`str` or list of messages): What to answer.
+        kind (`str`): Label of the prompt.
+        streamer (`BaseStreamer`, *optional*): Gets the answer with the draft.
+        settings: For `generate`.
+    """
+    inputs = encode_prompt(tokenizer, prompt, target.device)
+    columns = inputs["input_ids"].shape[1]
+    model: Any = target
+
+    def timed(call: Callable[[], Tensor]) -> tuple[Tensor, float]:
+        start = time.perf_counter()
+        out = call()
+        if out.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return out, time.perf_counter() - start
+
+    seed = torch.initial_seed()
+    if settings.get("do_sample"):
+        plain, plain_seconds = timed(lambda: _one_by_one(model, draft, inputs, settings, seed))
+    else:
+        plain, plain_seconds = timed(lambda: model.generate(**inputs, **settings))
+    torch.manual_seed(seed)
+    out, draft_seconds = timed(lambda: model.generate(**inputs, **settings, assistant_model=draft, streamer=streamer))
+    assert isinstance(draft.last_stats, SpeculativeStats)
+    return Comparison(
+        kind=kind,
+        text=str(tokenizer.decode(out[0, columns:], skip_special_tokens=True)),
+        identical=torch.equal(plain, out),
+        num_tokens=out.shape[1] - columns,
+        plain_seconds=plain_seconds,
+        draft_seconds=draft_seconds,
+        stats=draft.last_stats,
+    )
+
+
+def _one_by_one(
+    model: Any, draft: DFlashDraftModel, inputs: dict[str, Tensor], settings: dict[str, Any], seed: int
+) -> Tensor:
+    """Samples with the draft at block size 1: no proposals, the same noise."""
+    knobs = draft.generation_config
+    before = knobs.block_size, knobs.verify_width
+    knobs.block_size, knobs.verify_width = 1, None
+    torch.manual_seed(seed)
+    try:
+        return model.generate(**inputs, **settings, assistant_model=draft)
+    finally:
+        knobs.block_size, knobs.verify_width = before
+
+
+def pool(rows: Sequence[Comparison]) -> dict[str, Any]:
+    """Sums up comparisons: all identical or not, tokens, forwards, pooled acceptance length, seconds, ratio.
+
+    Raises:
+        ValueError: If there is nothing to sum up.
+    """
+    if not rows:
+        raise ValueError("expected at least one comparison, got none; answer a prompt first")
+    verifies = sum(row.stats.num_verifies for row in rows)
+    committed = sum(sum(sum(r) for r in row.stats.num_committed) for row in rows)
+    plain, drafted = (sum(getattr(row, name) for row in rows) for name in ("plain_seconds", "draft_seconds"))
+    return {
+        "prompts": len(rows),
+        "identical": all(row.identical for row in rows),
+        "num_tokens": sum(row.num_tokens for row in rows),
+        "num_target_forwards": sum(row.stats.num_target_forwards for row in rows),
+        "acceptance_length": committed / verifies if verifies else 0.0,
+        "plain_seconds": plain,
+        "draft_seconds": drafted,
+        "ratio": plain / drafted,
+    }
+
+
+__all__ = ["Comparison", "compare", "encode_prompt", "pool"]
