@@ -49,7 +49,8 @@ class DFlashPreTrainedModel(PreTrainedModel):
             model_args: Handed to the model.
             kwargs: Arguments of [`~transformers.PreTrainedModel.from_pretrained`] and overrides of fields of
                 [`DFlashConfig`]. `dtype="auto"`, the default, is the config's `dtype`, and where it has none the
-                one in which the weights are stored; `generation_config` replaces the stored one; `trust_remote_code` has no effect.
+                one in which the weights are stored; `generation_config` replaces the stored one; `trust_remote_code`
+                has no effect.
 
         Returns:
             The draft, in eval mode, with its `generation_config`; with `output_loading_info=True` also Transformers'
@@ -129,7 +130,7 @@ def _read_config(
         if not isinstance(given, DFlashConfig):
             raise ValueError(f"expected a DFlashConfig as config, got a {type(given).__name__}; leave it out")
         return copy.deepcopy(given), layout
-    # The one thing about a checkpoint that is not the draft's function and still matters: Transformers' rule for "auto".
+    # Not the draft's function, and still needed: what "auto" means.
     fields["dtype"] = raw.get("dtype", raw.get("torch_dtype"))
     overrides = {name: kwargs.pop(name) for name in FIELDS & kwargs.keys()}
     return make_config(fields | overrides), layout
