@@ -28,7 +28,7 @@ CPU := -m "not gpu and not slow"
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
 
-demo: $(VENV)/.stamp-demo  ## open the demo on the bundled pair
+demo: $(VENV)/.stamp-demo  ## the bundled pair answers held-out prompts with and without its draft
 	$(BIN)/dflash-hf demo
 
 setup: $(VENV)/.stamp-dev  ## make or update .venv with everything the targets below need
@@ -70,8 +70,9 @@ test-oldest: $(VENV_OLDEST)/.stamp-test  ## the equality tests on the oldest sup
 toy: $(VENV)/.stamp-dev  ## train the bundled pair again from its recipe
 	$(BIN)/python demos/toy/build.py
 
-bench: $(VENV)/.stamp-dev  ## run the benchmarks on this machine
-	$(BIN)/python benchmarks/run.py
+bench: $(VENV)/.stamp-dev  ## time the bundled pair on this machine, next to the other ways of decoding it
+	$(BIN)/python -m pip install --quiet --no-deps dflash==0.1.0
+	$(BIN)/python benchmarks/decode.py
 
 clean:  ## remove the environments and what tools left behind
 	rm -rf $(VENV) $(VENV_OLDEST) build dist .pytest_cache .ruff_cache .hypothesis
@@ -79,7 +80,7 @@ clean:  ## remove the environments and what tools left behind
 
 # A stamp is newer than what it was installed from. Two for .venv, so that `make demo` need not install the type checker.
 $(VENV)/.stamp-demo: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python

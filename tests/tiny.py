@@ -78,6 +78,8 @@ def tiny_target(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel
     torch.manual_seed(seed)
     model_class = getattr(transformers, {"Gemma3Text": "Gemma3ForCausalLM"}.get(name, f"{name}ForCausalLM"))
     model = model_class(config).double().eval()
+    if family == "gemma2":
+        model.set_attn_implementation("eager")  # 5.16 chooses sdpa, which leaves the soft cap out
     if hasattr(model, "set_experts_implementation") and family in ("qwen3-moe", "gpt-oss"):
         model.set_experts_implementation("eager")
     for parameter_name, parameter in model.named_parameters():

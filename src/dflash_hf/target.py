@@ -98,6 +98,11 @@ def check_target(target: Target) -> None:
             that does not use Transformers' attention interface.
     """
     config, name = target.config, type(target.model).__name__
+    if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
+        raise ValueError(
+            f"expected {name} under an attention implementation that knows its soft cap, got 'sdpa', which older "
+            "Transformers choose and which leaves it out; call target.set_attn_implementation('eager')"
+        )
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     unknown = sorted(layer_types - set(LAYER_TYPES))
     if "chunked_attention" in unknown or getattr(config, "attention_chunk_size", None):

@@ -320,6 +320,13 @@ def test_unsupported_attention_is_refused_by_name(case: str) -> None:
         target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)
 
 
+def test_a_soft_cap_that_plain_generate_leaves_out_is_refused() -> None:
+    target = tiny_target("gemma2")
+    target.config._attn_implementation = "sdpa"
+    with pytest.raises(ValueError, match="set_attn_implementation\\('eager'\\)"):
+        target.generate(**prompts([6], 0), **GREEDY, assistant_model=tiny_draft(target))
+
+
 @pytest.mark.parametrize(
     ("inputs", "match"),
     [
