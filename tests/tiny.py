@@ -130,11 +130,11 @@ class OracleDraft(DFlashDraftModel):
         self.random = torch.Generator().manual_seed(seed)
         return self
 
-    def forward_block(self, noise_embeds: Tensor, cache: RaggedCache) -> Tensor:
+    def forward_block(self, noise_embeds: Tensor, cache: RaggedCache, context: Any = None) -> Tensor:
         """Runs the real forward, and remembers where the block stands."""
         assert cache.block is not None
         self.positions = cache.block.positions
-        return super().forward_block(noise_embeds, cache)
+        return super().forward_block(noise_embeds, cache, context)
 
     def compute_logits(self, hidden_states: Tensor, head: nn.Module) -> Tensor:
         """Replaces the head's logits: right up to a random slot, then wrong."""

@@ -174,13 +174,12 @@ class RaggedCache(Cache):
         """Says where the next writes go."""
         self.block = block
 
-    def write(self, layer_idx: int, key_BKGE: Tensor, value_BKGE: Tensor) -> tuple[Tensor, Tensor]:
+    def write(self, layer_idx: int, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> tuple[Tensor, Tensor]:
         """Writes a block's keys and values (token-major) and returns the `[B, G, extent, E]` views to attend to."""
-        assert self.block is not None
         layer = self.layers[layer_idx]
         assert isinstance(layer, RaggedLayer)
-        layer.write(key_BKGE, value_BKGE, self.block)
-        return layer.read(self.block)
+        layer.write(key_BKGE, value_BKGE, block)
+        return layer.read(block)
 
     def write_rows(self, layer_idx: int, key_BSGE: Tensor, value_BSGE: Tensor, positions_BS: Tensor) -> None:
         """Writes whole prompts; see [`RaggedLayer.write_rows`]."""
@@ -192,7 +191,8 @@ class RaggedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Writes `[B, G, K, E]` keys and values, as Transformers' attention layers hand them over."""
-        return self.write(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
+        assert self.block is not None
+        return self.write(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2), self.block)
 
     def num_bytes(self) -> int:
         """Returns the size of all buffers in bytes."""

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dflash_hf.attention import attend
+from dflash_hf.attention import RaggedBlock, attend
 from dflash_hf.cache import LayerShape, RaggedCache
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.generation_config import DFlashGenerationConfig
@@ -220,7 +220,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         features = self.project_context(context_hidden_states)
         cos_sin = self.rotary_emb(cache.block.positions, features.dtype)
         for index, layer in enumerate(self._layers()):
-            cache.write(index, *layer.self_attn.project_kv(features, cos_sin))
+            cache.write(index, *layer.self_attn.project_kv(features, cos_sin), cache.block)
 
     def write_prompt(self, context_hidden_states: Tensor, positions: Tensor, cache: RaggedCache) -> None:
         """Writes the context of (a chunk of) whole prompts, left-padded, into the ragged cache, in place.
@@ -235,28 +235,45 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         for index, layer in enumerate(self._layers()):
             cache.write_rows(index, *layer.self_attn.project_kv(features, cos_sin), positions)
 
-    def forward_block(self, noise_embeds: Tensor, cache: RaggedCache) -> Tensor:
-        """Runs a block over the context in the ragged cache; no host sync.
+    def forward_block(
+        self,
+        noise_embeds: Tensor,
+        cache: RaggedCache,
+        context: tuple[Tensor, RaggedBlock] | None = None,
+    ) -> Tensor:
+        """Runs a block over the context in the ragged cache, writing the newest context first; no host sync.
 
-        Writes the block's own keys and values past each row's length, where the next context overwrites them.
+        Writes the block's own keys and values past each row's length, where the next context overwrites them. Giving
+        the newest context here instead of to `write_context` projects both in one product per layer, which saves a
+        thirtieth of a step on a CPU.
 
         Args:
             noise_embeds (`torch.Tensor` of shape `[B, K, D]`): Embeddings of `[anchor, MASK, ...]`.
-            cache (`RaggedCache`): The draft's cache; `cache.begin` has been called.
+            cache (`RaggedCache`): The draft's cache; `cache.begin` has been called for this block.
+            context (`tuple[torch.Tensor, RaggedBlock]`, *optional*): Tapped states `[B, W, L * D]` of the block that
+                was verified last, and that block. Its rejected rows are overwritten by this block's.
 
         Returns:
             `torch.Tensor` of shape `[B, K, D]`: States after the final norm, ready for the target's head.
         """
         block = cache.block
         assert block is not None
-        cos_sin = self.rotary_emb(block.positions, noise_embeds.dtype)
+        features, earlier, positions = None, 0, block.positions
+        if context is not None:
+            features, earlier = self.project_context(context[0]), context[0].shape[1]
+            positions = torch.cat([context[1].positions, positions], dim=1)
+        cos, sin = self.rotary_emb(positions, noise_embeds.dtype)
 
         def keys_and_values(attention: DFlashAttention, normed: Tensor) -> tuple[Tensor, Tensor, Mask | None]:
-            key, value = cache.write(attention.layer_idx, *attention.project_kv(normed, cos_sin))
+            joined = normed if features is None else torch.cat([features, normed], dim=1)
+            key, value = attention.project_kv(joined, (cos, sin))
+            if context is not None:
+                cache.write(attention.layer_idx, key[:, :earlier], value[:, :earlier], context[1])
+            key, value = cache.write(attention.layer_idx, key[:, earlier:], value[:, earlier:], block)
             window, causal = attention.kind
             return key, value, block.mask(key.shape[2], window, causal, attention.repeats, normed.dtype)
 
-        return self._run_layers(noise_embeds, keys_and_values, cos_sin)
+        return self._run_layers(noise_embeds, keys_and_values, (cos[:, earlier:], sin[:, earlier:]))
 
     def forward(
         self,

@@ -7,7 +7,6 @@ only knows indices; rotary embeddings live with the models.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
@@ -15,7 +14,7 @@ def visible(query_position: Tensor, key_position: Tensor, window: int | None, ca
     """Says which keys a query may attend to, from indices alone.
 
     Args:
-        query_position (`torch.Tensor`, integer, broadcastable): Index of each query in its row.
+        query_position (`torch.Tensor`, integer, broadcastable): Index of each query in its row, at least 0.
         key_position (`torch.Tensor`, integer, broadcastable): Index of each key in its row; negative means empty.
         window (`int`, *optional*): Number of positions a query sees looking one way, itself included
             (`q - k < window`, and `k - q < window` where keys may lie ahead). `None` means no limit.
@@ -26,9 +25,9 @@ def visible(query_position: Tensor, key_position: Tensor, window: int | None, ca
 
     Source: z-lab `dflash/model.py::_attention_mask`.
     """
-    seen = (key_position >= 0).expand(torch.broadcast_shapes(query_position.shape, key_position.shape))
-    if causal:
-        seen = seen & (key_position <= query_position)
+    seen = key_position >= 0
+    # Either way the result has the queries' shape too.
+    seen = seen & (key_position <= query_position) if causal else seen & (query_position >= 0)
     if window is not None:
         seen = seen & (query_position - key_position < window)
         if not causal:

@@ -6,6 +6,8 @@ the text, and only acceptance suffers. These tests compare the draft's states th
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,8 +21,8 @@ from tiny import OracleDraft, oracle_draft, prompts, tiny_target, truth_of
 class Recording(OracleDraft):
     """Keeps every block it runs."""
 
-    def forward_block(self, noise_embeds: Tensor, cache: RaggedCache) -> Tensor:
-        hidden = super().forward_block(noise_embeds, cache)
+    def forward_block(self, noise_embeds: Tensor, cache: RaggedCache, context: Any = None) -> Tensor:
+        hidden = super().forward_block(noise_embeds, cache, context)
         assert cache.block is not None
         self.blocks.append((cache.block.lengths.clone(), noise_embeds.clone(), hidden.clone()))
         return hidden

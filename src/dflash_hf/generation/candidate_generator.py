@@ -62,6 +62,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.block_ids = torch.full(
             (batch, block_size), draft.config.mask_token_id, dtype=torch.long, device=draft.device
         )
+        self._context: tuple[Tensor, RaggedBlock] | None = None
         self._seen = 0
         self._pending: Tensor | None = None
 
@@ -77,14 +78,14 @@ class DFlashCandidateGenerator(CandidateGenerator):
         draft.write_prompt(states, positions.to(draft.device), self.cache)
 
     def observe_block(self, context_hidden_states: Tensor, block: RaggedBlock) -> None:
-        """Writes the context of a verified block, rejected rows included; no host sync.
+        """Takes the context of a verified block, rejected rows included; the next draft forward writes it.
 
         Args:
             context_hidden_states (`torch.Tensor` of shape `[B, W, L * D]`): Tapped states of the verify.
             block (`RaggedBlock`): The block that was verified.
         """
-        self.cache.begin(self._on_draft(block))
-        self.draft.write_context(context_hidden_states.to(self.draft.device, self.draft.dtype), self.cache)
+        states = context_hidden_states.to(self.draft.device, self.draft.dtype)
+        self._context = (states, self._on_draft(block))
 
     def propose(self, state: DecodeState, bound: int | None = None) -> None:
         """Drafts a block in one forward and writes `state.proposals` (and `draft_probs` under rejection).
@@ -100,7 +101,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.cache.begin(block)
         self.block_ids[:, 0] = state.anchor
         noise_embeds = draft.embed(self.block_ids.to(state.anchor.device), self.target.embedding)
-        hidden = draft.forward_block(noise_embeds.to(draft.device, draft.dtype), self.cache)
+        context, self._context = self._context, None
+        hidden = draft.forward_block(noise_embeds.to(draft.device, draft.dtype), self.cache, context)
         self.num_forwards += 1
         hidden = hidden[:, 1 : self.verify_width].to(noise_embeds.device, noise_embeds.dtype)
         logits = draft.compute_logits(hidden, self.target.head).to(state.anchor.device)

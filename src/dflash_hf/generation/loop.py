@@ -234,11 +234,12 @@ def _commit_first(run: Run, logits: Tensor) -> None:
     _read(run, count=False)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def advance(run: Run, max_steps: int | None = None) -> None:
     """Drafts, verifies and accepts until every row has finished, or `max_steps` times.
 
     The target's attention is switched for exactly as long as this runs; hooks and the switch are undone on any exit.
+    Inference mode saves 7 to 9 % of a step on a CPU (docs/log.md); what is returned to the user is made outside it.
     """
     generator, state, stats = run.generator, run.state, run.stats
     ids = generator.draft.config.target_layer_ids

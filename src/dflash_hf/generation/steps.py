@@ -87,7 +87,7 @@ def accept_step(state: DecodeState) -> None:
 
 
 def context_step(generator: DFlashCandidateGenerator, taps: Taps, block: RaggedBlock) -> None:
-    """Hands the verify's tapped states to the draft, all rows of the block."""
+    """Hands the verify's tapped states, all rows of the block, to the draft, whose next forward writes them."""
     generator.observe_block(taps.take(), block)
 
 

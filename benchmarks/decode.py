@@ -1,0 +1,271 @@
+"""Compare ways of decoding with the same target and draft, in one run, prompt by prompt.
+
+Methods: `plain` (`generate`), `ours` (`assistant_model=draft`), `stock` (Transformers' own DFlash, the same draft),
+`zlab` (z-lab's package `dflash` 0.1.0, the same weights) and `lookup` (prompt lookup, 15 tokens). The last three take
+one prompt at a time. Within a prompt every method runs before the next prompt does, each time in another order, so
+that a machine that drifts does so for all of them.
+
+Definitions. A *step* is one forward of the target after the prefill; its time runs from the end of one forward to the
+end of the next, so drafting and all that happens between forwards is in it. *Acceptance length* is the number of
+tokens committed per verify, the bonus included, pooled over rows and prompts; the prefill's token (for lookup: all
+that the first forward commits) belongs to no verify. For `stock` and `lookup` it is counted as new tokens per forward
+of the target, by a hook. *tokens/s* is new tokens over the wall time of the whole call, *decode tokens/s* leaves the
+prefill and its token out. A prompt's time is the median of its repeats. *identical* says whether every text was
+plain's.
+
+`--sampling` measures something else: the acceptance length of the proposal rules at several temperatures.
+
+The last line on stdout is the whole record as JSON; it is also written to `--out`, benchmarks/results by default. What
+is recorded there was measured on a machine that did nothing else: the script refuses to begin on a busy one, and does
+not write if others were busy meanwhile. `--force` skips the check, marks all rows `"busy": true` and writes nothing
+among the results.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+import typer
+from harness.floors import BareForwards
+from harness.machine import MAX_BUSY_CORES, RESULTS, LoadWatch, provenance
+from harness.methods import LOOKUP, OURS, PLAIN, STOCK, Method, Outcome, Settings, measure, with_rule
+from harness.pair import TOY, Pair, load_pair, random_pair
+from harness.report import Column, finish, show
+from harness.rows import Group, Row, decode_row, floor_row, sampling_row
+from harness.zlab import zlab_method
+
+METHODS = ("plain", "ours", "stock", "zlab", "lookup")
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FLOOR_SAMPLES = 10
+BUSY_EXIT = 3
+
+DECODE_COLUMNS: list[Column] = [
+    ("method", "method"),
+    ("batch", "batch"),
+    ("prompts", "kind"),
+    ("block", "block"),
+    ("dtype", "dtype"),
+    ("context", "context_tokens"),
+    ("new", "new_tokens"),
+    ("ms/step p20", "step_ms.p20"),
+    ("p50", "step_ms.p50"),
+    ("p80", "step_ms.p80"),
+    ("tok/s", "tokens_per_second"),
+    ("decode tok/s", "decode_tokens_per_second"),
+    ("acceptance", "acceptance_length"),
+    ("identical", "identical"),
+]
+FLOOR_COLUMNS: list[Column] = [
+    ("batch", "batch"),
+    ("context", "context_tokens"),
+    ("draft ms", "bare_draft_ms.p50"),
+    ("verify ms", "bare_verify_ms.p50"),
+    ("speed-up", "speedup"),
+    ("ideal", "ideal_speedup"),
+    ("share", "share_of_ideal"),
+    ("reached", "reached"),
+    ("step / stock", "step_time_against.stock"),
+    ("step / zlab", "step_time_against.zlab"),
+]
+SAMPLING_COLUMNS: list[Column] = [
+    ("method", "method"),
+    ("temperature", "temperature"),
+    ("prompts", "kind"),
+    ("runs", "runs"),
+    ("verifies", "verifies"),
+    ("acceptance", "acceptance_length"),
+    ("95 % interval", "ci95"),
+]
+
+
+class RandomPair(StrEnum):
+    """Sizes of a pair with random weights."""
+
+    tiny = "tiny"
+    toy = "toy"
+
+
+def numbers(text: str, kind: type[int] | type[float]) -> list[Any]:
+    """Returns the numbers of an option such as `1,8`.
+
+    Raises:
+        typer.BadParameter: If it is something else.
+    """
+    try:
+        values = [kind(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        values = []
+    if not values or min(values) <= 0:
+        raise typer.BadParameter(f"expected positive numbers separated by commas, got {text!r}; give 1,8 for instance")
+    return values
+
+
+def choose_methods(pair: Pair, names: str) -> list[Method]:
+    """Returns the methods asked for, those that cannot run left out with a logged reason.
+
+    Raises:
+        typer.BadParameter: If a name is not known.
+    """
+    asked = names.replace(",", " ").split()
+    if unknown := sorted(set(asked) - set(METHODS)):
+        raise typer.BadParameter(f"expected methods among {METHODS}, got {unknown}; leave them out")
+    known = {method.name: method for method in (PLAIN, OURS, STOCK, LOOKUP)}
+    if "zlab" in asked and (zlab := zlab_method(pair)) is not None:
+        known["zlab"] = zlab
+    return [known[name] for name in METHODS if name in asked and name in known]
+
+
+def groups_of_prompts(pair: Pair, batch: int, prompts: int) -> list[tuple[str, int]]:
+    """Returns kind and first index of every group of `batch` prompts: `prompts` of each kind, but a group at least."""
+    return [(kind, group * batch) for group in range(max(1, prompts // batch)) for kind in pair.kinds]
+
+
+def run_decode(
+    pair: Pair, methods: list[Method], batches: list[int], prompts: int, repeats: int, settings: Settings
+) -> tuple[dict[tuple[int, str], Group], dict[int, BareForwards]]:
+    """Measures all methods over all prompts, `repeats` times, after one run of each that does not count.
+
+    Returns the runs by batch and method, and the bare forwards by batch, timed between the repeats.
+    """
+    groups: dict[tuple[int, str], Group] = defaultdict(Group)
+    bare: dict[int, BareForwards] = {}
+    for batch in batches:
+        chosen = [method for method in methods if batch == 1 or method.batches]
+        asked = groups_of_prompts(pair, batch, prompts)
+        for method in chosen:
+            measure(pair, method, pair.inputs(*asked[0], batch), settings)
+        for repeat in range(repeats):
+            for number, (kind, first) in enumerate(asked):
+                turn = (number + repeat) % len(chosen)
+                outcomes = {
+                    method.name: measure(pair, method, pair.inputs(kind, first, batch), settings)
+                    for method in [*chosen[turn:], *chosen[:turn]]
+                }
+                for name, outcome in outcomes.items():
+                    groups[batch, name].add((kind, first), outcome, outcomes.get("plain"))
+            if batch not in bare:
+                bare[batch] = BareForwards(pair, batch, _middle(groups, batch))
+            bare[batch].sample(FLOOR_SAMPLES)
+    return groups, bare
+
+
+def _middle(groups: dict[tuple[int, str], Group], batch: int) -> int:
+    """Mean number of tokens a row has half-way through its answer."""
+    lengths = [
+        prompt + len(answer) / 2
+        for (size, _), group in groups.items()
+        if size == batch
+        for outcome in group.outcomes()
+        for prompt, answer in zip(outcome.prompt_tokens, outcome.answers, strict=True)
+    ]
+    return round(sum(lengths) / len(lengths))
+
+
+def decode_record(
+    pair: Pair, groups: dict[tuple[int, str], Group], bare: dict[int, BareForwards], busy: bool
+) -> dict[str, list[Row]]:
+    """Returns the rows, each kind of prompt and all together, and the floors; prints both as tables."""
+    rows: list[Row] = []
+    for (batch, method), group in groups.items():
+        kinds = [*pair.kinds, None] if len(pair.kinds) > 1 else [None]
+        rows += [decode_row(pair, method, batch, kind or "all", group.of_kind(kind), busy) for kind in kinds]
+    floors = [row for forwards in bare.values() if (row := floor_row(rows, forwards, busy)) is not None]
+    show("Decoding", rows, DECODE_COLUMNS)
+    show("Ours against its bare forwards and the others (medians of this run)", floors, FLOOR_COLUMNS)
+    return {"rows": rows, "floors": floors}
+
+
+def run_sampling(
+    pair: Pair, temperatures: Sequence[float], prompts: int, repeats: int, max_new_tokens: int, first_seed: int
+) -> dict[tuple[str, float], list[tuple[str, Outcome]]]:
+    """Measures the acceptance of our proposal rules and of stock under fixed seeds, one prompt at a time."""
+    methods = [*(with_rule(rule) for rule in ("shared_noise", "argmax", "sample")), STOCK]
+    runs: dict[tuple[str, float], list[tuple[str, Outcome]]] = defaultdict(list)
+    for seed in range(first_seed, first_seed + repeats):
+        for kind, first in groups_of_prompts(pair, 1, prompts):
+            for temperature in temperatures:
+                settings = Settings(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+                for method in methods:
+                    outcome = measure(pair, method, pair.inputs(kind, first, 1), settings)
+                    runs[method.name, temperature].append((kind, outcome))
+    return runs
+
+
+def sampling_record(
+    pair: Pair, runs: dict[tuple[str, float], list[tuple[str, Outcome]]], busy: bool
+) -> dict[str, list[Row]]:
+    """Returns and prints the rows of `--sampling`."""
+    rows: list[Row] = []
+    for (method, temperature), tagged in runs.items():
+        for kind in [*pair.kinds, "all"] if len(pair.kinds) > 1 else ["all"]:
+            chosen = [outcome for tag, outcome in tagged if kind in ("all", tag)]
+            rows.append(sampling_row(pair, method, temperature, kind, chosen, busy))
+    show("Acceptance when sampling", rows, SAMPLING_COLUMNS)
+    return {"rows": rows}
+
+
+def main(
+    target: Annotated[Path, typer.Option(help="Folder of the target.")] = TOY / "target",
+    draft: Annotated[Path, typer.Option(help="Folder of its draft.")] = TOY / "draft",
+    random: Annotated[RandomPair | None, typer.Option(help="Random weights instead, of this size.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts of each kind.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Length limit of an answer.")] = 256,
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each prompt; with --sampling, seeds.")] = 3,
+    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = ",".join(METHODS),
+    block_size: Annotated[int | None, typer.Option(help="A narrower block than the draft's.")] = None,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
+    device: Annotated[str, typer.Option(help="Where both models run.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 1,
+    sampling: Annotated[bool, typer.Option("--sampling", help="Compare proposal rules when sampling.")] = False,
+    temperatures: Annotated[str, typer.Option(help="For --sampling, separated by commas.")] = "0.6,1.0",
+    seed: Annotated[int, typer.Option(help="First seed.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Where the record goes.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Run on a busy machine too; not for the record.")] = False,
+) -> None:
+    """Measure decoding with a draft against the other ways; definitions in benchmarks/README.md."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    torch.set_num_threads(threads)
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"expected a dtype among {sorted(DTYPES)}, got {dtype!r}; choose one of them")
+    sizes, heat = numbers(batch, int), numbers(temperatures, float)
+    watch = LoadWatch()
+    if not force and (load := watch.sample()) is not None and load > MAX_BUSY_CORES:
+        typer.echo(
+            f"expected a quiet machine (at most {MAX_BUSY_CORES} cores busy), got {load:.2f} busy; wait, or pass "
+            "--force for numbers that are not for the record",
+            err=True,
+        )
+        raise typer.Exit(BUSY_EXIT)
+    place = torch.device(device)
+    if random is not None:
+        pair = random_pair(random.value, DTYPES[dtype], place, block_size)
+    else:
+        pair = load_pair(target, draft, DTYPES[dtype], place, block_size)
+    chosen = [] if sampling else choose_methods(pair, methods)
+    watch.start()
+    if sampling:
+        runs = run_sampling(pair, heat, prompts, repeats, max_new_tokens, seed)
+    else:
+        settings = Settings(max_new_tokens=max_new_tokens, seed=seed)
+        groups, bare = run_decode(pair, chosen, sizes, prompts, repeats, settings)
+    watch.stop()
+    quiet = not force and watch.is_quiet()
+    facts = {"benchmark": "sampling" if sampling else "decode", "pair": pair.name, "max_new_tokens": max_new_tokens}
+    facts |= {"prompts_per_kind": prompts, "repeats": repeats, "load": watch.to_dict(), **provenance(place)}
+    rows = sampling_record(pair, runs, not quiet) if sampling else decode_record(pair, groups, bare, not quiet)
+    finish({"provenance": facts, **rows}, out or RESULTS / f"{facts['benchmark']}.json", quiet)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""What the benchmark scripts share: the pair, the ways of decoding, the clock, the machine, the rows."""

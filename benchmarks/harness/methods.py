@@ -1,0 +1,232 @@
+"""The ways of decoding that are compared, each as one call with the same arguments, and one measured run of any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from dflash_hf.generation_config import Proposal
+
+from .clock import StepClock, synchronize
+from .pair import Inputs, Pair
+
+LOOKUP_TOKENS = 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a run decodes.
+
+    Args:
+        max_new_tokens (`int`): Length limit of an answer.
+        temperature (`float`, *optional*): Samples at this temperature and from the whole vocabulary; `None` is greedy.
+        seed (`int`): Set before the run.
+    """
+
+    max_new_tokens: int
+    temperature: float | None = None
+    seed: int = 0
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of `generate`."""
+        if self.temperature is None:
+            return {"max_new_tokens": self.max_new_tokens, "do_sample": False}
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "do_sample": True,
+            "temperature": self.temperature,
+            "top_k": 0,
+            "top_p": 1.0,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """What a method returns.
+
+    Args:
+        sequences (`torch.Tensor` of shape `[B, S + new]`): Prompts and answers.
+        verified (`tuple[int, int]`, *optional*): Tokens committed by verifies (the bonus included, the prefill's token
+            not), and verifies, both summed over rows; `None` to count one verify per forward after the prefill.
+        first (`int`): Tokens that the first forward of the target committed.
+    """
+
+    sequences: Tensor
+    verified: tuple[int, int] | None = None
+    first: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A way of decoding.
+
+    Args:
+        name (`str`): What rows call it.
+        run (callable): Decodes prompts of a pair.
+        batches (`bool`): Whether it takes more than one prompt at a time.
+    """
+
+    name: str
+    run: Callable[[Pair, Inputs, Settings], Raw]
+    batches: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One measured run.
+
+    Args:
+        answers (`list[list[int]]`): New tokens of each row, the end token included.
+        prompt_tokens (`list[int]`): Real prompt tokens of each row.
+        committed, verifies (`int`): See [`Raw`].
+        seconds, prefill_seconds (`float`), step_ms (`list[float]`): See [`clock.StepClock`].
+        peak_bytes (`int`, *optional*): Memory on the accelerator beyond what was there before; `None` on a CPU.
+    """
+
+    answers: list[list[int]]
+    prompt_tokens: list[int]
+    committed: int
+    verifies: int
+    seconds: float
+    prefill_seconds: float
+    step_ms: list[float]
+    peak_bytes: int | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens generated, summed over rows."""
+        return sum(len(answer) for answer in self.answers)
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens generated after the prefill's one of each row."""
+        return self.new_tokens - len(self.answers)
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time after the prefill."""
+        return self.seconds - self.prefill_seconds
+
+
+class CommitCounter(BaseStreamer):
+    """Counts the tokens that each step of assisted `generate` commits."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self._is_prompt = True
+
+    def put(self, value: Tensor) -> None:
+        """Receives the prompt, then what each step commits."""
+        if not self._is_prompt:
+            self.counts.append(value.numel())
+        self._is_prompt = False
+
+    def end(self) -> None:
+        """Has nothing left to write."""
+
+
+def plain(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
+    """Runs plain `generate`."""
+    return Raw(pair.target.generate(**inputs, **settings.arguments()))
+
+
+def ours(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
+    """Runs `generate(..., assistant_model=draft)`, this package's way."""
+    out = pair.target.generate(**inputs, **settings.arguments(), assistant_model=pair.draft)
+    stats = pair.draft.last_stats
+    return Raw(out, (sum(map(sum, stats.num_committed)), stats.num_verifies))
+
+
+def stock(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
+    """Runs Transformers' own DFlash with our draft, whose `forward` keeps upstream's contract; one row."""
+    counter = CommitCounter()
+    out = pair.target.generate(
+        **inputs,
+        **settings.arguments(),
+        assistant_model=pair.draft,
+        speculation_type="dflash",
+        streamer=counter,
+    )
+    return Raw(out, first=counter.counts[0])
+
+
+def lookup(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
+    """Runs Transformers' prompt lookup: drafts copied from the text so far; one row."""
+    counter = CommitCounter()
+    out = pair.target.generate(
+        **inputs, **settings.arguments(), prompt_lookup_num_tokens=LOOKUP_TOKENS, streamer=counter
+    )
+    return Raw(out, first=counter.counts[0])
+
+
+PLAIN = Method(name="plain", run=plain, batches=True)
+OURS = Method(name="ours", run=ours, batches=True)
+STOCK = Method(name="stock", run=stock, batches=False)
+LOOKUP = Method(name="lookup", run=lookup, batches=False)
+
+
+@contextmanager
+def proposal_rule(pair: Pair, rule: Proposal) -> Iterator[None]:
+    """Lets our draft propose by a rule while the block runs."""
+    before = pair.draft.generation_config.proposal
+    pair.draft.generation_config.proposal = rule
+    try:
+        yield
+    finally:
+        pair.draft.generation_config.proposal = before
+
+
+def with_rule(rule: Proposal) -> Method:
+    """Returns our way of decoding under a proposal rule."""
+
+    def run(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
+        with proposal_rule(pair, rule):
+            return ours(pair, inputs, settings)
+
+    return Method(name=f"ours/{rule}", run=run, batches=True)
+
+
+def measure(pair: Pair, method: Method, inputs: Inputs, settings: Settings) -> Outcome:
+    """Runs a method once under the clock."""
+    torch.manual_seed(settings.seed)
+    device = pair.device
+    is_cuda = device.type == "cuda"
+    synchronize(device)
+    held = torch.cuda.memory_allocated(device) if is_cuda else 0
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    with StepClock(pair.target, device) as clock:
+        raw = method.run(pair, inputs, settings)
+    answers = _answers(raw.sequences, inputs["input_ids"].shape[1], pair.eos_ids())
+    new = sum(len(answer) for answer in answers)
+    if raw.verified is not None:
+        committed, verifies = raw.verified
+    elif method.name == "plain":
+        committed = verifies = new - len(answers)
+    else:
+        committed, verifies = new - raw.first, clock.num_forwards - 1
+    return Outcome(
+        answers=answers,
+        prompt_tokens=inputs["attention_mask"].sum(dim=1).tolist(),
+        committed=committed,
+        verifies=verifies,
+        seconds=clock.seconds,
+        prefill_seconds=clock.prefill_seconds,
+        step_ms=clock.step_ms,
+        peak_bytes=torch.cuda.max_memory_allocated(device) - held if is_cuda else None,
+    )
+
+
+def _answers(sequences: Tensor, columns: int, eos_ids: list[int]) -> list[list[int]]:
+    """Each row's new tokens up to its end token; what stands behind it is padding."""
+    answers: list[list[int]] = []
+    for row in sequences[:, columns:].tolist():
+        end = next((index for index, token in enumerate(row) if token in eos_ids), len(row) - 1)
+        answers.append(row[: end + 1])
+    return answers

@@ -1,0 +1,75 @@
+"""What a script leaves behind: tables for the reader, one line of JSON for programs, a file for the record."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .machine import RESULTS
+
+Column = tuple[str, str]
+
+
+def show(title: str, rows: list[dict[str, Any]], columns: list[Column]) -> None:
+    """Prints rows as a table.
+
+    Args:
+        title (`str`): Above the table.
+        rows: The rows.
+        columns: Heading, and the key of its values; `a.b` looks into nested dictionaries.
+    """
+    table = Table(title=title, title_justify="left")
+    for heading, _ in columns:
+        table.add_column(heading, justify="right" if heading != columns[0][0] else "left")
+    for row in rows:
+        table.add_row(*(_cell(_look_up(row, key)) for _, key in columns))
+    # A pipe has no width of its own, and a table folded to 80 columns cannot be read.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _look_up(row: dict[str, Any], key: str) -> Any:
+    value: Any = row
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return (
+        f"{value:.3g}"
+        if isinstance(value, float) and abs(value) < 100
+        else f"{value:.0f}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def is_record(path: Path) -> bool:
+    """Whether a file would stand among the recorded results."""
+    return path.resolve().is_relative_to(RESULTS)
+
+
+def finish(record: dict[str, Any], out: Path, quiet: bool) -> None:
+    """Writes the record where it may be written, says where, and prints it as the last line.
+
+    Args:
+        record: What was measured.
+        out (`Path`): The file asked for.
+        quiet (`bool`): Whether the machine was shown to be quiet; if not, nothing is written among the results.
+    """
+    if quiet or not is_record(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print(f"written to {out}")
+    else:
+        print(f"not written to {out}: the machine was not shown to be quiet")
+    print(json.dumps(record), flush=True)

@@ -1,0 +1,154 @@
+"""From measured runs to the rows of a record; the definitions are in benchmarks/README.md."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .floors import BareForwards
+from .methods import Outcome
+from .pair import Pair
+
+Row = dict[str, Any]
+MIN_SHARE_OF_IDEAL = 0.85
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    """Returns the 20th, 50th and 80th percentile (nearest rank)."""
+    ranked = sorted(values)
+    return {
+        f"p{share}": round(ranked[min(len(ranked) - 1, int(share / 100 * len(ranked)))], 4) if ranked else None
+        for share in (20, 50, 80)
+    }
+
+
+@dataclass(slots=True)
+class Group:
+    """Runs of one method over the same prompts: prompt -> one outcome per repeat, and whether the text was plain's."""
+
+    runs: dict[tuple[str, int], list[Outcome]] = field(default_factory=lambda: defaultdict(list))
+    same: dict[tuple[str, int], bool] = field(default_factory=dict)
+
+    def add(self, prompt: tuple[str, int], outcome: Outcome, reference: Outcome | None) -> None:
+        """Adds a run; `reference` is plain's over the same prompt."""
+        self.runs[prompt].append(outcome)
+        if reference is not None:
+            self.same[prompt] = self.same.get(prompt, True) and outcome.answers == reference.answers
+
+    def of_kind(self, kind: str | None) -> Group:
+        """Returns the runs over prompts of a kind; all of them for `None`."""
+        chosen = {prompt: runs for prompt, runs in self.runs.items() if kind in (None, prompt[0])}
+        return Group(chosen, {prompt: self.same[prompt] for prompt in chosen if prompt in self.same})
+
+    def outcomes(self) -> list[Outcome]:
+        """Returns all runs."""
+        return [outcome for runs in self.runs.values() for outcome in runs]
+
+    def tokens_per_second(self, tokens: Callable[[Outcome], int], seconds: Callable[[Outcome], float]) -> float:
+        """Returns tokens over seconds, where a prompt counts with the median time of its repeats."""
+        total = sum(statistics.median(seconds(run) for run in runs) for runs in self.runs.values())
+        return sum(tokens(runs[0]) for runs in self.runs.values()) / total if total > 0 else 0.0
+
+    def acceptance_length(self) -> float:
+        """Returns tokens committed per verify, pooled."""
+        outcomes = self.outcomes()
+        verifies = sum(outcome.verifies for outcome in outcomes)
+        return sum(outcome.committed for outcome in outcomes) / verifies if verifies else 0.0
+
+
+def decode_row(pair: Pair, method: str, batch: int, kind: str, group: Group, busy: bool) -> Row:
+    """Returns the row of a method, batch and kind of prompt (`"all"` for all of them)."""
+    outcomes = group.outcomes()
+    firsts = [runs[0] for runs in group.runs.values()]
+    contexts = [length for outcome in firsts for length in outcome.prompt_tokens]
+    peaks = [outcome.peak_bytes for outcome in outcomes if outcome.peak_bytes is not None]
+    return {
+        "method": method,
+        "batch": batch,
+        "kind": kind,
+        "block": pair.block_size if method in ("ours", "stock", "zlab") else None,
+        "dtype": pair.dtype,
+        "context_tokens": round(statistics.mean(contexts), 1),
+        "new_tokens": sum(outcome.new_tokens for outcome in firsts),
+        "runs": len(outcomes),
+        "step_ms": percentiles([ms for outcome in outcomes for ms in outcome.step_ms]),
+        "prefill_ms": percentiles([outcome.prefill_seconds * 1e3 for outcome in outcomes])["p50"],
+        "tokens_per_second": round(group.tokens_per_second(lambda o: o.new_tokens, lambda o: o.seconds), 3),
+        "decode_tokens_per_second": round(
+            group.tokens_per_second(lambda o: o.decode_tokens, lambda o: o.decode_seconds), 3
+        ),
+        "acceptance_length": round(group.acceptance_length(), 4),
+        "identical": all(group.same.values()) if group.same else None,
+        "num_identical": sum(group.same.values()),
+        "num_texts": len(group.same),
+        "peak_bytes": max(peaks, default=None),
+        "busy": busy,
+    }
+
+
+def floor_row(rows: list[Row], bare: BareForwards, busy: bool) -> Row | None:
+    """Compares ours with what its bare forwards allow and with the other implementations, at one batch size.
+
+    `ideal_speedup = acceptance * plain ms per token / (draft ms + verify ms)`, medians of the same run;
+    `share_of_ideal` is the measured speed-up over plain (of decoding, the prefill left out) divided by it.
+    """
+    by_method = {row["method"]: row for row in rows if row["batch"] == bare.batch and row["kind"] == "all"}
+    if not {"plain", "ours"} <= by_method.keys() or not bare.draft_ms:
+        return None
+    plain, ours = by_method["plain"], by_method["ours"]
+    draft, verify = percentiles(bare.draft_ms), percentiles(bare.verify_ms)
+    assert draft["p50"] is not None
+    assert verify["p50"] is not None
+    speedup = ours["decode_tokens_per_second"] / plain["decode_tokens_per_second"]
+    ideal = ours["acceptance_length"] * plain["step_ms"]["p50"] / (draft["p50"] + verify["p50"])
+    return {
+        "batch": bare.batch,
+        "context_tokens": bare.context,
+        "bare_draft_ms": draft,
+        "bare_verify_ms": verify,
+        "speedup": round(speedup, 4),
+        "ideal_speedup": round(ideal, 4),
+        "share_of_ideal": round(speedup / ideal, 4),
+        "required_share": MIN_SHARE_OF_IDEAL,
+        "reached": speedup / ideal >= MIN_SHARE_OF_IDEAL,
+        "step_time_against": {
+            name: round(ours["step_ms"]["p50"] / by_method[name]["step_ms"]["p50"], 4)
+            for name in ("stock", "zlab")
+            if name in by_method
+        },
+        "busy": busy,
+    }
+
+
+def sampling_row(pair: Pair, method: str, temperature: float, kind: str, runs: list[Outcome], busy: bool) -> Row:
+    """Returns the acceptance of a proposal rule, with a bootstrap interval over runs (a prompt under a seed)."""
+    low, high = bootstrap([(run.committed, run.verifies) for run in runs])
+    verifies = sum(run.verifies for run in runs)
+    return {
+        "method": method,
+        "temperature": temperature,
+        "kind": kind,
+        "block": pair.block_size,
+        "dtype": pair.dtype,
+        "runs": len(runs),
+        "verifies": verifies,
+        "new_tokens": sum(run.new_tokens for run in runs),
+        "acceptance_length": round(sum(run.committed for run in runs) / verifies, 4) if verifies else 0.0,
+        "ci95": [round(low, 4), round(high, 4)],
+        "busy": busy,
+    }
+
+
+def bootstrap(runs: list[tuple[int, int]], draws: int = 1000) -> tuple[float, float]:
+    """Returns the 95 % interval of `(sum of firsts) / (sum of seconds)` when runs are drawn with replacement."""
+    generator = random.Random(0)
+    ratios = []
+    for _ in range(draws):
+        drawn = generator.choices(runs, k=len(runs))
+        ratios.append(sum(a for a, _ in drawn) / max(1, sum(b for _, b in drawn)))
+    ratios.sort()
+    return ratios[int(0.025 * draws)], ratios[int(0.975 * draws) - 1]

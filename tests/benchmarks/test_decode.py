@@ -1,0 +1,150 @@
+"""The benchmark scripts run, say what they promise, and record nothing that was measured on a busy machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import decode
+import pytest
+import step
+import typer
+from harness import machine, report
+from harness.machine import CpuTimes, LoadWatch, busy_cores, parse_cpu_times
+from harness.rows import bootstrap, percentiles
+from typer.testing import CliRunner, Result
+
+HAS_ZLAB = importlib.util.find_spec("dflash") is not None
+TINY = ["--random", "tiny", "--dtype", "float64", "--prompts", "1", "--repeats", "1", "--max-new-tokens", "10"]
+
+
+def run(main: Any, *arguments: str) -> Result:
+    """Runs a script's command in this process."""
+    app = typer.Typer()
+    app.command()(main)
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+def record_of(result: Result) -> dict[str, Any]:
+    """The JSON on the last line of what a script printed."""
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for benchmarks/results."""
+    for module in (machine, report, decode, step):
+        monkeypatch.setattr(module, "RESULTS", tmp_path, raising=True)
+    return tmp_path
+
+
+def test_decode_compares_the_methods(results: Path) -> None:
+    result = run(decode.main, *TINY, "--batch", "1,2", "--force")
+    record = record_of(result)
+    alone = ["plain", "ours", "stock", *(["zlab"] if HAS_ZLAB else []), "lookup"]
+    rows = {(row["method"], row["batch"]): row for row in record["rows"]}
+    assert rows.keys() == {*((name, 1) for name in alone), ("plain", 2), ("ours", 2)}
+    for row in rows.values():
+        assert row["identical"], row
+        assert row["busy"]
+        assert (row["kind"], row["dtype"]) == ("all", "float64")
+        assert row["new_tokens"] == 10 * row["batch"]
+        assert row["step_ms"]["p20"] <= row["step_ms"]["p50"] <= row["step_ms"]["p80"]
+        assert row["tokens_per_second"] > 0
+        assert row["context_tokens"] >= 24
+    assert rows["plain", 1]["acceptance_length"] == rows["plain", 2]["acceptance_length"] == 1
+    assert rows["plain", 1]["block"] is None
+    assert rows["ours", 1]["block"] == 8
+    # The same draft over the same text: stock's forwards and our verifies are as many.
+    assert rows["ours", 1]["acceptance_length"] == rows["stock", 1]["acceptance_length"]
+    assert {floor["batch"] for floor in record["floors"]} == {1, 2}
+    floor = record["floors"][0]
+    assert floor["share_of_ideal"] == pytest.approx(floor["speedup"] / floor["ideal_speedup"], rel=1e-3)
+    assert floor["step_time_against"].keys() == set(alone) & {"stock", "zlab"}
+    assert record["provenance"].keys() >= {"machine", "threads", "versions", "commit", "date", "command", "load"}
+    assert list(results.iterdir()) == [], "nothing is recorded under --force"
+
+
+def test_force_still_writes_where_it_is_told_to(results: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "decode.json"
+    result = run(decode.main, *TINY, "--methods", "plain,ours", "--batch", "1", "--force", "--out", str(elsewhere))
+    assert json.loads(elsewhere.read_text()) == record_of(result)
+    assert list(results.iterdir()) == []
+
+
+def test_sampling_compares_the_proposal_rules(results: Path) -> None:
+    record = record_of(run(decode.main, *TINY, "--sampling", "--temperatures", "0.6", "--force"))
+    assert [row["method"] for row in record["rows"]] == ["ours/shared_noise", "ours/argmax", "ours/sample", "stock"]
+    for row in record["rows"]:
+        assert row["temperature"] == 0.6
+        assert row["new_tokens"] == 10
+        assert row["ci95"][0] <= row["acceptance_length"] <= row["ci95"][1]
+    assert list(results.iterdir()) == []
+
+
+def loads(monkeypatch: pytest.MonkeyPatch, before: float, during: float) -> None:
+    """Simulates other processes on the machine."""
+
+    def sample(watch: LoadWatch) -> float:
+        watch.before = before
+        return before
+
+    def stop(watch: LoadWatch) -> float:
+        watch.during = during
+        return during
+
+    monkeypatch.setattr(LoadWatch, "sample", sample)
+    monkeypatch.setattr(LoadWatch, "stop", stop)
+
+
+def test_a_busy_machine_is_refused(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads(monkeypatch, before=1.4, during=0.0)
+    result = run(decode.main, *TINY)
+    assert result.exit_code == decode.BUSY_EXIT
+    assert "expected a quiet machine" in result.output
+    assert list(results.iterdir()) == []
+
+
+@pytest.mark.parametrize("during", [0.0, 0.9])
+def test_only_a_quiet_run_is_recorded(results: Path, monkeypatch: pytest.MonkeyPatch, during: float) -> None:
+    loads(monkeypatch, before=0.05, during=during)
+    record = record_of(run(decode.main, *TINY, "--methods", "plain,ours", "--batch", "1"))
+    assert all(row["busy"] == (during > 0) for row in record["rows"])
+    written = results / "decode.json"
+    assert written.exists() == (during == 0)
+    if during == 0:
+        assert json.loads(written.read_text()) == record
+
+
+def test_load_is_read_from_the_kernels_counters() -> None:
+    before = parse_cpu_times("cpu  100 0 20 800 30 0 0 50 0 0\ncpu0 1 2 3 4\n")
+    assert before == CpuTimes(170, 1000)
+    # 100 ticks later, on four cores: 25 of them busy, so one core was.
+    assert busy_cores(before, CpuTimes(195, 1100), 4) == pytest.approx(1.0)
+    assert busy_cores(before, before, 4) is None
+    assert parse_cpu_times("no such line") == CpuTimes(0, 0)
+
+
+def test_summaries() -> None:
+    assert percentiles([5, 1, 4, 2, 3]) == {"p20": 2, "p50": 3, "p80": 5}
+    assert percentiles([]) == {"p20": None, "p50": None, "p80": None}
+    low, high = bootstrap([(4, 1), (2, 1)] * 8)
+    assert 2 < low < 3 < high < 4
+
+
+def test_step_runs_without_a_gpu(results: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    out = tmp_path_factory.mktemp("step") / "step.json"
+    record = record_of(run(step.main, "--tiny", "--device", "cpu", "--repeats", "1", "--out", str(out)))
+    assert json.loads(out.read_text()) == record
+    methods = ["plain", "ours", "stock", *(["zlab"] if HAS_ZLAB else [])]
+    assert [row["method"] for row in record["rows"] if row["batch"] == 1] == methods
+    assert [row["method"] for row in record["rows"] if row["batch"] == 8] == ["plain", "ours"]
+    for row in record["rows"]:
+        assert "tokens_per_second" not in row, "with random weights they are derived"
+        assert row["derived_tokens_per_second"]["at_1"] > 0
+        assert row["step_ms"]["p50"] > 0
+    assert [floor["batch"] for floor in record["floors"]] == [1, 8]
+    assert list(results.iterdir()) == []

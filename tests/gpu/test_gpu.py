@@ -1,0 +1,383 @@
+"""What only a GPU can show: the same texts, attention and gradients there, and steps without a sync.
+
+Nearly every test runs on the CPU too, with the same code, so that a mistake in a test is found where there is no GPU.
+There, reading a tensor on the host is caught by a dispatch mode instead of CUDA's own debug mode. bfloat16 is compared
+with an ordinary eager forward of the same width, and runs on the GPU only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, PreTrainedModel
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.attention import RaggedBlock, attend
+from dflash_hf.cache import RaggedCache
+from dflash_hf.generation import loop, steps
+from dflash_hf.positions import slot_positions, visible
+from dflash_hf.taps import Taps
+from dflash_hf.target import find_target, ragged_attention
+from dflash_hf.training.anchors import BlockMaskRule, sample_anchors
+from dflash_hf.training.collators import Batch, collate
+from dflash_hf.training.data import Example
+from dflash_hf.training.forward import attention_kinds, run_blocks, target_features
+from tiny import FAMILIES, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+
+CPU = "cpu"
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+DEVICES = [CPU, CUDA]
+NEW = 24
+LENGTHS = [4, 11, 7]
+# Against Transformers' eager attention, whose softmax is float32 in every dtype; bfloat16 has 8 bits, and four random
+# layers amplify a rounding.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+
+def on(device: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same prompts on a device."""
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def lengths_for(family: str, dtype: torch.dtype) -> list[int]:
+    """Prompt lengths of a batch; all alike for Gemma 2 in float64.
+
+    Its eager attention adds float64's lowest number and takes a float32 softmax: in a padded batch plain `generate`
+    itself computes NaN there.
+    """
+    return [9, 9, 9] if family == "gemma2" and dtype == torch.float64 else LENGTHS
+
+
+def relative_error(ours: Tensor, reference: Tensor) -> float:
+    """`|ours - reference| / |reference|` in float64."""
+    wanted = reference.double().cpu()
+    return float((ours.double().cpu() - wanted).norm() / wanted.norm())
+
+
+# ---- decoding gives plain generate's text
+
+
+def check_greedy(
+    target: PreTrainedModel, device: str, seed: int, draft_device: str | None = None, lengths: list[int] = LENGTHS
+) -> None:
+    """Decodes a batch with a partly right draft and compares with plain `generate` on the same device."""
+    inputs = on(device, prompts(lengths, seed))
+    ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = oracle_draft(target, truth_of(inputs, ref), seed, 8).to(draft_device or device)
+    out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+    assert out.device.type == torch.device(device).type
+    assert torch.equal(out, ref)
+    assert bool((ref[:, -NEW:] != 0).any(dim=1).all()), "a row of token 0 is what NaN decodes to"
+    assert 1.0 < draft.last_stats.acceptance_length < 8.0, "the oracle has to be partly right"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("device", [CUDA])
+def test_every_family_gives_the_plain_text(device: str, dtype: torch.dtype, family: str) -> None:
+    check_greedy(tiny_target(family).to(device, dtype), device, seed=0, lengths=lengths_for(family, dtype))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ragged_rows_give_the_plain_text(device: str) -> None:
+    target = tiny_target("qwen3-sliding").to(device)
+    for seed, lengths in enumerate([[9], [4, 11, 7], [12, 3, 5, 9, 1, 7, 2, 8]]):
+        check_greedy(target, device, seed, lengths=lengths)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_draft_on_another_device_gives_the_plain_text(device: str) -> None:
+    check_greedy(tiny_target("qwen3").to(device), device, seed=3, draft_device="cpu")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sampled_text_does_not_depend_on_the_block(device: str) -> None:
+    target = tiny_target("qwen3").to(device)
+    inputs = on(device, prompts(LENGTHS, 1))
+    draft = tiny_draft(target, 8).to(device)
+    draft.generation_config.proposal = "shared_noise"
+    texts = []
+    for width in (1, 3, 8):
+        draft.generation_config.verify_width = width
+        torch.manual_seed(5)
+        texts.append(target.generate(**inputs, max_new_tokens=NEW, do_sample=True, assistant_model=draft))
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
+
+
+class VerifyRecord:
+    """Keeps the inputs and logits of every forward over the ragged cache: a context manager around a run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.calls: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def __enter__(self) -> VerifyRecord:
+        self.handle = self.model.register_forward_hook(self.keep, with_kwargs=True)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.handle.remove()
+
+    def keep(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Copies ids, lengths and logits of a verify."""
+        if (ragged := kwargs.get("ragged")) is not None:
+            self.calls.append((kwargs["input_ids"].clone(), ragged.lengths.clone(), output.logits.clone()))
+
+
+VERIFIED = ("qwen3", "gemma2", "gpt-oss", "mistral")
+# A rounding sends a token to another expert, which is no small error: no mixture of experts in bfloat16.
+VERIFY_CASES = [
+    *((CPU, dtype, family) for dtype in (torch.float64, torch.float32) for family in VERIFIED),
+    *(
+        pytest.param("cuda", dtype, family, marks=pytest.mark.gpu)
+        for dtype in TOLERANCES
+        for family in VERIFIED
+        if dtype != torch.bfloat16 or family != "gpt-oss"
+    ),
+]
+
+
+@pytest.mark.parametrize(("device", "dtype", "family"), VERIFY_CASES, ids=str)
+@torch.no_grad()
+def test_verify_equals_an_eager_forward_of_the_same_width(device: str, dtype: torch.dtype, family: str) -> None:
+    target = tiny_target(family).to(device, dtype)
+    inputs = on(device, prompts(lengths_for(family, dtype), 2))
+    ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = oracle_draft(target, truth_of(inputs, ref), 2, 8).to(device)
+    with VerifyRecord(target) as record:
+        out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+    rows = truth_of(inputs, out)
+    target.set_attn_implementation("eager")
+    errors = []
+    for ids, lengths, logits in record.calls[:6]:
+        for row, tokens in enumerate(rows):
+            length = int(lengths[row])
+            cache = DynamicCache(config=target.config)
+            prefix = torch.tensor([tokens[:length]], device=device)
+            target(input_ids=prefix, past_key_values=cache, use_cache=True)
+            again = target(input_ids=ids[row : row + 1], past_key_values=cache, use_cache=True)
+            errors.append(relative_error(logits[row], again.logits[0]))
+    assert len(errors) == 6 * len(rows)
+    assert max(errors) < TOLERANCES[dtype]
+
+
+# ---- steps wait for nothing
+
+
+class NoHostReads(TorchDispatchMode):
+    """Raises when an operation's result has to be known on the host: the CPU's stand-in for CUDA's sync debug mode."""
+
+    BANNED = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_dim")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.removeprefix("aten::") in self.BANNED:
+            raise RuntimeError(f"{func} reads a tensor on the host")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_host_reads(device: str) -> Iterator[None]:
+    """Makes anything that waits for the device an error."""
+    if device == CPU:
+        with NoHostReads():
+            yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_check_for_host_reads_finds_one(device: str) -> None:
+    tensor = torch.ones(3, device=device)
+    with pytest.raises(RuntimeError), no_host_reads(device):
+        tensor.sum().item()
+    with pytest.raises(RuntimeError), no_host_reads(device):
+        tensor.nonzero()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "gemma3"])
+@pytest.mark.parametrize("proposal", ["greedy", "shared_noise", "argmax", "sample"])
+def test_steps_read_nothing_on_the_host(
+    proposal: Any, family: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_target(family).to(device)
+    draft = tiny_draft(target, 6).to(device)
+    settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": [2, 9], "pad_token_id": 0}
+    if proposal != "greedy":
+        draft.generation_config.proposal = proposal
+        settings |= {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
+    inputs = on(device, prompts(LENGTHS, 4))
+    torch.manual_seed(0)
+    wanted = target.generate(**inputs, **settings, assistant_model=draft)
+    num_guarded = 0
+
+    def guarded(run: loop.Run) -> None:
+        """`loop.advance`, with its five steps under guard once each has run and loaded its kernels."""
+        nonlocal num_guarded
+        layer_ids = draft.config.target_layer_ids
+        assert layer_ids is not None
+        with torch.no_grad(), ragged_attention(run.target), Taps(run.target.layers, layer_ids) as taps:
+            while not bool(run.state.done.all()):
+                bound = run.bound()
+                if num_guarded == 0:
+                    step(run, taps, bound)
+                else:
+                    with no_host_reads(device):
+                        step(run, taps, bound)
+                num_guarded += 1
+                loop._read(run)
+
+    def step(run: loop.Run, taps: Taps, bound: int) -> None:
+        steps.draft_step(run.state, run.generator, bound)
+        logits, block = steps.verify_step(run.state, run.target, run.cache, bound)
+        steps.select_step(run.state, logits, block, run.processors)
+        steps.accept_step(run.state)
+        steps.context_step(run.generator, taps, block)
+
+    monkeypatch.setattr(loop, "advance", guarded)
+    torch.manual_seed(0)
+    out = target.generate(**inputs, **settings, assistant_model=draft)
+    assert num_guarded > 2
+    assert torch.equal(out, wanted)
+
+
+# ---- attention and the draft
+
+
+def by_the_book(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention in float64 on the CPU, head by head, from the formula; `[B, K, H, E]`."""
+    query, key, value = (t.double().cpu() for t in (query, key, value))
+    repeats = query.shape[1] // key.shape[1]
+    heads = []
+    for head in range(query.shape[1]):
+        scores = query[:, head] @ key[:, head // repeats].mT * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = scores.masked_fill(~seen.cpu(), -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks.double().cpu()[head].exp())
+        heads.append(weights / total @ value[:, head // repeats])
+    return torch.stack(heads, dim=2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(("window", "causal"), [(None, True), (None, False), (5, True), (5, False)])
+def test_attention_equals_the_formula(
+    window: int | None, causal: bool, has_sinks: bool, softcap: float | None, dtype: torch.dtype, device: str
+) -> None:
+    torch.manual_seed(0)
+    batch, heads, groups, width, num_slots, size = 3, 6, 2, 4, 23, 16
+    query = torch.randn(batch, heads, width, size).to(device, dtype)
+    # As the cache hands them out: views of token-major buffers.
+    key, value = (torch.randn(batch, num_slots, groups, size).to(device, dtype).transpose(1, 2) for _ in range(2))
+    sinks = torch.randn(heads).to(device, dtype) if has_sinks else None
+    block = RaggedBlock(torch.tensor([0, 7, 19], device=device), width)
+    mask = block.mask(num_slots, window, causal, heads // groups, dtype)
+    last = block.lengths[:, None, None] + width - 1
+    held = slot_positions(last, torch.arange(num_slots, device=device), num_slots)
+    seen = visible(block.positions[:, :, None], held, window, causal)
+    out = attend(query, key, value, mask, 0.3, softcap=softcap, sinks=sinks)
+    wanted = by_the_book(query, key, value, seen, 0.3, softcap, sinks)
+    # One rounding of the output and of the weights per dtype.
+    assert relative_error(out, wanted) < {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+
+
+@pytest.fixture
+def examples() -> list[Example]:
+    """Three conversations of random tokens."""
+    generator = torch.Generator().manual_seed(2)
+    drawn = [torch.randint(3, 60, (n,), generator=generator).tolist() for n in (13, 10, 15)]
+    return [Example.from_pair(ids[:4], ids[4:]) for ids in drawn]
+
+
+def training_pair(device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, DFlashDraftModel]:
+    """A target and a draft with a causal, a sliding and a full layer."""
+    target = tiny_target("qwen3").to(device, dtype).requires_grad_(False)
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    changes = {"num_hidden_layers": 3, "layer_types": kinds, "sliding_window": 4, "is_causal": [True, False, False]}
+    return target, tiny_draft(target, 6, **changes).to(device, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@torch.no_grad()
+def test_draft_over_the_ragged_cache_equals_the_combined_forward(device: str, examples: list[Example]) -> None:
+    target, draft = training_pair(device, torch.float64)
+    found, batch = find_target(target), collate(examples)
+    anchors = sample_anchors(batch.loss_mask, 1, 6, torch.Generator().manual_seed(0)).to(torch.device(device))
+    batch = batch.to(torch.device(device))
+    taps = target_features(found, [0, 2], batch).taps
+    together = run_blocks(draft, found, batch, taps, anchors)
+    lengths = anchors.indices[:, 0]
+    columns = torch.arange(batch.input_ids.shape[1], device=device).expand(batch.input_ids.shape)
+    cache = RaggedCache(
+        draft.cache_shapes(), batch=3, max_length=40, block=6, dtype=taps.dtype, device=torch.device(device)
+    )
+    draft.write_prompt(taps, torch.where(columns < lengths[:, None], columns, -1), cache)
+    cache.begin(RaggedBlock(lengths, 6))
+    ids = torch.full((3, 6), draft.config.mask_token_id, device=device)
+    ids[:, 0] = batch.input_ids.gather(1, anchors.indices)[:, 0]
+    alone = draft.forward_block(draft.embed(ids, found.embedding), cache)
+    assert relative_error(alone, together) < 1e-9
+
+
+def loss_and_gradients(
+    target: PreTrainedModel, draft: DFlashDraftModel, batch: Batch, taps: Tensor, flex: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The draft's states over several blocks under one kind of mask, and the gradients of their weighted sum."""
+    anchors = sample_anchors(batch.loss_mask.cpu(), 3, 6, torch.Generator().manual_seed(0)).to(taps.device)
+    draft.zero_grad()
+    states = run_blocks(draft, find_target(target), batch, taps, anchors, flex=flex)
+    weights = torch.linspace(-1, 1, states.numel(), device=states.device, dtype=states.dtype).view_as(states)
+    (states * weights).sum().backward()
+    return states.detach(), {n: p.grad.clone() for n, p in draft.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("device", [CUDA])
+def test_block_masks_train_like_dense_masks(device: str, examples: list[Example]) -> None:
+    target, draft = training_pair(device, torch.float32)
+    batch = collate(examples).to(torch.device(device))
+    taps = target_features(find_target(target), [0, 2], batch).taps
+    dense, dense_gradients = loss_and_gradients(target, draft, batch, taps, flex=False)
+    flexible, gradients = loss_and_gradients(target, draft, batch, taps, flex=True)
+    assert relative_error(flexible, dense) < 1e-4
+    assert gradients.keys() == dense_gradients.keys()
+    assert gradients
+    for name, gradient in gradients.items():
+        assert relative_error(gradient, dense_gradients[name]) < 1e-3, name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@torch.no_grad()
+def test_block_masks_hide_what_dense_masks_hide(device: str, examples: list[Example]) -> None:
+    target, draft = training_pair(device, torch.float32)
+    batch = collate(examples)
+    anchors = sample_anchors(batch.loss_mask, 3, 6, torch.Generator().manual_seed(0)).to(torch.device(device))
+    batch = batch.to(torch.device(device))
+    taps = target_features(find_target(target), [0, 2], batch).taps
+    masks = BlockMaskRule(batch.attention_mask, anchors).masks(attention_kinds(draft), flex=True)
+    assert all(isinstance(mask, BlockMask) for mask in masks.values())
+    dense, flexible = (run_blocks(draft, find_target(target), batch, taps, anchors, flex=flag) for flag in (0, 1))
+    assert relative_error(flexible, dense) < 1e-4
