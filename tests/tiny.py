@@ -72,12 +72,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny_target(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """Builds a family's causal model with random weights, float64, eval mode, with its usual default attention."""
+    """Builds a family's causal model: random weights, eval mode, float64, the attention it has by default."""
     name, extra = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**{**COMMON, **extra, **overrides})
     torch.manual_seed(seed)
     model_class = getattr(transformers, {"Gemma3Text": "Gemma3ForCausalLM"}.get(name, f"{name}ForCausalLM"))
-    model = model_class(config).double().eval()
+    # Gemma 2's eager attention casts float64's lowest number to a float32 minus infinity, and plain `generate` gives
+    # NaN on every padded row: it is tested in float32.
+    model = model_class(config).to(torch.float32 if family == "gemma2" else torch.float64).eval()
     if family == "gemma2":
         model.set_attn_implementation("eager")  # 5.16 chooses sdpa, which leaves the soft cap out
     if hasattr(model, "set_experts_implementation") and family in ("qwen3-moe", "gpt-oss"):

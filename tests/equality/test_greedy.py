@@ -37,6 +37,7 @@ def test_greedy_equals_plain_generate(family: str, batch: str) -> None:
         inputs = prompts(LENGTHS[batch], seed)
         ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
         seen |= set(ref[:, -NEW:].flatten().tolist())
+        assert target(**inputs).logits[:, -1].isfinite().all(), "equal texts made of NaN would mean nothing"
         draft = oracle_draft(target, truth_of(inputs, ref), seed, block_size)
         draft.generation_config.verify_width = width
         check_same(target, draft, inputs, ref, max_new_tokens=NEW, do_sample=False)

@@ -153,9 +153,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.propose(state)
         return cast(torch.LongTensor, torch.cat([input_ids, state.proposals], dim=1)), None
 
-    def update_candidate_strategy(
-        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
-    ) -> None:
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: Tensor, num_matches: int) -> None:
         """Does nothing: the block's width is fixed. Older Transformers require it to be defined."""
 
     def collect(self, context_hidden_states: Tensor) -> None:
