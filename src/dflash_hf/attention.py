@@ -9,7 +9,9 @@ Shapes: `B` rows, `K` new tokens per row, `H`/`G` query/key heads, `R` slots, `E
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -109,7 +111,8 @@ def attend(
     if isinstance(mask, BlockMask):
         if softcap is not None or sinks is not None or dropout > 0:
             raise ValueError("expected plain attention under a BlockMask, got a soft cap, sinks or dropout; drop them")
-        out = flex_attention(query_BHKE, key_BGRE, value_BGRE, block_mask=mask, scale=scaling, enable_gqa=repeats > 1)
+        flex = _compiled_flex_attention() if query_BHKE.is_cuda else flex_attention
+        out = flex(query_BHKE, key_BGRE, value_BGRE, block_mask=mask, scale=scaling, enable_gqa=repeats > 1)
         assert isinstance(out, Tensor)
         return out.transpose(1, 2)
     packed = query_BHKE.reshape(batch, groups, repeats * width, -1)
@@ -130,6 +133,12 @@ def attend(
         weights = weights[..., : key_BGRE.shape[2]].to(value_BGRE.dtype)
         out = nn.functional.dropout(weights, p=dropout, training=dropout > 0) @ value_BGRE
     return out.view(batch, groups, repeats, width, -1).permute(0, 3, 1, 2, 4).reshape(batch, width, num_heads, -1)
+
+
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., Any]:
+    """FlexAttention as a kernel: called uncompiled it computes the whole score matrix and saves nothing."""
+    return torch.compile(flex_attention)
 
 
 def ragged_block(
