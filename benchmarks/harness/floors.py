@@ -80,7 +80,7 @@ class BareForwards:
             ragged=block,
         )
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def sample(self, count: int) -> None:
         """Times each forward `count` times, in turn, after one of each that is not timed."""
         with ragged_attention(self._target):

@@ -173,8 +173,9 @@ def ragged_block(
     """
     if ragged is None:
         raise ValueError(
-            f"expected the keyword ragged in attention {RAGGED_BLOCK!r}, got none; this implementation is set by "
-            "dflash_hf during decoding only, so do not select it by hand"
+            f"expected the keyword ragged in attention {RAGGED_BLOCK!r}, got none; it is set by dflash_hf during "
+            "decoding only: either it was selected by hand, or this target does not hand keywords of its forward down "
+            "to its attention and is not supported"
         )
     if attention_mask is not None:
         raise ValueError(

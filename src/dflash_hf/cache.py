@@ -53,22 +53,30 @@ class RaggedLayer(CacheLayerMixin):
     is_compileable = False
 
     def __init__(
-        self, shape: LayerShape, batch: int, max_length: int, block: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: LayerShape,
+        batch: int,
+        max_length: int,
+        block: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        value_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.shape = shape
         self.ring = shape.ring(max_length, block)
         self.key_buffer = torch.zeros(batch, self.ring, shape.num_heads, shape.key_size, dtype=dtype, device=device)
         self.value_buffer = torch.zeros(
-            batch, self.ring, shape.num_heads, shape.value_size, dtype=dtype, device=device
+            batch, self.ring, shape.num_heads, shape.value_size, dtype=value_dtype or dtype, device=device
         )
         self.is_initialized = True
 
     def write(self, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> None:
         """Writes a block in place at each row's length; no host sync."""
         slots = block.slots(self.ring)
-        self.key_buffer.flatten(0, 1).index_copy_(0, slots, key_BKGE.flatten(0, 1))
-        self.value_buffer.flatten(0, 1).index_copy_(0, slots, value_BKGE.flatten(0, 1))
+        # Under autocast keys and values need not have the dtypes they had in the prefill.
+        self.key_buffer.flatten(0, 1).index_copy_(0, slots, key_BKGE.flatten(0, 1).to(self.key_buffer.dtype))
+        self.value_buffer.flatten(0, 1).index_copy_(0, slots, value_BKGE.flatten(0, 1).to(self.value_buffer.dtype))
 
     def write_rows(self, key_BSGE: Tensor, value_BSGE: Tensor, positions_BS: Tensor) -> None:
         """Writes whole prompts in place: token `[b, s]` goes to index `positions_BS[b, s]`, negative ones nowhere.
@@ -158,7 +166,9 @@ class RaggedCache(Cache):
             )
             if cache is None:
                 cache = cls([], batch=keys.shape[0], max_length=0, block=0, dtype=keys.dtype, device=keys.device)
-            layer = RaggedLayer(shape, keys.shape[0], max_length, block, keys.dtype, keys.device)
+            layer = RaggedLayer(
+                shape, keys.shape[0], max_length, block, keys.dtype, keys.device, value_dtype=values.dtype
+            )
             # A sliding layer kept only its newest columns: they are the last ones of the prompt.
             positions = positions_BS[:, -keys.shape[2] :].to(keys.device)
             layer.write_rows(keys.transpose(1, 2), values.transpose(1, 2), positions)

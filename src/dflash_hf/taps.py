@@ -34,7 +34,6 @@ class Taps:
         self.layers = layers
         self.layer_ids = list(layer_ids)
         self.sink = sink
-        self.num_forwards = 0
         self._states: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
 
@@ -70,10 +69,8 @@ class Taps:
 
         def record(module: nn.Module, args: Any, output: Any) -> None:
             self._states[layer_id] = output[0] if isinstance(output, tuple) else output
-            if layer_id == last:
-                self.num_forwards += 1
-                if self.sink is not None:
-                    self.sink(self.take())
+            if layer_id == last and self.sink is not None:
+                self.sink(self.take())
 
         return record
 

@@ -43,11 +43,16 @@ class Target:
     head: nn.Module
 
     @property
-    def vocab_size(self) -> int:
-        """Number of rows of the embedding (ids that can be looked up)."""
+    def embedding_weight(self) -> Tensor:
+        """The embedding's rows; where they are is where ids go in."""
         weight = self.embedding.weight
         assert isinstance(weight, Tensor)
-        return int(weight.shape[0])
+        return weight
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of rows of the embedding (ids that can be looked up)."""
+        return int(self.embedding_weight.shape[0])
 
 
 def find_target(model: PreTrainedModel) -> Target:
@@ -117,11 +122,21 @@ def check_target(target: Target) -> None:
         reason = "shared-K/V layers"
     elif getattr(config, "cross_attention_layers", None) or getattr(config, "add_cross_attention", False):
         reason = "cross attention"
+    elif _has_mrope(config):
+        reason = "M-RoPE (positions with several rows per token), which is not supported yet"
+    elif len(set((getattr(target.model, "hf_device_map", None) or {}).values())) > 1:
+        reason = "layers on several devices, which is not supported yet"
     elif not type(target.model)._supports_attention_backend:
         reason = "attention that does not go through transformers.AttentionInterface"
     else:
         return
     raise ValueError(f"expected a target with full or sliding attention, got {name} with {reason}; drop the draft")
+
+
+def _has_mrope(config: PreTrainedConfig) -> bool:
+    """Whether the text config rotates by several position rows."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return "mrope_section" in rope or any("mrope_section" in v for v in rope.values() if isinstance(v, dict))
 
 
 def check_pair(target: Target, config: DFlashConfig) -> None:

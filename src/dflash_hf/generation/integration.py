@@ -16,17 +16,23 @@ import torch
 from transformers import (
     GenerationConfig,
     GenerationMixin,
-    PreTrainedModel,
     StoppingCriteriaList,
     StopStringCriteria,
+    SynthIDTextWatermarkingConfig,
 )
+from transformers.distributed.fsdp import is_fsdp_managed_module
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dflash_hf.checkpoints import explain_foreign_draft
 from dflash_hf.generation.loop import decode
+from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import check_pair, check_target, find_target
 
 _MARK = "_dflash_original"
+# Transformers' own processors look at nothing but each row's prefix and scores (SynthID keeps state, see below).
+TOKEN_LOCAL_PROCESSORS = "transformers.generation.logits_process"
 # Its methods are typed for models only; here the class itself is changed.
 _mixin: Any = GenerationMixin
 
@@ -49,7 +55,8 @@ def enable() -> None:
                 raise ValueError(foreign)
             return original(self, *args, **kwargs)
         bound.pop("self")
-        arguments = {**bound, **bound.pop("kwargs", {})}
+        extra = bound.pop("kwargs", {})
+        arguments = {**bound, **extra}
         if _speculation_type(self, arguments) == "dflash":
             return original(self, *args, **kwargs)
         return original(self, **_prepare(self, draft, arguments))
@@ -94,20 +101,38 @@ def _prepare(model: Any, draft: DFlashDraftModel, arguments: dict[str, Any]) -> 
     config, model_kwargs = model._prepare_generation_config(
         copy.deepcopy(arguments.get("generation_config")), **settings
     )
+    knobs: Any = draft.generation_config
+    if not isinstance(knobs, DFlashGenerationConfig):
+        raise ValueError(
+            f"expected draft.generation_config to be a DFlashGenerationConfig, got a "
+            f"{type(knobs).__name__}; assign dflash_hf.DFlashGenerationConfig(...)"
+        )
     target = find_target(model)
     check_target(target)
     check_pair(target, draft.config)
-    draft.generation_config.validate_knobs(draft.config.block_size)
-    _check_settings(config, arguments)
-    _check_inputs(arguments, model_kwargs)
+    knobs.validate_knobs(draft.config.block_size)
+    _check_settings(model, config, arguments)
+    num_rows = _check_inputs(config, arguments, model_kwargs)
+    if num_rows > 1:
+        _check_batch(config, arguments)
     if config.stop_strings is not None:
-        arguments = _with_stop_strings(model, config, arguments)
+        arguments = _with_stop_strings(config, arguments)
     # The streamer goes both ways: `generate` puts the prompt into it, `decode` the rest.
     arguments["custom_generate"] = functools.partial(decode, draft=draft, streamer=arguments.get("streamer"))
     return arguments
 
 
-def _check_settings(config: GenerationConfig, arguments: dict[str, Any]) -> None:
+def _is_sharded(model: Any) -> bool:
+    """Whether forwards of this model wait for other processes: every row of every process would have to keep step."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return (
+        distributed
+        and torch.distributed.get_world_size() > 1
+        and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
+    )
+
+
+def _check_settings(model: Any, config: GenerationConfig, arguments: dict[str, Any]) -> None:
     """Refuses generation settings that drafting cannot honour.
 
     Raises:
@@ -116,7 +141,7 @@ def _check_settings(config: GenerationConfig, arguments: dict[str, Any]) -> None
     refused: list[tuple[bool, str, object, str]] = [
         ((config.num_beams or 1) > 1, "num_beams=1", config.num_beams, "beam search has no single text to draft for"),
         (
-            bool(config.penalty_alpha) and not config.do_sample,
+            bool(config.penalty_alpha) and (config.top_k or 0) > 1 and not config.do_sample,
             "no penalty_alpha",
             config.penalty_alpha,
             "contrastive search re-ranks candidates",
@@ -136,10 +161,21 @@ def _check_settings(config: GenerationConfig, arguments: dict[str, Any]) -> None
             "choose one way of drafting",
         ),
         (config.cache_implementation == "paged", "no paged cache", config.cache_implementation, "use plain generate"),
-        (bool(arguments.get("synced_gpus")), "synced_gpus unset", True, "rows advance at their own pace"),
+        (
+            bool(arguments.get("synced_gpus")) or _is_sharded(model),
+            "no ZeRO-3, FSDP or synced_gpus",
+            True,
+            "rows advance at their own pace",
+        ),
+        (bool(config.token_healing), "no token_healing", True, "it needs a tokenizer that generate does not pass on"),
     ]
     refused += [
-        (bool(getattr(config, name)), f"no {name}", True, "a verify computes rejected tokens too")
+        (
+            bool(getattr(config, name) and config.return_dict_in_generate),
+            f"no {name}",
+            True,
+            "a verify computes rejected tokens too",
+        )
         for name in ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
     ]
     for bad, expected, got, reason in refused:
@@ -147,8 +183,8 @@ def _check_settings(config: GenerationConfig, arguments: dict[str, Any]) -> None
             raise ValueError(f"expected {expected} with a DFlash draft, got {got!r}; {reason}; or drop the draft")
 
 
-def _check_inputs(arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
-    """Refuses prompts that cannot be decoded.
+def _check_inputs(config: GenerationConfig, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> int:
+    """Refuses prompts that cannot be decoded; returns the number of rows there will be.
 
     Raises:
         ValueError: On an empty prompt or row, a cache or embeddings passed in, or a streamer with several rows.
@@ -165,18 +201,48 @@ def _check_inputs(arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> No
         shape = tuple(ids.shape) if isinstance(ids, torch.Tensor) else ids
         raise ValueError(f"expected input_ids [rows, tokens] with at least one token, got {shape}; give a prompt")
     mask = model_kwargs.get("attention_mask")
-    if mask is not None and bool((mask.sum(dim=-1) == 0).any()):
+    if mask is not None and mask.dim() == 2 and bool((mask.sum(dim=-1) == 0).any()):
         raise ValueError("expected at least one real token in every row, got an attention_mask row of zeros; fill it")
     if mask is not None and mask.dim() == 2 and bool((mask[:, 1:] < mask[:, :-1]).any()):
         raise ValueError(
             "expected left-padded prompts, got an attention_mask with zeros after ones; "
             "tokenize with padding_side='left'"
         )
-    if arguments.get("streamer") is not None and ids.shape[0] > 1:
-        raise ValueError(f"expected one row with a streamer, got {ids.shape[0]}; rows advance at their own pace")
+    num_rows = ids.shape[0] * (config.num_return_sequences or 1)
+    if arguments.get("streamer") is not None and num_rows > 1:
+        raise ValueError(f"expected one row with a streamer, got {num_rows}; rows advance at their own pace")
+    return num_rows
 
 
-def _with_stop_strings(model: PreTrainedModel, config: GenerationConfig, arguments: dict[str, Any]) -> dict[str, Any]:
+def _check_batch(config: GenerationConfig, arguments: dict[str, Any]) -> None:
+    """Refuses what plain `generate` calls once per column for all rows, while here every row has its own length.
+
+    Raises:
+        ValueError: On processors and criteria that may look at more than one row's own tokens.
+    """
+    processors = [p for p in arguments.get("logits_processor") or [] if type(p).__module__ != TOKEN_LOCAL_PROCESSORS]
+    if isinstance(config.watermarking_config, SynthIDTextWatermarkingConfig):
+        processors.append(config.watermarking_config)
+    criteria = [
+        c
+        for c in arguments.get("stopping_criteria") or []
+        if type(c) not in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+    ]
+    for name, found in (("logits_processor", processors), ("stopping_criteria", criteria)):
+        if found:
+            raise ValueError(
+                f"expected one row with a {name} that may keep state or look at other rows, got "
+                f"{[type(f).__name__ for f in found]} with several; call generate row by row or drop assistant_model"
+            )
+    stops_early = bool(arguments.get("stopping_criteria")) or config.stop_strings or config.max_time is not None
+    if stops_early and config.eos_token_id is None:
+        raise ValueError(
+            "expected an eos_token_id where several rows may be stopped by other criteria, got none; without one "
+            "plain generate lets stopped rows run on, so set eos_token_id and pad_token_id"
+        )
+
+
+def _with_stop_strings(config: GenerationConfig, arguments: dict[str, Any]) -> dict[str, Any]:
     """Turns `stop_strings` into a criterion here: `tokenizer` would not reach `decode`.
 
     Raises:
@@ -185,10 +251,8 @@ def _with_stop_strings(model: PreTrainedModel, config: GenerationConfig, argumen
     tokenizer = arguments.pop("tokenizer", None)
     if tokenizer is None:
         raise ValueError("expected tokenizer= with stop_strings, got none; pass generate(..., tokenizer=tokenizer)")
-    arguments.pop("stop_strings", None)
-    base = copy.deepcopy(arguments.get("generation_config") or model.generation_config)
-    base.stop_strings = None
-    arguments["generation_config"] = base
+    # An explicit None outweighs the given config and the model's own.
+    arguments["stop_strings"] = None
     given = arguments.get("stopping_criteria") or []
     arguments["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, config.stop_strings)])
     return arguments

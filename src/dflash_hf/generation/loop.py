@@ -13,9 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, GenerateDecoderOnlyOutput
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache import RaggedCache
@@ -58,6 +58,7 @@ class Run:
     streamer: BaseStreamer | None
     stats: SpeculativeStats
     longest: int
+    extra: dict[str, Any]
     finished: bool = False
 
     def bound(self) -> int:
@@ -75,7 +76,6 @@ def decode(
     *,
     draft: DFlashDraftModel,
     streamer: BaseStreamer | None = None,
-    synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> DFlashGenerateOutput | torch.LongTensor:
     """Decodes with a draft; called by `generate` through `custom_generate` with everything prepared.
@@ -86,13 +86,15 @@ def decode(
         logits_processor, stopping_criteria, generation_config: As `generate` prepared them.
         draft (`DFlashDraftModel`): The draft; `draft.generation_config` holds its knobs.
         streamer (`BaseStreamer`, *optional*): Gets every accepted run; `generate` has put the prompt.
-        synced_gpus (`bool`): Ignored: checked by the shim.
         model_kwargs: Forwarded to the target's prefill.
 
     Returns:
         `torch.LongTensor` `[B, S + new]`, or a [`DFlashGenerateOutput`].
     """
+    draft.last_stats = None
     target = find_target(model)
+    given_on, device = input_ids.device, target.embedding_weight.device
+    input_ids = cast(torch.LongTensor, input_ids.to(device))
     with exclusive(target):
         run = prefill(
             target, input_ids, logits_processor, stopping_criteria, generation_config, draft, streamer, model_kwargs
@@ -103,7 +105,7 @@ def decode(
             draft.last_stats = run.stats
     if streamer is not None:
         streamer.end()
-    sequences = _sequences(run.state, generation_config)
+    sequences = cast(torch.LongTensor, _sequences(run.state, generation_config).to(given_on))
     if not generation_config.return_dict_in_generate:
         return sequences
     return DFlashGenerateOutput(sequences=sequences, speculative=run.stats)
@@ -132,9 +134,11 @@ def prefill(
     processors = BlockProcessors(logits_processor, 0 if pad is None else int(pad))
     block_size, width, rule = _widths_and_rule(draft, generation_config, processors)
     positions = _prompt_positions(input_ids, model_kwargs)
-    limit = _max_length(stopping_criteria, generation_config) - input_ids.shape[1]
+    # Plain `generate` looks at the limit after a token, so there is always one.
+    limit = max(1, _max_length(stopping_criteria, generation_config) - input_ids.shape[1])
     longest = int(positions[:, -1].max()) + 1
     check_length(target, longest, input_ids.shape[1] + limit + width - 1)
+    position_delta = _position_delta(model_kwargs, positions)
     generator = DFlashCandidateGenerator(
         draft,
         target,
@@ -151,7 +155,7 @@ def prefill(
         lengths=positions[:, -1] + 1,
         limit=limit,
         width=width,
-        position_delta=_position_delta(model_kwargs, positions),
+        position_delta=position_delta,
         eos_ids=_eos_ids(stopping_criteria, input_ids.device),
         key=new_key(input_ids.device) if generation_config.do_sample else None,
     )
@@ -169,10 +173,11 @@ def prefill(
         cache=cache,
         processors=processors,
         state=state,
-        criteria=[c for c in stopping_criteria if not hasattr(c, "eos_token_id") and type(c) is not MaxLengthCriteria],
+        criteria=[c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)],
         streamer=streamer,
         stats=stats,
         longest=longest,
+        extra=_extra_inputs(model_kwargs),
     )
     _commit_first(run, logits)
     stats.prefill_seconds = time.perf_counter() - start
@@ -194,9 +199,8 @@ def _fill(
     """
     target, draft = generator.target, generator.draft
     model: Any = target.model
-    if not isinstance(model_kwargs.get("past_key_values"), DynamicCache):
-        # A prepared static or quantised cache saves nothing here: decoding has a static cache of its own.
-        model_kwargs["past_key_values"] = DynamicCache(config=target.config)
+    # Whatever was prepared: a static, quantised or offloaded cache saves nothing, decoding has one of its own.
+    model_kwargs["past_key_values"] = DynamicCache(config=target.config)
     seen = 0
 
     def sink(states: Tensor) -> None:
@@ -214,6 +218,11 @@ def _fill(
         )
     # Not always the one that was handed in: Phi-3 starts a new one for prompts beyond its first RoPE range.
     filled = outputs.past_key_values
+    if filled is None:
+        raise RuntimeError(
+            f"expected a cache from the prefill of {type(model).__name__}, got none; call target.eval(), gradient "
+            "checkpointing in training mode turns caches off"
+        )
     del model_kwargs["past_key_values"], outputs.past_key_values
     cache = RaggedCache.take_prefill(filled, positions, max_length, generator.verify_width)
     return outputs.logits[:, -1:], cache
@@ -235,36 +244,43 @@ def _commit_first(run: Run, logits: Tensor) -> None:
 
 
 @torch.inference_mode()
-def advance(run: Run, max_steps: int | None = None) -> None:
-    """Drafts, verifies and accepts until every row has finished, or `max_steps` times.
+def advance(run: Run) -> None:
+    """Drafts, verifies and accepts until every row has finished.
 
-    The target's attention is switched for exactly as long as this runs; hooks and the switch are undone on any exit.
     Inference mode saves 7 to 9 % of a step on a CPU (docs/log.md); what is returned to the user is made outside it.
     """
     generator, state, stats = run.generator, run.state, run.stats
+    while not run.finished:
+        started = time.perf_counter()
+        steps.draft_step(state, generator, run.bound())
+        stats.num_draft_forwards = generator.num_forwards
+        drafted = time.perf_counter()
+        logits, block = _verify(run)
+        stats.num_target_forwards += 1
+        _select(run, logits, block)
+        steps.accept_step(state)
+        _read(run)
+        stats.draft_seconds += drafted - started
+        stats.verify_seconds += time.perf_counter() - drafted
+
+
+def _verify(run: Run) -> tuple[Tensor, RaggedBlock]:
+    """Runs the verify with the target's attention switched and its layers tapped, for no longer than this forward.
+
+    Processors, criteria and streamers run outside it, and may call the target themselves.
+    """
+    generator, target = run.generator, run.target
     ids = generator.draft.config.target_layer_ids
     assert ids is not None
-    num_steps = 0
-    with ragged_attention(run.target), Taps(run.target.layers, ids) as taps:
-        while not run.finished and num_steps != max_steps:
-            num_steps += 1
-            started = time.perf_counter()
-            steps.draft_step(state, generator, run.bound())
-            stats.num_draft_forwards = generator.num_forwards
-            drafted = time.perf_counter()
-            logits, block = steps.verify_step(state, run.target, run.cache, run.bound())
-            stats.num_target_forwards += 1
-            if block.num_calls != len(run.cache.layers):
-                raise RuntimeError(
-                    f"expected attention over the ragged cache in {len(run.cache.layers)} layers, got it in "
-                    f"{block.num_calls}; this target does not use Transformers' attention interface throughout"
-                )
-            _select(run, logits, block)
-            steps.accept_step(state)
-            steps.context_step(generator, taps, block)
-            _read(run)
-            stats.draft_seconds += drafted - started
-            stats.verify_seconds += time.perf_counter() - drafted
+    with ragged_attention(target), Taps(target.layers, ids) as taps:
+        logits, block = steps.verify_step(run.state, target, run.cache, run.bound(), run.extra)
+        if block.num_calls != len(run.cache.layers):
+            raise RuntimeError(
+                f"expected attention over the ragged cache in {len(run.cache.layers)} layers, got it in "
+                f"{block.num_calls}; this target does not use Transformers' attention interface throughout"
+            )
+        steps.context_step(generator, taps, block)
+    return logits, block
 
 
 def _select(run: Run, logits: Tensor, block: RaggedBlock) -> None:
@@ -278,21 +294,26 @@ def _select(run: Run, logits: Tensor, block: RaggedBlock) -> None:
     def choose_at(scores: Tensor, index: int) -> Tensor:
         return choose(scores[:, None], state.key, positions[:, index : index + 1])[:, 0]
 
+    def ends(tokens: Tensor, index: int) -> Tensor:
+        at_limit = state.num_new + index + 1 >= state.limit
+        return at_limit if state.eos_ids is None else at_limit | torch.isin(tokens, state.eos_ids)
+
     columns = (state.columns + state.num_new).tolist()
     running = (~state.done).tolist()
-    scores, tokens = run.processors.walk(logits, state.proposals, state.ids, columns, running, choose_at)
+    scores, tokens = run.processors.walk(logits, state.proposals, state.ids, columns, running, choose_at, ends)
     steps.accept_scores(state, scores, block, tokens)
 
 
 def _read(run: Run, count: bool = True) -> None:
     """Reads one step's outcome on the host, in one transfer: stopping criteria, streamer, statistics."""
     state = run.state
-    rows = torch.stack([state.num_committed, state.num_accepted, state.lengths, state.done.long()])
-    committed, accepted, lengths, done = rows.tolist()
+    rows = torch.stack([state.num_committed, state.num_accepted, state.lengths, state.done.long(), state.num_new])
+    committed, accepted, lengths, done, num_new = rows.tolist()
     if run.criteria:
-        committed, done = _apply_criteria(run, committed, done)
+        _apply_criteria(run, committed, done, num_new)
     if run.streamer is not None and committed[0]:
-        run.streamer.put(state.tokens[0, : committed[0]].cpu())
+        # A copy: the next step writes into the same memory, and a streamer may keep what it gets.
+        run.streamer.put(state.tokens[0, : committed[0]].to("cpu", copy=True))
     for row, num in enumerate(committed):
         if num and count:
             run.stats.num_committed[row].append(num)
@@ -301,20 +322,21 @@ def _read(run: Run, count: bool = True) -> None:
     run.finished = all(done)
 
 
-def _apply_criteria(run: Run, committed: list[int], done: list[int]) -> tuple[list[int], list[int]]:
-    """Calls the user's stopping criteria after each committed token, row by row; nothing past a stop is kept."""
+def _apply_criteria(run: Run, committed: list[int], done: list[int], num_new: list[int]) -> None:
+    """Calls the other stopping criteria after each committed token, row by row; nothing past a stop is kept.
+
+    Changes the state and the given lists in place.
+    """
     state = run.state
-    committed, done = list(committed), list(done)
     for row, num in enumerate(committed):
-        before = int(state.num_new[row]) - num
+        before = num_new[row] - num
         for extra in range(1, num + 1):
             ids = cast(torch.LongTensor, state.ids[row : row + 1, : state.columns + before + extra])
             if any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in run.criteria):
-                committed[row], done[row] = extra, True
+                committed[row], done[row] = extra, 1
                 state.num_new[row] = before + extra
                 state.done[row] = True
                 break
-    return committed, done
 
 
 def _widths_and_rule(
@@ -334,20 +356,46 @@ def _widths_and_rule(
 
 
 def _prompt_positions(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
-    """Index of each prompt token in its row `[B, S]`, negative for padding."""
+    """Index of each prompt token in its row `[B, S]`, negative for padding.
+
+    Raises:
+        ValueError: If a row is padded anywhere but on the left, also in a mask that `generate` inferred from pad ids.
+    """
     mask = model_kwargs.get("attention_mask")
     if mask is None:
         return torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape[0], -1)
-    positions = mask.to(input_ids.device).long().cumsum(dim=1) - 1
-    return positions.masked_fill(mask.to(input_ids.device) == 0, -1)
+    mask = mask.to(input_ids.device) != 0
+    if bool((mask[:, 1:] < mask[:, :-1]).any()):
+        raise ValueError(
+            "expected left-padded prompts, got padding after or between tokens (without an attention_mask every pad "
+            "token counts as padding); tokenize with padding_side='left' and pass attention_mask"
+        )
+    return (mask.long().cumsum(dim=1) - 1).masked_fill(~mask, -1)
 
 
 def _position_delta(model_kwargs: dict[str, Any], positions: Tensor) -> Tensor:
-    """Target position minus index, from the last prompt token: what plain decoding goes on counting from."""
+    """Target position minus index, from the last prompt token: what plain decoding goes on counting from.
+
+    Raises:
+        ValueError: If the target's positions have several rows per token.
+    """
     position_ids = model_kwargs.get("position_ids")
     if position_ids is None:
         return torch.zeros_like(positions[:, -1])
+    if position_ids.dim() != 2:
+        raise ValueError(
+            f"expected position_ids of shape [rows, tokens], got {tuple(position_ids.shape)}; M-RoPE targets are not "
+            "supported yet, drop assistant_model"
+        )
     return position_ids[:, -1].to(positions.device) - positions[:, -1]
+
+
+def _extra_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What plain decoding hands to every forward besides ids, positions and cache: the caller's own keywords."""
+    per_token = {"attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+    own = {"past_key_values", "use_cache", "logits_to_keep", "inputs_embeds", "return_dict"}
+    known = per_token | own | set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
+    return {name: value for name, value in model_kwargs.items() if name not in known and value is not None}
 
 
 def _max_length(criteria: StoppingCriteriaList, generation_config: GenerationConfig) -> int:
@@ -359,7 +407,7 @@ def _max_length(criteria: StoppingCriteriaList, generation_config: GenerationCon
 
 def _eos_ids(criteria: StoppingCriteriaList, device: torch.device) -> Tensor | None:
     """Every end-of-sequence id that the criteria know."""
-    ids = [criterion.eos_token_id for criterion in criteria if hasattr(criterion, "eos_token_id")]
+    ids = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
     return torch.cat([i.reshape(-1) for i in ids]).to(device) if ids else None
 
 

@@ -36,9 +36,10 @@ def exponential_noise(key: Tensor, positions_BK: Tensor, size: int, stream: int 
     rows = torch.arange(positions_BK.shape[0], device=device)[:, None]
     lane = _mix(_mix(key + stream) ^ (rows << 40) ^ positions_BK)
     bits = _mix(lane[..., None] + torch.arange(1, size + 1, device=device) * _GOLDEN)
-    # 32 bits at the middle of their cell: never 0. Near 1 float32 rounds up to 1, whose exponential is infinite,
-    # and an infinite one simply never wins; near 0, where the winners are, the resolution is 2^-32.
-    uniform = ((bits >> 20) & 0xFFFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-32)
+    # 32 bits at the middle of their cell: never 0, and a resolution of 2^-32 where the winners of a Gumbel draw are.
+    # Near 1 float32 would round up to 1, whose exponential is infinite: where one token is left, it would tie with
+    # the forbidden ones.
+    uniform = ((bits >> 20) & 0xFFFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return -torch.log1p(-uniform)
 
 

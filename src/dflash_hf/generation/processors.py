@@ -7,6 +7,7 @@ first mismatch, so that no processor ever sees a rejected token.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import cast
 
@@ -19,6 +20,7 @@ from transformers.generation.logits_process import (
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -36,6 +38,11 @@ STATELESS = (
     LogitNormalization,
     InfNanRemoveLogitsProcessor,
 )
+
+
+def _ask(function: Callable[[int, Tensor], list[int]], numbers: list[int], index: int, ids: Tensor) -> list[int]:
+    """Calls a prefix function for the `index`-th of some rows, with that row's number in the batch."""
+    return function(numbers[index], ids)
 
 
 class BlockProcessors:
@@ -56,6 +63,20 @@ class BlockProcessors:
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         """Applies all processors to one position: prefixes `[B, S]`, scores `[B, V]`."""
         return self.processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
+
+    def _at(self, ids: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
+        """Applies all processors to one position; a prefix function is asked about the given rows only."""
+        for processor in self.processors:
+            if type(processor) is PrefixConstrainedLogitsProcessor:
+                # It may know nothing about the prefixes that rows standing elsewhere are shown with. It is told the
+                # row's number in the whole batch.
+                numbers: list[int] = rows.nonzero()[:, 0].tolist()
+                allowed = functools.partial(_ask, processor._prefix_allowed_tokens_fn, numbers)
+                one = PrefixConstrainedLogitsProcessor(allowed, 1)
+                scores[rows] = one(cast(torch.LongTensor, ids[rows]), cast(torch.FloatTensor, scores[rows]))
+            else:
+                scores = processor(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
+        return scores
 
     def warp(self, logits_BKV: Tensor) -> Tensor:
         """Applies the stateless warpers to every position of `[B, K, V]` logits; returns float32 scores.
@@ -78,6 +99,7 @@ class BlockProcessors:
         columns: list[int],
         running: list[bool],
         choose: Callable[[Tensor, int], Tensor],
+        ends: Callable[[Tensor, int], Tensor],
     ) -> tuple[Tensor, Tensor]:
         """Applies all processors position by position, to each row as long as its proposals match.
 
@@ -89,6 +111,7 @@ class BlockProcessors:
             columns (`list[int]`): Number of columns of `ids` that each row has filled.
             running (`list[bool]`): Rows that have not finished.
             choose (callable): Turns scores `[B, V]` at a position into tokens `[B]`.
+            ends (callable): Says which of the tokens `[B]` chosen at a position end their rows.
 
         Returns:
             `tuple[torch.Tensor, torch.Tensor]`: Scores `[B, W, V]` (raw beyond a row's first mismatch) and the tokens
@@ -107,12 +130,13 @@ class BlockProcessors:
                 seen = torch.minimum(torch.where(active, lengths, filled), torch.tensor(length, device=ids.device))
                 prefix = ids[:, :length].clone()
                 prefix[torch.arange(length, device=ids.device) >= seen[:, None]] = self.pad_id
-                processed = self(prefix, scores[:, position].clone())
+                processed = self._at(prefix, scores[:, position].clone(), rows)
                 scores[:, position] = torch.where(rows[:, None], processed, scores[:, position])
             tokens[:, position] = choose(scores[:, position], position)
             if position == scores.shape[1] - 1:
                 break
-            active = active & (tokens[:, position] == proposals[:, position])
+            chosen = tokens[:, position]
+            active = active & (chosen == proposals[:, position]) & ~ends(chosen, position)
             if not bool(active.any()):
                 break
             written = ids.gather(1, lengths[:, None])[:, 0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,12 +23,13 @@ def draft_step(state: DecodeState, generator: DFlashCandidateGenerator, bound: i
 
 
 def verify_step(
-    state: DecodeState, target: Target, cache: RaggedCache, bound: int | None
+    state: DecodeState, target: Target, cache: RaggedCache, bound: int | None, extra: dict[str, Any] | None = None
 ) -> tuple[Tensor, RaggedBlock]:
     """Runs the target once over the anchor and the proposals.
 
     Through the top-level model, so that soft caps, adapters and device hooks apply. Keys and values of all `W` tokens
-    go into the cache; the rejected ones are overwritten by the next block.
+    go into the cache; the rejected ones are overwritten by the next block. `extra` are keywords of the caller's own
+    for the target's forward.
 
     Returns:
         `tuple[torch.Tensor, RaggedBlock]`: Logits `[B, W, V]`, and the block that was verified.
@@ -41,6 +44,7 @@ def verify_step(
         use_cache=True,
         return_dict=True,
         ragged=block,
+        **(extra or {}),
     )
     return outputs.logits, block
 

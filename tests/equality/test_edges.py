@@ -1,0 +1,218 @@
+"""Calls at the edges of `generate`: each was wrong once, or is refused because it would be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+)
+from transformers.generation import BaseStreamer
+
+from dflash_hf.generation.noise import exponential_noise
+from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+
+
+class Criterion(StoppingCriteria):
+    """Stops after three of a token; `eos_token_id` is only its own name for the token."""
+
+    def __init__(self, token: int) -> None:
+        self.eos_token_id = torch.tensor([token])
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return (input_ids == self.eos_token_id).sum(dim=1) >= 3
+
+
+class Contrast(LogitsProcessor):
+    """Runs the target itself, as self-contrast methods do."""
+
+    def __init__(self, target: nn.Module) -> None:
+        self.target = target
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores - 0.3 * self.target(input_ids[:, -2:]).logits[:, -1].float()
+
+
+class Rereading(BaseStreamer):
+    """Runs the target whenever it gets something."""
+
+    def __init__(self, target: nn.Module) -> None:
+        self.target, self.num = target, 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.num += self.target(value.reshape(1, -1)).logits.shape[1]
+
+    def end(self) -> None:
+        return
+
+
+def test_padding_that_generate_infers_is_checked_too() -> None:
+    target = tiny_target("qwen3")
+    draft = tiny_draft(target)
+    for ids in ([[28, 62, 27, 11, 46, 0]], [[28, 0, 27, 11, 46, 7]]):
+        with pytest.raises(ValueError, match="left-padded"):
+            target.generate(torch.tensor(ids), **GREEDY, pad_token_id=0, eos_token_id=63, assistant_model=draft)
+    ids = torch.tensor([[0, 0, 27, 11, 46, 7], [5, 9, 27, 11, 46, 7]])
+    ref = target.generate(ids, **GREEDY, pad_token_id=0, eos_token_id=63)
+    assert torch.equal(target.generate(ids, **GREEDY, pad_token_id=0, eos_token_id=63, assistant_model=draft), ref)
+
+
+def test_a_criterion_with_an_eos_attribute_of_its_own_is_called() -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts([6], 4)
+    free = target.generate(**inputs, max_new_tokens=60, do_sample=False)
+    token = max(set(free[0, 6:].tolist()), key=free[0, 6:].tolist().count)
+    criteria = StoppingCriteriaList([Criterion(token)])
+    ref = target.generate(**inputs, max_new_tokens=60, do_sample=False, stopping_criteria=criteria)
+    assert 6 < ref.shape[1] < free.shape[1]
+    draft = oracle_draft(target, truth_of(inputs, free), 1)
+    out = target.generate(
+        **inputs, max_new_tokens=60, do_sample=False, stopping_criteria=criteria, assistant_model=draft
+    )
+    assert torch.equal(out, ref)
+
+
+def test_processors_and_streamers_may_run_the_target() -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts([6], 4)
+    settings = {**GREEDY, "logits_processor": LogitsProcessorList([Contrast(target)])}
+    ref = target.generate(**inputs, **settings)
+    streamer = Rereading(target)
+    draft = oracle_draft(target, truth_of(inputs, ref), 2)
+    assert torch.equal(target.generate(**inputs, **settings, streamer=streamer, assistant_model=draft), ref)
+    assert streamer.num == ref.shape[1]
+
+
+def test_a_forward_keyword_of_the_callers_reaches_every_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("qwen3")
+    forward = type(target).forward
+
+    def biased(self: Any, *args: Any, bias_scale: float = 0.0, **kwargs: Any) -> Any:
+        assert "kwargs" not in kwargs
+        out = forward(self, *args, **kwargs)
+        out.logits = out.logits + bias_scale * torch.sin(torch.arange(out.logits.shape[-1]) * 1.7)
+        return out
+
+    monkeypatch.setattr(type(target), "forward", biased)
+    inputs = prompts([6, 6], 4)
+    ref = target.generate(**inputs, **GREEDY, bias_scale=30.0)
+    assert not torch.equal(ref, target.generate(**inputs, **GREEDY))
+    out = target.generate(**inputs, **GREEDY, bias_scale=30.0, assistant_model=tiny_draft(target))
+    assert torch.equal(out, ref)
+
+
+def test_stop_strings_on_the_model_can_be_overridden_and_reach_the_loop() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained("demos/toy/target")
+    target = tiny_target("qwen3", vocab_size=len(tokenizer))
+    inputs = prompts([6], 4)
+    free = target.generate(**inputs, **GREEDY)
+    stop = tokenizer.decode(free[0, 15])
+    ref = target.generate(**inputs, **GREEDY, stop_strings=[stop], tokenizer=tokenizer)
+    target.generation_config.stop_strings = [stop]
+    draft = oracle_draft(target, truth_of(inputs, free), 1)
+    assert torch.equal(target.generate(**inputs, **GREEDY, tokenizer=tokenizer, assistant_model=draft), ref)
+    assert target.generation_config.stop_strings == [stop]
+    config = GenerationConfig(**GREEDY, stop_strings=[stop])
+    out = target.generate(**inputs, generation_config=config, tokenizer=tokenizer, assistant_model=draft)
+    assert torch.equal(out, ref)
+    assert config.stop_strings == [stop]
+
+
+def test_autocast() -> None:
+    target = tiny_target("qwen3").float()
+    inputs = prompts([6, 9], 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = target.generate(**inputs, **GREEDY, assistant_model=tiny_draft(target))
+    assert out.shape == (2, 29)
+
+
+@pytest.mark.parametrize("length", [3, 6, 7])
+def test_a_length_criterion_below_the_prompt_still_gives_one_token(length: int) -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts([6], 4)
+    settings = {**GREEDY, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(length)])}
+    ref = target.generate(**inputs, **settings)
+    assert ref.shape[1] == 7
+    assert torch.equal(target.generate(**inputs, **settings, assistant_model=tiny_draft(target)), ref)
+
+
+def test_noise_is_finite_so_that_no_forbidden_token_can_tie() -> None:
+    # This entry came out infinite once: 32 random ones, rounded up to 1 in float32.
+    noise = exponential_noise(torch.tensor(7), torch.tensor([[14]]), 644_887)
+    assert noise.isfinite().all()
+    assert (noise > 0).all()
+
+
+def test_a_prefix_function_sees_real_prefixes_only() -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts([4, 9, 6], 8)
+    seen: list[tuple[int, tuple[int, ...]]] = []
+
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        seen.append((row, tuple(ids.tolist())))
+        return [token for token in range(64) if token % 5 != row]
+
+    settings = {**GREEDY, "prefix_allowed_tokens_fn": allowed}
+    ref = target.generate(**inputs, **settings)
+    plain, seen = set(seen), []
+    draft = oracle_draft(target, truth_of(inputs, ref), 1)
+    assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
+    assert set(seen) == plain
+
+
+class Anything(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+BATCH_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "processor": ({"logits_processor": LogitsProcessorList([Anything()])}, "Anything"),
+    "criterion": ({"stopping_criteria": StoppingCriteriaList([Criterion(3)])}, "Criterion"),
+    "SynthID": ({"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=3)}, "SynthID"),
+    "time without eos": ({"max_time": 60.0}, "eos_token_id"),
+}
+
+
+@pytest.mark.parametrize("case", BATCH_REFUSED)
+def test_what_looks_at_the_whole_batch_is_refused_with_several_rows(case: str) -> None:
+    target = tiny_target("qwen3")
+    settings, match = BATCH_REFUSED[case]
+    with pytest.raises(ValueError, match=match):
+        target.generate(**prompts([6, 4], 0), **GREEDY, **settings, assistant_model=tiny_draft(target))
+
+
+def test_a_streamer_with_several_returned_sequences_is_refused() -> None:
+    target = tiny_target("qwen3")
+    with pytest.raises(ValueError, match="one row with a streamer"):
+        target.generate(
+            **prompts([6], 0),
+            max_new_tokens=5,
+            do_sample=True,
+            num_return_sequences=2,
+            streamer=Rereading(target),
+            assistant_model=tiny_draft(target),
+        )
+
+
+def test_statistics_of_a_failed_run_are_not_the_last_ones() -> None:
+    target = tiny_target("qwen3")
+    draft = tiny_draft(target)
+    target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)
+    assert draft.last_stats is not None
+    target.model.layers[1].register_forward_pre_hook(lambda *args: (_ for _ in ()).throw(RuntimeError("on purpose")))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)
+    assert draft.last_stats is None
