@@ -67,8 +67,11 @@ test-oldest: $(VENV_OLDEST)/.stamp-test  ## the equality tests on the oldest sup
 	  echo "expected the tests of OLDEST_TESTS to exist, got no $$path; write it, or name other ones" >&2; exit 1; }; done
 	$(VENV_OLDEST)/bin/python -m pytest $(OLDEST_TESTS) $(CPU) $(PARALLEL) $(PYTEST_ARGS)
 
-toy: $(VENV)/.stamp-dev  ## train the bundled pair again from its recipe
-	$(BIN)/python demos/toy/build.py
+toy: $(VENV)/.stamp-dev  ## train a pair like the bundled one from nothing, into build/toy (about an hour and a half)
+	$(BIN)/python demos/toy/train_target.py --out build/toy/target
+	$(BIN)/python demos/toy/train_draft.py --target build/toy/target --out build/toy/draft
+	$(BIN)/python demos/toy/make_prompts.py --out build/toy/held_out.jsonl
+	$(BIN)/dflash-hf demo --pair build/toy
 
 bench: $(VENV)/.stamp-dev  ## time the bundled pair on this machine, next to the other ways of decoding it
 	$(BIN)/python -m pip install --quiet --no-deps dflash==0.1.0

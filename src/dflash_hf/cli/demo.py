@@ -14,7 +14,7 @@ from transformers import TextStreamer
 
 from dflash_hf.cli.pair import BUNDLED, load_pair
 from dflash_hf.cli.table import comparison_table
-from dflash_hf.evaluation.harness import compare, pool
+from dflash_hf.evaluation.harness import compare, pool, warm_up
 
 
 def demo(
@@ -30,7 +30,7 @@ def demo(
     prompts = read_prompts(pair / "held_out.jsonl", per_kind)
     target, draft, tokenizer = load_pair(str(pair / "target"), str(pair / "draft"))
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    compare(target, draft, tokenizer, prompts[0]["messages"], **settings)  # the first call pays for loading code
+    warm_up(target, draft, tokenizer, prompts[0]["messages"])
     if not as_json:
         console.print(f"[bold]{prompts[0]['messages'][-1]['content']}[/bold]\n", highlight=False)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -12,7 +12,7 @@ from transformers import TextStreamer
 
 from dflash_hf.cli.pair import BUNDLED, load_pair
 from dflash_hf.cli.table import comparison_table
-from dflash_hf.evaluation.harness import compare
+from dflash_hf.evaluation.harness import compare, warm_up
 
 
 def generate(
@@ -32,10 +32,12 @@ def generate(
     """Answer a prompt with a draft, stream it, and compare with the same call without the draft."""
     console = Console(stderr=as_json)
     model, assistant, tokenizer = load_pair(target, draft, dtype, device)
-    assistant.generation_config.block_size = block_size
+    if block_size is not None:
+        assistant.generation_config.block_size = block_size
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         settings |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    warm_up(model, assistant, tokenizer, prompt)
     torch.manual_seed(seed)
     streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     row = compare(model, assistant, tokenizer, prompt, streamer=streamer, **settings)

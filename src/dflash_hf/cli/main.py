@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
 
 from dflash_hf.cli.demo import demo
 from dflash_hf.cli.generate import generate
 
+
+class SentenceGroup(TyperGroup):
+    """Shows what is wrong with the input as one sentence, not as a stack trace."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the subcommand; a `ValueError` or `OSError` (a folder that is not there) is printed, with status 2."""
+        try:
+            return super().invoke(ctx)
+        except (ValueError, OSError) as error:
+            typer.secho(f"Error: {error}", err=True, fg="red")
+            raise typer.Exit(2) from error
+
+
 app = typer.Typer(
-    name="dflash-hf", help="DFlash speculative decoding inside Transformers' generate.", no_args_is_help=True
+    name="dflash-hf",
+    cls=SentenceGroup,
+    help="DFlash speculative decoding inside Transformers' generate.",
+    no_args_is_help=True,
 )
 app.command()(generate)
 app.command()(demo)

@@ -94,7 +94,15 @@ def compare(
         kind (`str`): Label of the prompt.
         streamer (`BaseStreamer`, *optional*): Gets the answer with the draft.
         settings: For `generate`.
+
+    Raises:
+        ValueError: When sampling with `proposal="sample"`, which is exact in law and not token for token.
     """
+    if settings.get("do_sample") and draft.generation_config.proposal == "sample":
+        raise ValueError(
+            "expected proposal 'shared_noise' or 'argmax' to compare sampled texts, got 'sample', which keeps the law "
+            "and not the text; change draft.generation_config.proposal"
+        )
     inputs = encode_prompt(tokenizer, prompt, target.device)
     columns = inputs["input_ids"].shape[1]
     model: Any = target
@@ -123,6 +131,16 @@ def compare(
         draft_seconds=draft_seconds,
         stats=draft.last_stats,
     )
+
+
+def warm_up(
+    target: PreTrainedModel,
+    draft: DFlashDraftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | Sequence[Message],
+) -> None:
+    """Answers a prompt with a few tokens, both ways: the first calls pay for loading code."""
+    compare(target, draft, tokenizer, prompt, max_new_tokens=4, do_sample=False)
 
 
 def _one_by_one(
@@ -162,4 +180,4 @@ def pool(rows: Sequence[Comparison]) -> dict[str, Any]:
     }
 
 
-__all__ = ["Comparison", "compare", "encode_prompt", "pool"]
+__all__ = ["Comparison", "compare", "encode_prompt", "pool", "warm_up"]

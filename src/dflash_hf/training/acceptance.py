@@ -1,0 +1,152 @@
+"""Acceptance of a draft over the target's own greedy text, without decoding: every anchor at once, then walked.
+
+Decoding does not visit every anchor: after `n` accepted tokens the next anchor is `n + 1` further on. The mean over
+all anchors is a different number; the walk gives what `generate` commits, verify by verify.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target import Target
+from dflash_hf.training.anchors import all_anchors
+from dflash_hf.training.collators import collate
+from dflash_hf.training.data import Example
+from dflash_hf.training.forward import run_blocks, target_features
+from dflash_hf.training.loss import block_labels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WalkedAcceptance:
+    """What greedy decoding with a draft would commit.
+
+    Args:
+        committed (`list[list[int]]`): Per row, tokens committed at each verify, the bonus token included; the first
+            token of the answer comes from the prefill and is in none.
+    """
+
+    committed: list[list[int]]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean number of tokens committed per verify, pooled over rows; 0 without any verify."""
+        num_verifies = sum(len(row) for row in self.committed)
+        return sum(sum(row) for row in self.committed) / num_verifies if num_verifies else 0.0
+
+
+def walk(num_accepted: Sequence[int], first: int, last: int) -> list[int]:
+    """Walks one answer as decoding does and returns the tokens committed at each verify.
+
+    Args:
+        num_accepted (sequence of `int`): Accepted draft tokens at each index as the anchor; longer than `last - 1`.
+        first (`int`): Index of the first anchor, the first token of the answer.
+        last (`int`): Index of the last token of the answer: its end token, or the last one within the limit. What a
+            verify would commit beyond it is cut off.
+    """
+    committed: list[int] = []
+    anchor = first
+    while anchor < last:
+        committed.append(min(num_accepted[anchor] + 1, last - anchor))
+        anchor += committed[-1]
+    return committed
+
+
+@torch.no_grad()
+def accepted_at_anchors(
+    draft: DFlashDraftModel,
+    target: Target,
+    examples: Sequence[Example],
+    *,
+    block_size: int | None = None,
+    verify_width: int | None = None,
+    chunk_anchors: int = 32,
+) -> Tensor:
+    """Counts, for every valid anchor, the greedy draft tokens that the target's own text confirms.
+
+    Args:
+        draft (`DFlashDraftModel`): The draft, in eval mode.
+        target (`Target`): The target, in eval mode.
+        examples (sequence of [`Example`]): The target's own greedy answers, one batch.
+        block_size (`int`, *optional*): Width of the draft's block; default the draft's own.
+        verify_width (`int`, *optional*): Width of the verify, the anchor included; default `block_size`.
+        chunk_anchors (`int`): Blocks per row and forward.
+
+    Returns:
+        `torch.Tensor` of shape `[B, S]`, int64, on the CPU: Accepted draft tokens, below `verify_width`; 0 where there
+        is no anchor.
+
+    Raises:
+        ValueError: If a width is out of range.
+    """
+    block_size = draft.config.block_size if block_size is None else block_size
+    verify_width = block_size if verify_width is None else verify_width
+    if not 2 <= block_size <= draft.config.block_size or not 1 <= verify_width <= block_size:
+        raise ValueError(
+            f"expected 2 <= block_size <= {draft.config.block_size} and 1 <= verify_width <= block_size, got "
+            f"{block_size} and {verify_width}; use the draft's block or a smaller one"
+        )
+    device = draft.fc.weight.device
+    batch = collate(examples)
+    anchors = all_anchors(batch.loss_mask, block_size).to(device)
+    batch = batch.to(device)
+    assert draft.config.target_layer_ids is not None
+    features = target_features(target, draft.config.target_layer_ids, batch).taps
+    accepted = torch.zeros_like(batch.input_ids)
+    for start in range(0, anchors.indices.shape[1], chunk_anchors):
+        part = anchors.select(start, start + chunk_anchors)
+        labels = block_labels(batch.input_ids, batch.loss_mask, part)
+        hidden = run_blocks(draft, target, batch, features, part)
+        # Only as many slots as a verify would look at go through the head.
+        hidden = hidden.view(*labels.ids.shape, -1)[:, :, 1:verify_width]
+        proposals = draft.compute_logits(hidden, target.head).argmax(dim=-1)
+        right = (proposals == labels.ids[:, :, 1:verify_width]) & labels.mask[:, :, 1:verify_width]
+        accepted.scatter_add_(1, part.indices, right.cumprod(dim=-1).sum(dim=-1) * part.keep)
+    return accepted.cpu()
+
+
+def walked_acceptance(
+    draft: DFlashDraftModel,
+    target: Target,
+    examples: Sequence[Example],
+    *,
+    block_size: int | None = None,
+    verify_width: int | None = None,
+    batch_size: int = 8,
+    on_batch: Callable[[int], None] | None = None,
+) -> WalkedAcceptance:
+    """Walks every example as greedy `generate` would go over it; only the first answer of each is walked.
+
+    Args:
+        draft (`DFlashDraftModel`): The draft; its mode is restored.
+        target (`Target`): The target, in eval mode.
+        examples (sequence of [`Example`]): The target's own greedy answers.
+        block_size, verify_width (`int`, *optional*): See `accepted_at_anchors`.
+        batch_size (`int`): Examples per forward.
+        on_batch (callable, *optional*): Told the number of examples done after each batch.
+    """
+    was_training = draft.training
+    draft.eval()
+    committed: list[list[int]] = [[] for _ in examples]
+    order = sorted(range(len(examples)), key=lambda index: len(examples[index].input_ids))
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        accepted = accepted_at_anchors(
+            draft, target, [examples[i] for i in chosen], block_size=block_size, verify_width=verify_width
+        )
+        for index, row in zip(chosen, accepted.tolist(), strict=True):
+            first = examples[index].prompt_length()
+            mask = examples[index].loss_mask
+            last = next((at - 1 for at in range(first, len(mask)) if not mask[at]), len(mask) - 1)
+            committed[index] = walk(row, first, last)
+        if on_batch is not None:
+            on_batch(start + len(chosen))
+    draft.train(was_training)
+    return WalkedAcceptance(committed=committed)
+
+
+__all__ = ["WalkedAcceptance", "accepted_at_anchors", "walk", "walked_acceptance"]

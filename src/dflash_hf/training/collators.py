@@ -1,0 +1,96 @@
+"""Batches: right-padded rows of similar length, in an order that is a function of seed and epoch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dflash_hf.training.data import Example
+
+# A batch is cut from a sorted pool of this many batches: similar lengths, and still a different mix every epoch.
+POOL_BATCHES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Right-padded examples; `B` rows, `S` tokens.
+
+    Args:
+        input_ids (`torch.Tensor` of shape `[B, S]`, int64): Tokens.
+        attention_mask (`torch.Tensor` of shape `[B, S]`, bool): Real tokens.
+        loss_mask (`torch.Tensor` of shape `[B, S]`, bool): Tokens that the target wrote.
+        model_inputs (`dict[str, torch.Tensor]`): What else the target's forward takes (images ...).
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    loss_mask: Tensor
+    model_inputs: dict[str, Tensor] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> Batch:
+        """Returns the same batch on another device."""
+        return Batch(
+            input_ids=self.input_ids.to(device),
+            attention_mask=self.attention_mask.to(device),
+            loss_mask=self.loss_mask.to(device),
+            model_inputs={name: value.to(device) for name, value in self.model_inputs.items()},
+        )
+
+
+def collate(examples: Sequence[Example], pad_token_id: int = 0) -> Batch:
+    """Pads examples on the right to the longest of them; text and images may be mixed."""
+    shape = (len(examples), max(len(example.input_ids) for example in examples))
+    input_ids = torch.full(shape, pad_token_id, dtype=torch.long)
+    attention_mask, loss_mask = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
+    for row, example in enumerate(examples):
+        length = len(example.input_ids)
+        input_ids[row, :length] = torch.tensor(example.input_ids)
+        attention_mask[row, :length] = True
+        loss_mask[row, :length] = torch.tensor(example.loss_mask, dtype=torch.bool)
+    names = dict.fromkeys(name for example in examples for name in example.model_inputs)
+    return Batch(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        loss_mask=loss_mask,
+        model_inputs={name: _join(examples, name, shape) for name in names},
+    )
+
+
+def _join(examples: Sequence[Example], name: str, shape: tuple[int, int]) -> Tensor:
+    """One of a batch's other inputs: `[B, S]` if it has a value per token, else all examples' one after another."""
+    present = [
+        (row, e.model_inputs[name], len(e.input_ids)) for row, e in enumerate(examples) if name in e.model_inputs
+    ]
+    if any(value.shape != (length,) for _, value, length in present):
+        return torch.cat([value for _, value, _ in present])
+    joined = torch.zeros(shape, dtype=present[0][1].dtype)
+    for row, value, length in present:
+        joined[row, :length] = value
+    return joined
+
+
+def bucketed_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
+    """Splits an epoch into batches of similar length; every example occurs once.
+
+    Args:
+        lengths (sequence of `int`): Tokens of each example.
+        batch_size (`int`): Examples per batch; one batch may have fewer.
+        seed, epoch (`int`): What the order depends on, and all that it depends on.
+
+    Returns:
+        `list[list[int]]`: Indices of the examples of each batch.
+    """
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    pool = batch_size * POOL_BATCHES
+    batches: list[list[int]] = []
+    for start in range(0, len(order), pool):
+        chosen = sorted(order[start : start + pool], key=lambda index: lengths[index])
+        batches += [chosen[at : at + batch_size] for at in range(0, len(chosen), batch_size)]
+    return [batches[at] for at in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+__all__ = ["POOL_BATCHES", "Batch", "bucketed_batches", "collate"]

@@ -1,0 +1,114 @@
+"""One training pass: the target's features of a batch, and the draft over many blocks of it at once.
+
+This and decoding meet in the model and the taps; what a block sees here is what it would see in decoding.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.taps import Taps
+from dflash_hf.target import Target
+from dflash_hf.training.anchors import Anchors, AttentionKind, BlockMaskRule
+from dflash_hf.training.collators import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """What the target says about a batch.
+
+    Args:
+        taps (`torch.Tensor` of shape `[B, S, L * D]`): Outputs of the tapped layers.
+        next_ids (`torch.Tensor` of shape `[B, S]`, int64, *optional*): The target's argmax after each token.
+    """
+
+    taps: Tensor
+    next_ids: Tensor | None = None
+
+
+@torch.no_grad()
+def target_features(
+    target: Target, layer_ids: list[int], batch: Batch, *, with_head: bool = False, top_level: bool = False
+) -> Features:
+    """Runs the frozen target over a batch and records the tapped layers; sets no mode, keeps no gradient.
+
+    Args:
+        target (`Target`): The target, in eval mode.
+        layer_ids (`list[int]`): Layers to tap.
+        batch (`Batch`): Right-padded rows on the target's device.
+        with_head (`bool`): Also apply the head and return `next_ids`.
+        top_level (`bool`): Call the model itself even where its decoder alone would do, as with images.
+    """
+    through_model = top_level or with_head or bool(batch.model_inputs)
+    decoder = None if through_model else target.model.get_decoder()
+    module = target.model if decoder is None else decoder
+    options: dict[str, Any] = dict(batch.model_inputs)
+    if through_model and not with_head and "logits_to_keep" in inspect.signature(target.model.forward).parameters:
+        options["logits_to_keep"] = 1
+    with Taps(target.layers, layer_ids) as taps:
+        output = module(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask.to(torch.long),
+            use_cache=False,
+            **options,
+        )
+        return Features(taps=taps.take(), next_ids=output.logits.argmax(dim=-1) if with_head else None)
+
+
+def attention_kinds(draft: DFlashDraftModel) -> list[AttentionKind]:
+    """Returns `(window, causal)` of each draft layer."""
+    return [draft.config.attention_kind(index) for index in range(draft.config.num_hidden_layers)]
+
+
+def block_inputs(input_ids_BS: Tensor, anchors: Anchors, mask_token_id: int) -> Tensor:
+    """Returns the ids `[anchor, MASK, ...]` of every block: int64 of shape `[B, A * K]`."""
+    ids = torch.full_like(anchors.positions, mask_token_id)
+    ids[:, :, 0] = input_ids_BS.gather(1, anchors.indices)
+    return ids.flatten(1)
+
+
+def run_blocks(
+    draft: DFlashDraftModel,
+    target: Target,
+    batch: Batch,
+    features: Tensor,
+    anchors: Anchors,
+    flex: bool = False,
+    module: torch.nn.Module | None = None,
+) -> Tensor:
+    """Runs the draft over all blocks in one forward.
+
+    Args:
+        draft (`DFlashDraftModel`): The draft.
+        target (`Target`): Whose embedding fills the blocks.
+        batch (`Batch`): The rows.
+        features (`torch.Tensor` of shape `[B, S, L * D]`): Tapped states of the rows.
+        anchors (`Anchors`): The blocks.
+        flex (`bool`): Use FlexAttention masks.
+        module (`nn.Module`, *optional*): What to call instead of `draft`, when accelerate wrapped it.
+
+    Returns:
+        `torch.Tensor` of shape `[B, A * K, D]`: States ready for the target's head.
+    """
+    num_context = batch.input_ids.shape[1]
+    context_positions = torch.arange(num_context, device=features.device).expand(batch.input_ids.shape)
+    ids = block_inputs(batch.input_ids, anchors, draft.config.mask_token_id)
+    with torch.no_grad():
+        noise_embeds = draft.embed(ids, target.embedding)
+    dtype = draft.fc.weight.dtype
+    output = (draft if module is None else module)(
+        noise_embeds=noise_embeds.to(dtype),
+        context_hidden_states=features.to(dtype),
+        position_ids=torch.cat([context_positions, anchors.positions.flatten(1)], dim=1),
+        attention_mask=BlockMaskRule(batch.attention_mask, anchors).masks(attention_kinds(draft), flex),
+    )
+    return output.last_hidden_state
+
+
+__all__ = ["Features", "attention_kinds", "block_inputs", "run_blocks", "target_features"]

@@ -1,0 +1,303 @@
+"""The training loop: features from the frozen target, many random blocks per sequence, one optimizer step.
+
+A run is a function of its data, its options and the initial draft: batches and anchors follow from the seed and the
+number of the step, so a resumed run continues bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target import check_pair, find_target
+from dflash_hf.training.acceptance import walked_acceptance
+from dflash_hf.training.anchors import Anchors, sample_anchors
+from dflash_hf.training.collators import Batch, bucketed_batches, collate
+from dflash_hf.training.config import DFlashTrainingConfig, default_gamma
+from dflash_hf.training.data import Example
+from dflash_hf.training.forward import run_blocks, target_features
+from dflash_hf.training.loss import BlockLabels, BlockLoss, block_labels, block_loss, decay_weights
+from dflash_hf.training.optimizer import make_optimizers, make_schedulers
+from dflash_hf.training.state import append_record, load_checkpoint, save_checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What happened in some steps.
+
+    Args:
+        step (`int`): Steps done.
+        loss (`float`): Weighted mean cross entropy.
+        accuracy (`list[float]`): Share of right argmaxes in slots 1, 2, ...
+        block_acceptance (`float`): Mean of 1 + right argmaxes before the first wrong one, over the sampled anchors.
+        learning_rate (`float`): Of the last step.
+        grad_norm (`float`): Before clipping, of the last step.
+    """
+
+    step: int
+    loss: float
+    accuracy: list[float]
+    block_acceptance: float
+    learning_rate: float
+    grad_norm: float
+
+
+class DFlashTrainer:
+    """Trains a draft for a target: `DFlashTrainer(target, draft, train_dataset, args).train()`.
+
+    Args:
+        target (`PreTrainedModel`): Frozen here (`requires_grad_(False)`, `eval()`) and never changed otherwise.
+        draft (`DFlashDraftModel`): Trained in place, in float32 unless it is of another dtype.
+        train_dataset (sequence of [`Example`]): Prompts with the target's own answers.
+        args ([`DFlashTrainingConfig`]): Options.
+        eval_dataset (sequence of [`Example`], *optional*): Held-out examples whose acceptance is walked.
+
+    Raises:
+        ValueError: If draft and target do not fit, or there is nothing to train on.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: DFlashDraftModel,
+        train_dataset: Sequence[Example],
+        args: DFlashTrainingConfig,
+        eval_dataset: Sequence[Example] | None = None,
+    ) -> None:
+        self.args, self.train_dataset, self.eval_dataset = args, train_dataset, eval_dataset
+        if not any(1 in example.loss_mask for example in train_dataset):
+            raise ValueError("expected examples with answer tokens, got none; give prompts with the target's answers")
+        self.accelerator = Accelerator()
+        self.device = self.accelerator.device
+        target.requires_grad_(False)
+        self.target = find_target(target.to(self.device).eval())
+        check_pair(self.target, draft.config)
+        self.draft = draft
+        self.block_size = args.block_size or draft.config.block_size
+        self.gamma = args.gamma or default_gamma(self.block_size)
+        self.weights = decay_weights(self.block_size, self.gamma).float().to(self.device)
+        world = self.accelerator.num_processes
+        self.batches_per_step = args.gradient_accumulation_steps * world
+        num_batches = math.ceil(len(train_dataset) / args.per_device_train_batch_size)
+        self.steps_per_epoch = max(1, math.ceil(num_batches / self.batches_per_step))
+        self.num_steps = (
+            args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * self.steps_per_epoch)
+        )
+        # The schedules drive the bare optimizers: accelerate's own scheduler would step once per process.
+        optimizers = make_optimizers(draft, args)
+        self.schedulers = make_schedulers(optimizers, args.warmup_ratio, self.num_steps)
+        self.module, *self.optimizers = self.accelerator.prepare(draft, *optimizers)
+        self.step = 0
+        self.reports: list[StepReport] = []
+        self.evaluations: dict[int, float] = {}
+        self._epoch_batches: tuple[int, list[list[int]]] | None = None
+
+    def train(self) -> list[StepReport]:
+        """Runs to the last step and returns what was logged; the draft is trained in place and left in eval mode."""
+        args, output = self.args, Path(self.args.output_dir)
+        output.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(args.seed)
+        if args.resume_from_checkpoint is not None:
+            self.step = load_checkpoint(
+                Path(args.resume_from_checkpoint), self.draft, self.optimizers, self.schedulers
+            )
+        window: list[BlockLoss] = []
+        began = time.perf_counter()
+        with self._progress() as progress:
+            task = progress.add_task("train", total=self.num_steps, completed=self.step, metrics="")
+            while self.step < self.num_steps:
+                sums, grad_norm = self.training_step(self.step)
+                self.step += 1
+                window += sums
+                last = self.step == self.num_steps
+                if last or self.step % args.logging_steps == 0:
+                    report = self._report(window, grad_norm)
+                    window = []
+                    progress.update(task, metrics=_describe(report))
+                    self._record(report, seconds=time.perf_counter() - began)
+                if self.eval_dataset and (last or (args.eval_steps and self.step % args.eval_steps == 0)):
+                    progress.update(task, metrics=f"walked acceptance {self.evaluate():.2f}")
+                if args.save_steps and (last or self.step % args.save_steps == 0):
+                    self.save_checkpoint()
+                progress.update(task, completed=self.step)
+        self.draft.eval()
+        return self.reports
+
+    def training_step(self, step: int) -> tuple[list[BlockLoss], float]:
+        """Does one optimizer step; returns the sums of its batches and the gradient norm before clipping.
+
+        The loss is normalised over all the batches of the step, so accumulation changes nothing but memory.
+        """
+        self.draft.train()
+        work = [self._prepare(step, batch, at) for at, batch in enumerate(self._step_batches(step))]
+        total = sum((labels.mask * self.weights).sum() for _, _, labels in work)
+        assert isinstance(total, Tensor)
+        # Gradients are averaged over processes, hence the mean of the weights and not their sum.
+        total = self.accelerator.reduce(total, reduction="mean")
+        assert isinstance(total, Tensor)
+        sums: list[BlockLoss] = []
+        for batch, anchors, labels in work:
+            result = self._batch_loss(batch, anchors, labels)
+            self.accelerator.backward(result.loss / total.clamp_min(1e-9))
+            sums.append(
+                BlockLoss(
+                    loss=result.loss.detach(),
+                    weight=result.weight,
+                    correct=result.correct,
+                    count=result.count,
+                    blocks=result.blocks,
+                    accepted=result.accepted,
+                )
+            )
+        limit = self.args.max_grad_norm or math.inf
+        norm = self.accelerator.clip_grad_norm_(self.draft.parameters(), limit)
+        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=True)
+        return sums, float(norm) if norm is not None else 0.0
+
+    def evaluate(self) -> float:
+        """Walks the evaluation set and returns the acceptance length, bonus included; the draft's mode is kept."""
+        assert self.eval_dataset is not None
+        with self._autocast():
+            walked = walked_acceptance(
+                self.draft,
+                self.target,
+                self.eval_dataset,
+                block_size=self.block_size,
+                batch_size=self.args.per_device_eval_batch_size,
+            )
+        self.evaluations[self.step] = walked.acceptance_length
+        if self.accelerator.is_main_process:
+            record: dict[str, object] = {"step": self.step, "walked_acceptance": round(walked.acceptance_length, 4)}
+            append_record(Path(self.args.output_dir) / "metrics.jsonl", record)
+        return walked.acceptance_length
+
+    def save_checkpoint(self) -> None:
+        """Writes `checkpoint-<step>` (main process only)."""
+        if self.accelerator.is_main_process:
+            save_checkpoint(
+                Path(self.args.output_dir),
+                self.step,
+                self.draft,
+                self.optimizers,
+                self.schedulers,
+                self.args.save_total_limit,
+            )
+        self.accelerator.wait_for_everyone()
+
+    def _step_batches(self, step: int) -> list[Batch]:
+        """This process's batches of a step."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        if self._epoch_batches is None or self._epoch_batches[0] != epoch:
+            lengths = [len(example.input_ids) for example in self.train_dataset]
+            batches = bucketed_batches(lengths, self.args.per_device_train_batch_size, self.args.seed, epoch)
+            self._epoch_batches = (epoch, batches)
+        batches = self._epoch_batches[1]
+        first = position * self.batches_per_step + self.accelerator.process_index
+        stop = (position + 1) * self.batches_per_step
+        # Every process needs as many batches as the others: a short last step starts over.
+        wanted = [at % len(batches) for at in range(first, stop, self.accelerator.num_processes)]
+        if self.accelerator.num_processes == 1:
+            wanted = list(range(first, min(stop, len(batches))))
+        return [collate([self.train_dataset[i] for i in batches[at]]) for at in wanted]
+
+    def _prepare(self, step: int, batch: Batch, at: int) -> tuple[Batch, Anchors, BlockLabels]:
+        """Draws the anchors of a batch and moves everything to the device."""
+        seed = 0
+        for part in (self.args.seed, step, self.accelerator.process_index, at):
+            seed = (seed * 1_000_003 + part) % 2**63
+        generator = torch.Generator().manual_seed(seed)
+        anchors = sample_anchors(batch.loss_mask, self.args.num_anchors, self.block_size, generator).to(self.device)
+        batch = batch.to(self.device)
+        return batch, anchors, block_labels(batch.input_ids, batch.loss_mask, anchors)
+
+    def _batch_loss(self, batch: Batch, anchors: Anchors, labels: BlockLabels) -> BlockLoss:
+        """The forward of one batch, up to its loss."""
+        with_head = self.args.labels == "target"
+        assert self.draft.config.target_layer_ids is not None
+        with self._autocast():
+            features = target_features(self.target, self.draft.config.target_layer_ids, batch, with_head=with_head)
+            if features.next_ids is not None:
+                ids = torch.cat([batch.input_ids[:, :1], features.next_ids[:, :-1]], dim=1)
+                labels = block_labels(ids, batch.loss_mask, anchors)
+            hidden = run_blocks(
+                self.draft,
+                self.target,
+                batch,
+                features.taps,
+                anchors,
+                flex=self.device.type == "cuda",
+                module=self.module,
+            )
+            return block_loss(hidden, labels, self.weights, self._logits, self.args.chunk_blocks)
+
+    def _autocast(self) -> torch.autocast:
+        """Our own, not accelerate's: that one is fixed for the whole process by whoever comes first."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.mixed_precision == "bf16")
+
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        return self.draft.compute_logits(hidden_states, self.target.head)
+
+    def _report(self, window: list[BlockLoss], grad_norm: float) -> StepReport:
+        """Joins the sums since the last report."""
+        count = torch.stack([part.count for part in window]).sum(dim=0)
+        correct = torch.stack([part.correct for part in window]).sum(dim=0)
+        blocks = int(sum(int(part.blocks) for part in window))
+        report = StepReport(
+            step=self.step,
+            loss=float(sum(float(part.loss) for part in window) / max(sum(float(p.weight) for p in window), 1e-9)),
+            accuracy=[round(float(share), 4) for share in (correct / count.clamp_min(1))[1:]],
+            block_acceptance=1 + sum(int(part.accepted) for part in window) / max(blocks, 1),
+            learning_rate=float(self.schedulers[0].get_last_lr()[0]),
+            grad_norm=grad_norm,
+        )
+        self.reports.append(report)
+        return report
+
+    def _record(self, report: StepReport, seconds: float) -> None:
+        """Appends a report to metrics.jsonl."""
+        if not self.accelerator.is_main_process:
+            return
+        record: dict[str, object] = {
+            "step": report.step,
+            "loss": round(report.loss, 4),
+            "block_acceptance": round(report.block_acceptance, 4),
+            "accuracy": report.accuracy,
+            "learning_rate": report.learning_rate,
+            "grad_norm": round(report.grad_norm, 4),
+            "seconds": round(seconds, 1),
+        }
+        append_record(Path(self.args.output_dir) / "metrics.jsonl", record)
+
+    def _progress(self) -> Progress:
+        """A progress bar with the newest numbers beside it."""
+        return Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[metrics]}"),
+            disable=self.args.disable_tqdm or not self.accelerator.is_main_process,
+        )
+
+
+def _describe(report: StepReport) -> str:
+    """One line of a report for the progress bar."""
+    slots = " ".join(f"{share:.2f}" for share in report.accuracy[:3])
+    return f"loss {report.loss:.3f}, accuracy {slots} ..., block {report.block_acceptance:.2f}"
+
+
+__all__ = ["DFlashTrainer", "StepReport"]

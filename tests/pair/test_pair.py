@@ -1,0 +1,144 @@
+"""The bundled pair at work, in float32: identical answers, and acceptance above the floors, alone and in batches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.cli.demo import read_prompts
+from dflash_hf.evaluation.harness import encode_prompt
+
+TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
+GREEDY: dict[str, Any] = {"max_new_tokens": 320, "do_sample": False}
+# Where the package is not installed, a subprocess does not know pytest's own path.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TOY.parents[1] / "src")}
+
+
+@cache
+def pair() -> tuple[PreTrainedModel, DFlashDraftModel, PreTrainedTokenizerBase]:
+    target = AutoModelForCausalLM.from_pretrained(TOY / "target")
+    return target, DFlashDraftModel.from_pretrained(TOY / "draft"), AutoTokenizer.from_pretrained(TOY / "target")
+
+
+def prompts(per_kind: int) -> list[dict[str, Any]]:
+    return read_prompts(TOY / "held_out.jsonl", per_kind)
+
+
+def batch_of(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    tokenizer = pair()[2]
+    texts = [tokenizer.apply_chat_template(r["messages"], add_generation_prompt=True, tokenize=False) for r in rows]
+    encoded = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+
+def test_the_pair_is_small_float32_and_stored_in_16_bits() -> None:
+    target, draft, tokenizer = pair()
+    assert target.dtype == draft.dtype == torch.float32
+    size = sum(path.stat().st_size for path in TOY.glob("*/model.safetensors"))
+    assert size <= 16 * 2**20
+    assert draft.config.block_size == 16
+    assert draft.config.mask_token_id == tokenizer.mask_token_id
+
+
+def test_every_answer_is_identical_and_acceptance_is_above_the_floors() -> None:
+    target, draft, tokenizer = pair()
+    verifies: dict[str, list[int]] = defaultdict(list)
+    for row in prompts(5):
+        inputs = encode_prompt(tokenizer, row["messages"], target.device)
+        plain = target.generate(**inputs, **GREEDY)
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), plain)
+        verifies[row["kind"]] += draft.last_stats.num_committed[0]
+    lengths = {kind: sum(counts) / len(counts) for kind, counts in verifies.items()}
+    everything = [count for counts in verifies.values() for count in counts]
+    assert sum(everything) / len(everything) >= 4.5, lengths
+    assert min(lengths.values()) >= 2.5, lengths
+
+
+def test_batches_accept_what_the_rows_accept_alone() -> None:
+    target, draft, tokenizer = pair()
+    rows = prompts(2)
+    inputs = batch_of(rows)
+    plain = target.generate(**inputs, **GREEDY)
+    out = target.generate(**inputs, **GREEDY, assistant_model=draft)
+    assert torch.equal(out, plain)
+    together = draft.last_stats.num_committed
+    for index, row in enumerate(rows):
+        target.generate(**encode_prompt(tokenizer, row["messages"], target.device), **GREEDY, assistant_model=draft)
+        assert draft.last_stats.num_committed == [together[index]]
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_sampled_texts_are_the_same_at_block_sizes_1_4_and_16(temperature: float) -> None:
+    target, draft, _ = pair()
+    inputs = batch_of(prompts(1))
+    texts = []
+    try:
+        for block_size in (1, 4, 16):
+            draft.generation_config.block_size = block_size
+            torch.manual_seed(3)
+            texts.append(
+                target.generate(
+                    **inputs,
+                    max_new_tokens=120,
+                    do_sample=True,
+                    temperature=temperature,
+                    top_k=0,
+                    assistant_model=draft,
+                )
+            )
+    finally:
+        draft.generation_config.block_size = None
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
+    assert draft.last_stats.acceptance_length > 2
+
+
+def test_the_demo_command_compares_and_succeeds() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "dflash_hf.cli", "demo", "--per-kind", "1", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=ENVIRONMENT,
+    )
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert result["all"]["identical"] is True
+    assert all(row["num_target_forwards"] < row["num_tokens"] for row in result["rows"])
+
+
+def test_the_generate_command_streams_and_compares() -> None:
+    prompt = prompts(1)[0]["messages"][-1]["content"]
+    run = subprocess.run(
+        [sys.executable, "-m", "dflash_hf.cli", "generate", prompt, "--temperature", "0.7", "--seed", "5"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=ENVIRONMENT,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "yes" in run.stdout
+
+
+def test_a_wrong_folder_is_one_sentence() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "dflash_hf.cli", "demo", "--pair", "/nowhere"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=ENVIRONMENT,
+    )
+    assert run.returncode == 2
+    assert "expected held-out prompts in /nowhere" in run.stderr
+    assert "Traceback" not in run.stderr

@@ -1,0 +1,136 @@
+"""A block in training is the same block in decoding, and the target gives features without changing."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import Qwen3ForCausalLM
+
+from dflash_hf.attention import RaggedBlock
+from dflash_hf.cache import RaggedCache
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target import Target, find_target
+from dflash_hf.training.anchors import Anchors, BlockMaskRule, all_anchors, sample_anchors
+from dflash_hf.training.collators import Batch
+from dflash_hf.training.forward import attention_kinds, block_inputs, run_blocks, target_features
+from dflash_hf.training.loss import block_labels, block_loss, decay_weights
+
+SLIDING = {
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "sliding_window": 4,
+    "is_causal": [False, True, False],
+}
+VARIANTS = [{}, SLIDING, {"is_causal": True}, {"input_embedding_scale": 2.0, "raw_input_embeddings": True}]
+
+MakeDraft = Callable[..., DFlashDraftModel]
+
+
+def decode_block(
+    draft: DFlashDraftModel, target: Target, batch: Batch, taps: torch.Tensor, anchors: Anchors
+) -> torch.Tensor:
+    """The same blocks one anchor at a time through the ragged cache, as decoding runs them: `[B, A * K, D]`."""
+    batch_size, num_anchors = anchors.indices.shape
+    width = anchors.block_size
+    ids = block_inputs(batch.input_ids, anchors, draft.config.mask_token_id).view(batch_size, num_anchors, width)
+    columns = torch.arange(batch.input_ids.shape[1]).expand(batch_size, -1)
+    blocks = []
+    for number in range(num_anchors):
+        lengths = anchors.indices[:, number]
+        cache = RaggedCache(
+            draft.cache_shapes(), batch=batch_size, max_length=64, block=width, dtype=taps.dtype, device=taps.device
+        )
+        draft.write_prompt(taps, torch.where(columns < lengths[:, None], columns, -1), cache)
+        cache.begin(RaggedBlock(lengths, width))
+        blocks.append(draft.forward_block(draft.embed(ids[:, number], target.embedding), cache))
+    return torch.cat(blocks, dim=1)
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+@torch.no_grad()
+def test_training_forward_equals_decoding(
+    changes: dict[str, object], target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch
+) -> None:
+    found, draft = find_target(target.double()), make_draft(**changes).double().eval()
+    taps = target_features(found, [0, 2], batch).taps
+    anchors = all_anchors(batch.loss_mask, 6)
+    trained = run_blocks(draft, found, batch, taps, anchors)
+    decoded = decode_block(draft, found, batch, taps, anchors)
+    assert (trained - decoded).abs().max() < 1e-9
+    assert decoded.std() > 0.1
+
+
+@torch.no_grad()
+def test_blocks_do_not_depend_on_what_they_must_not_see(
+    target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch
+) -> None:
+    found, draft = find_target(target.double()), make_draft().double().eval()
+    taps = target_features(found, [0, 2], batch).taps
+    anchors = sample_anchors(batch.loss_mask, 2, 6, torch.Generator().manual_seed(0))
+    anchor = int(anchors.indices[0, 0])
+    before = run_blocks(draft, found, batch, taps, anchors).view(3, 2, 6, -1)
+    later = taps.clone()
+    later[0, anchor:] = 7.0
+    after = run_blocks(draft, found, batch, later, anchors).view(3, 2, 6, -1)
+    torch.testing.assert_close(after[0, 0], before[0, 0], rtol=0, atol=1e-12)
+    assert not torch.allclose(after[0, 1], before[0, 1])
+    earlier = taps.clone()
+    earlier[0, anchor - 1] = 7.0
+    assert not torch.allclose(run_blocks(draft, found, batch, earlier, anchors).view(3, 2, 6, -1)[0, 0], before[0, 0])
+
+
+def test_flex_attention_gives_the_same_states(target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch) -> None:
+    found, draft = find_target(target), make_draft(**SLIDING)
+    taps = target_features(found, [0, 2], batch).taps
+    anchors = sample_anchors(batch.loss_mask, 3, 6, torch.Generator().manual_seed(0))
+    masks = BlockMaskRule(batch.attention_mask, anchors).masks(attention_kinds(draft), flex=True)
+    assert all(isinstance(mask, BlockMask) for mask in masks.values())
+    dense = run_blocks(draft, found, batch, taps, anchors)
+    with torch.no_grad():
+        flexible = run_blocks(draft, found, batch, taps, anchors, flex=True)
+    torch.testing.assert_close(dense, flexible, rtol=1e-4, atol=1e-4)
+
+
+def test_gradient_flows_into_the_draft_only(target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch) -> None:
+    target.requires_grad_(False)
+    found, draft = find_target(target), make_draft()
+    before = {name: p.clone() for name, p in target.named_parameters()}
+    taps = target_features(found, [0, 2], batch).taps
+    anchors = sample_anchors(batch.loss_mask, 3, 6)
+    hidden = run_blocks(draft, found, batch, taps, anchors)
+    labels = block_labels(batch.input_ids, batch.loss_mask, anchors)
+    block_loss(hidden, labels, decay_weights(6, 3.0), found.head).loss.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft.parameters())
+    assert all(p.grad is None for p in target.parameters())
+    assert all(torch.equal(p, before[name]) for name, p in target.named_parameters())
+
+
+@torch.no_grad()
+def test_features_are_the_hidden_states_after_each_layer(target: Qwen3ForCausalLM, batch: Batch) -> None:
+    found = find_target(target)
+    states = target(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long(), output_hidden_states=True)
+    expected = torch.cat([states.hidden_states[1], states.hidden_states[3]], dim=-1)[batch.attention_mask]
+    for options in ({}, {"with_head": True}, {"top_level": True}):
+        features = target_features(found, [0, 2], batch, **options)
+        torch.testing.assert_close(features.taps[batch.attention_mask], expected, rtol=0, atol=1e-6)
+    assert features.next_ids is None
+    next_ids = target_features(found, [0, 2], batch, with_head=True).next_ids
+    assert next_ids is not None
+    assert torch.equal(next_ids, states.logits.argmax(dim=-1))
+
+
+@torch.no_grad()
+def test_padding_does_not_change_a_row(target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch) -> None:
+    found, draft = find_target(target.double()), make_draft().double().eval()
+    anchors = all_anchors(batch.loss_mask, 6)
+    taps = target_features(found, [0, 2], batch).taps
+    together = run_blocks(draft, found, batch, taps, anchors)
+    length = int(batch.attention_mask[1].sum())
+    alone = Batch(
+        input_ids=batch.input_ids[1:2, :length],
+        attention_mask=batch.attention_mask[1:2, :length],
+        loss_mask=batch.loss_mask[1:2, :length],
+    )
+    own = all_anchors(alone.loss_mask, 6)
+    single = run_blocks(draft, found, alone, target_features(found, [0, 2], alone).taps, own)
+    torch.testing.assert_close(together[1:2, : single.shape[1]], single, rtol=0, atol=1e-9)

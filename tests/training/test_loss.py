@@ -1,0 +1,122 @@
+"""The loss equals a loop written from its formula, in any number of chunks, and labels end where the answer ends."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dflash_hf.training.anchors import Anchors, sample_anchors
+from dflash_hf.training.collators import Batch
+from dflash_hf.training.config import DFlashTrainingConfig, default_gamma
+from dflash_hf.training.loss import BlockLoss, block_labels, block_loss, decay_weights
+
+BLOCK, WIDTH, VOCAB, GAMMA = 5, 8, 48, 2.5
+
+
+def naive_loss(hidden: Tensor, batch: Batch, anchors: Anchors, head: nn.Linear) -> tuple[float, float, list[int], int]:
+    """Returns (sum of w * CE, sum of w, right per slot, accepted) by loops over rows, anchors and slots."""
+    loss, weight, correct, accepted = 0.0, 0.0, [0] * BLOCK, 0
+    for row, (indices, keep) in enumerate(zip(anchors.indices.tolist(), anchors.keep.tolist(), strict=True)):
+        for number, (anchor, kept) in enumerate(zip(indices, keep, strict=True)):
+            prefix = True
+            for slot in range(1, BLOCK if kept else 1):
+                at = anchor + slot
+                if at >= batch.input_ids.shape[1] or not batch.loss_mask[row, at]:
+                    break
+                log_p = torch.log_softmax(head(hidden[row, number * BLOCK + slot]), dim=-1)
+                token = int(batch.input_ids[row, at])
+                factor = math.exp(-(slot - 1) / GAMMA)
+                loss -= factor * log_p[token].item()
+                weight += factor
+                right = int(log_p.argmax()) == token
+                correct[slot] += right
+                prefix = prefix and right
+                accepted += prefix
+    return loss, weight, correct, accepted
+
+
+@pytest.fixture
+def case(batch: Batch) -> tuple[Tensor, Anchors, nn.Linear]:
+    """Hidden states that predict the right token about every other time, anchors, and a head."""
+    torch.manual_seed(3)
+    anchors = sample_anchors(batch.loss_mask, 4, BLOCK, torch.Generator().manual_seed(0))
+    head = nn.Linear(WIDTH, VOCAB, bias=False).double()
+    labels = block_labels(batch.input_ids, batch.loss_mask, anchors)
+    hidden = torch.randn(3, 4 * BLOCK, WIDTH, dtype=torch.float64)
+    right = torch.rand(3, 4 * BLOCK) < 0.6
+    hidden[right] = 20 * nn.functional.normalize(head.weight.detach(), dim=-1)[labels.ids.flatten(1)[right]]
+    return hidden.requires_grad_(), anchors, head
+
+
+def losses_of(case: tuple[Tensor, Anchors, nn.Linear], batch: Batch, chunk_blocks: int) -> BlockLoss:
+    hidden, anchors, head = case
+    labels = block_labels(batch.input_ids, batch.loss_mask, anchors)
+    return block_loss(hidden, labels, decay_weights(BLOCK, GAMMA), head, chunk_blocks)
+
+
+@pytest.mark.parametrize("chunk_blocks", [1, 3, 128])
+def test_loss_equals_the_loop(chunk_blocks: int, case: tuple[Tensor, Anchors, nn.Linear], batch: Batch) -> None:
+    loss, weight, correct, accepted = naive_loss(case[0].detach(), batch, case[1], case[2])
+    result = losses_of(case, batch, chunk_blocks)
+    torch.testing.assert_close(result.loss.item(), loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(result.weight.item(), weight, rtol=1e-12, atol=0)
+    assert result.correct.tolist() == correct
+    assert 0 < int(result.accepted) == accepted < sum(correct)
+    assert int(result.blocks) == int(case[1].keep.sum())
+    assert result.count[0] == 0
+
+
+def test_chunks_do_not_change_the_gradient(case: tuple[Tensor, Anchors, nn.Linear], batch: Batch) -> None:
+    gradients = []
+    for chunk_blocks in (1, 128):
+        (gradient,) = torch.autograd.grad(losses_of(case, batch, chunk_blocks).loss, case[0])
+        gradients.append(gradient)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-15)
+    assert not gradients[0].view(3, 4, BLOCK, WIDTH)[:, :, 0].any(), "the anchor's slot has no loss"
+
+
+def test_labels_stop_where_the_answer_stops() -> None:
+    loss_mask = torch.tensor([[0, 1, 1, 1, 0, 1, 1, 1]]).bool()
+    tokens = torch.arange(10, 18)[None]
+    anchors = Anchors(indices=torch.tensor([[1, 5, 0]]), keep=torch.tensor([[True, True, False]]), block_size=5)
+    labels = block_labels(tokens, loss_mask, anchors)
+    assert labels.mask.int().tolist() == [[[0, 1, 1, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0]]]
+    assert labels.ids[labels.mask].tolist() == [12, 13, 16, 17]
+
+
+def test_no_labels_give_a_zero_loss_with_a_gradient() -> None:
+    anchors = Anchors(indices=torch.zeros(1, 1, dtype=torch.long), keep=torch.zeros(1, 1).bool(), block_size=3)
+    hidden = torch.randn(1, 3, WIDTH, requires_grad=True)
+    labels = block_labels(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4).bool(), anchors)
+    result = block_loss(hidden, labels, decay_weights(3, 1.0), nn.Linear(WIDTH, VOCAB))
+    result.loss.backward()
+    assert result.loss == 0
+    assert hidden.grad is not None
+
+
+def test_weights_decay_from_the_first_slot() -> None:
+    weights = decay_weights(4, 2.0).tolist()
+    assert weights == pytest.approx([0, 1, math.exp(-0.5), math.exp(-1)])
+
+
+@pytest.mark.parametrize(("block_size", "gamma"), [(8, 4), (10, 5), (16, 7), (2, 2)])
+def test_gamma_follows_the_block_as_in_the_paper(block_size: int, gamma: float) -> None:
+    assert default_gamma(block_size) == gamma
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"learning_rate": 0.0}, "learning_rate > 0, got 0.0"),
+        ({"labels": "kd"}, "labels 'tokens' or 'target', got 'kd'"),
+        ({"optim": "sgd"}, "optim"),
+        ({"gamma": -1.0}, "gamma > 0"),
+        ({"chunk_blocks": 0}, "positive batch size"),
+        ({"num_train_epochs": 0.0}, "max_steps or num_train_epochs"),
+    ],
+)
+def test_bad_options_are_refused(change: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=r"expected .*; ") as error:
+        DFlashTrainingConfig(output_dir="x", **change)
+    assert words in str(error.value)
