@@ -12,17 +12,9 @@ from dflash_hf.evaluation.harness import Comparison, pool
 def comparison_table(rows: Sequence[Comparison]) -> Table:
     """Builds the table: one line per kind of prompt, and one over all of them where there are several kinds."""
     table = Table(title="the same answers, with and without the draft")
-    for heading in (
-        "prompts",
-        "identical",
-        "tokens",
-        "target forwards",
-        "acceptance length",
-        "plain",
-        "DFlash",
-        "ratio",
-    ):
-        table.add_column(heading, justify="right" if heading not in ("prompts", "identical") else "left")
+    table.add_column("prompts", no_wrap=True)
+    for heading in ("same", "tokens", "forwards", "acceptance", "without", "with", "ratio"):
+        table.add_column(heading, justify="right")
     kinds = list(dict.fromkeys(row.kind for row in rows))
     groups = [(f"{kind} ({sum(r.kind == kind for r in rows)})", [r for r in rows if r.kind == kind]) for kind in kinds]
     if len(kinds) > 1:
