@@ -61,7 +61,7 @@ class RaggedBlock:
             num_slots (`int`): Slots that are read: a whole ring, or the first `extent` slots of a longer buffer (where
                 no index has wrapped, so the shorter length gives the same positions).
             window, causal: See `positions.visible`.
-            repeats (`int`): Query heads per key head; their queries stand one after another (see `attend`).
+            repeats (`int`): See [`mask_repeats`].
             dtype (`torch.dtype`): Of the scores.
         """
         key = (num_slots, window, causal, repeats, dtype)
@@ -69,9 +69,18 @@ class RaggedBlock:
             last = self.lengths[:, None, None] + (self.width - 1)
             slots = torch.arange(num_slots, device=self.lengths.device)
             seen = visible(self.positions[:, :, None], slot_positions(last, slots, num_slots), window, causal)
-            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf)
-            self._masks[key] = mask[:, None].repeat(1, 1, repeats, 1)
+            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf)[:, None]
+            self._masks[key] = mask if repeats == 1 else mask.repeat(1, 1, repeats, 1)
         return self._masks[key]
+
+
+def mask_repeats(heads_per_key: int, device: torch.device) -> int:
+    """Says how often a mask's rows stand one after another: once, or once per query head of a key head.
+
+    On CUDA the query heads of one key head are laid along the token axis, because a mask together with `enable_gqa`
+    leaves SDPA only its slowest kernel there. On a CPU `enable_gqa` is as fast and copies nothing.
+    """
+    return heads_per_key if device.type == "cuda" else 1
 
 
 def attend(
@@ -87,13 +96,13 @@ def attend(
     """Softmax attention with grouped heads, soft cap and sinks; the torch definition everything is tested against.
 
     `softmax(cap(q k^T * scaling) + mask) v`, where `cap(s) = softcap * tanh(s / softcap)` and a sink adds one score
-    per head that takes part in the normalisation and has no value. The query heads of one key head are laid one after
-    another along the token axis, so that keys and values are read once and never repeated.
+    per head that takes part in the normalisation and has no value. Keys and values are read as they are, never
+    repeated.
 
     Args:
         query_BHKE, key_BGRE, value_BGRE (`torch.Tensor`): `H` is a multiple of `G`. Any strides.
-        mask (`torch.Tensor` or `BlockMask`, *optional*): Additive, broadcastable to `[B, G, (H/G) * K, R]`; a
-            `BlockMask` (training on CUDA) goes to FlexAttention.
+        mask (`torch.Tensor` or `BlockMask`, *optional*): Additive, `[B, 1, repeats * K, R]` with `repeats` from
+            [`mask_repeats`]; a `BlockMask` (training on CUDA) goes to FlexAttention.
         scaling (`float`): Factor on the scores.
         softcap (`float`, *optional*): Soft cap.
         sinks (`torch.Tensor` of shape `[H]`, *optional*): Sink score per head.
@@ -115,24 +124,52 @@ def attend(
         out = flex(query_BHKE, key_BGRE, value_BGRE, block_mask=mask, scale=scaling, enable_gqa=repeats > 1)
         assert isinstance(out, Tensor)
         return out.transpose(1, 2)
-    packed = query_BHKE.reshape(batch, groups, repeats * width, -1)
-    if softcap is None and sinks is None:
-        out = nn.functional.scaled_dot_product_attention(
-            packed, key_BGRE, value_BGRE, attn_mask=mask, scale=scaling, dropout_p=dropout
+    if softcap is not None or sinks is not None:
+        return _attend_explicitly(query_BHKE, key_BGRE, value_BGRE, mask, scaling, softcap, sinks, dropout)
+    sdpa = nn.functional.scaled_dot_product_attention
+    if mask_repeats(repeats, query_BHKE.device) == 1:
+        out = sdpa(
+            query_BHKE,
+            key_BGRE,
+            value_BGRE,
+            attn_mask=mask,
+            scale=scaling,
+            dropout_p=dropout,
+            enable_gqa=repeats > 1,
         )
-    else:
-        scores = (packed @ key_BGRE.transpose(2, 3)) * scaling
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        if mask is not None:
-            scores = scores + mask
-        if sinks is not None:
-            sink = sinks.to(scores.dtype).view(1, groups, repeats, 1, 1).expand(batch, -1, -1, width, 1)
-            scores = torch.cat([scores, sink.reshape(batch, groups, repeats * width, 1)], dim=-1)
-        weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        weights = weights[..., : key_BGRE.shape[2]].to(value_BGRE.dtype)
-        out = nn.functional.dropout(weights, p=dropout, training=dropout > 0) @ value_BGRE
+        return out.transpose(1, 2)
+    packed = query_BHKE.reshape(batch, groups, repeats * width, -1)
+    out = sdpa(packed, key_BGRE, value_BGRE, attn_mask=mask, scale=scaling, dropout_p=dropout)
     return out.view(batch, groups, repeats, width, -1).permute(0, 3, 1, 2, 4).reshape(batch, width, num_heads, -1)
+
+
+def _attend_explicitly(
+    query_BHKE: Tensor,
+    key_BGRE: Tensor,
+    value_BGRE: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """`attend` with the scores in memory: SDPA knows neither a soft cap nor sinks."""
+    batch, num_heads, width, _ = query_BHKE.shape
+    groups, num_keys = key_BGRE.shape[1], key_BGRE.shape[2]
+    repeats = num_heads // groups
+    grouped = query_BHKE.reshape(batch, groups, repeats, width, -1)
+    scores = (grouped @ key_BGRE[:, :, None].transpose(3, 4)) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask.view(mask.shape[0], 1, -1, width, num_keys)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(1, groups, repeats, 1, 1).expand(batch, -1, -1, width, 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    weights = weights[..., :num_keys].to(value_BGRE.dtype)
+    out = nn.functional.dropout(weights, p=dropout, training=dropout > 0) @ value_BGRE[:, :, None]
+    return out.permute(0, 3, 1, 2, 4).reshape(batch, width, num_heads, -1)
 
 
 @functools.cache
@@ -183,7 +220,7 @@ def ragged_block(
             "this target builds masks of its own and is not supported"
         )
     ragged.num_calls += 1
-    repeats = query.shape[1] // key.shape[1]
+    repeats = mask_repeats(query.shape[1] // key.shape[1], key.device)
     mask = ragged.mask(key.shape[2], sliding_window, True, repeats, query.dtype)
     out = attend(query, key, value, mask, scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
     return out, None

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dflash_hf.attention import RaggedBlock, attend
+from dflash_hf.attention import RaggedBlock, attend, mask_repeats
 from dflash_hf.cache import LayerShape, RaggedCache
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.generation_config import DFlashGenerationConfig
@@ -271,7 +271,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 cache.write(attention.layer_idx, key[:, :earlier], value[:, :earlier], context[1])
             key, value = cache.write(attention.layer_idx, key[:, earlier:], value[:, earlier:], block)
             window, causal = attention.kind
-            return key, value, block.mask(key.shape[2], window, causal, attention.repeats, normed.dtype)
+            repeats = mask_repeats(attention.repeats, key.device)
+            return key, value, block.mask(key.shape[2], window, causal, repeats, normed.dtype)
 
         return self._run_layers(noise_embeds, keys_and_values, (cos[:, earlier:], sin[:, earlier:]))
 
@@ -320,7 +321,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                     mask = _combined_mask(num_queries, num_keys, attention.kind, attention_mask, noise_embeds.device)
                 if isinstance(mask, Tensor):
                     bias = torch.zeros(mask.shape, dtype=noise_embeds.dtype, device=mask.device)
-                    mask = bias.masked_fill_(~mask, float("-inf")).repeat(1, 1, attention.repeats, 1)
+                    mask = bias.masked_fill_(~mask, float("-inf"))
+                    repeats = mask_repeats(attention.repeats, mask.device)
+                    mask = mask if repeats == 1 else mask.repeat(1, 1, repeats, 1)
                 masks[key] = mask
             return masks[key]
 

@@ -31,7 +31,7 @@ from dflash_hf.taps import Taps
 from dflash_hf.target import Target, check_length, exclusive, find_target, ragged_attention
 
 # Keys beyond the longest row are not read; the number that are is rounded up, so that shapes rarely change.
-BOUND_STEP = 64
+BOUND_STEP = 16
 
 
 @dataclass
