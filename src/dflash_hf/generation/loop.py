@@ -346,7 +346,7 @@ def _widths_and_rule(
     knobs = draft.generation_config
     block_size = knobs.block_size or draft.config.block_size
     width = knobs.verify_width or block_size
-    rule: Rule = "shared_noise" if knobs.proposal == "auto" else knobs.proposal
+    rule: Rule = "argmax" if knobs.proposal == "auto" else knobs.proposal
     if rule == "sample" and generation_config.do_sample and not processors.is_stateless:
         raise ValueError(
             "expected only temperature, top-k, top-p and other warpers of single scores under proposal='sample', got "
