@@ -7,7 +7,6 @@ from transformers import DynamicCache
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache import RaggedCache
-from dflash_hf.generation.loop import BOUND_STEP
 from dflash_hf.target import find_target, ragged_attention
 
 from .clock import Marks
@@ -38,7 +37,7 @@ class BareForwards:
         ids = torch.randint(3, vocab, (batch, context), generator=generator).to(device)
         positions = torch.arange(context, device=device).expand(batch, -1)
         self._lengths = positions[:, -1] + 1
-        self._bound = -(-(self.context + width) // BOUND_STEP) * BOUND_STEP
+        self._bound = self.context + width
         with torch.no_grad():
             filled = DynamicCache(config=self._target.config)
             pair.target(input_ids=ids, past_key_values=filled, use_cache=True, logits_to_keep=1)
@@ -62,7 +61,7 @@ class BareForwards:
 
     def draft(self) -> None:
         """Runs the draft once."""
-        block = RaggedBlock(self._lengths, self.pair.block_size, self._bound)
+        block = RaggedBlock(self._lengths, self.pair.block_size, self._bound, is_exact=self.batch == 1)
         self._draft_cache.begin(block)
         hidden = self.pair.draft.forward_block(self._noise, self._draft_cache)
         self.pair.draft.compute_logits(hidden[:, 1:], self._target.head)

@@ -32,12 +32,15 @@ class RaggedBlock:
         width (`int`): New tokens per row.
         bound (`int`, *optional*): A length the host knows no row exceeds after this block; keys beyond it are not
             read. Purely a saving.
+        is_exact (`bool`): The host knows that every row ends exactly at `bound`, so that a layer in which all see all
+            needs no mask; SDPA without one takes half the time on a CPU.
     """
 
-    def __init__(self, lengths: Tensor, width: int, bound: int | None = None) -> None:
+    def __init__(self, lengths: Tensor, width: int, bound: int | None = None, is_exact: bool = False) -> None:
         self.lengths = lengths
         self.width = width
         self.bound = bound
+        self.is_exact = is_exact and bound is not None
         self.num_calls = 0
         self.positions = lengths[:, None] + torch.arange(width, device=lengths.device)
         self._slots: dict[int, Tensor] = {}
@@ -54,8 +57,12 @@ class RaggedBlock:
             self._slots[ring] = (rows + self.positions % ring).reshape(-1)
         return self._slots[ring]
 
-    def mask(self, num_slots: int, window: int | None, causal: bool, repeats: int, dtype: torch.dtype) -> Tensor:
+    def mask(
+        self, num_slots: int, window: int | None, causal: bool, repeats: int, dtype: torch.dtype
+    ) -> Tensor | None:
         """Returns the additive mask `[B, 1, repeats * width, num_slots]` (0 or -inf) of a layer of this kind.
+
+        `None` where nothing has to be hidden.
 
         Args:
             num_slots (`int`): Slots that are read: a whole ring, or the first `extent` slots of a longer buffer (where
@@ -64,6 +71,8 @@ class RaggedBlock:
             repeats (`int`): See [`mask_repeats`].
             dtype (`torch.dtype`): Of the scores.
         """
+        if self.is_exact and not causal and window is None and num_slots == self.bound:
+            return None
         key = (num_slots, window, causal, repeats, dtype)
         if key not in self._masks:
             last = self.lengths[:, None, None] + (self.width - 1)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.attention import RaggedBlock, attend
+from dflash_hf.attention import RaggedBlock, attend, mask_repeats
 from dflash_hf.cache import RaggedCache
 from dflash_hf.generation import loop, steps
 from dflash_hf.positions import slot_positions, visible
@@ -295,7 +295,7 @@ def test_attention_equals_the_formula(
     key, value = (torch.randn(batch, num_slots, groups, size).to(device, dtype).transpose(1, 2) for _ in range(2))
     sinks = torch.randn(heads).to(device, dtype) if has_sinks else None
     block = RaggedBlock(torch.tensor([0, 7, 19], device=device), width)
-    mask = block.mask(num_slots, window, causal, heads // groups, dtype)
+    mask = block.mask(num_slots, window, causal, mask_repeats(heads // groups, query.device), dtype)
     last = block.lengths[:, None, None] + width - 1
     held = slot_positions(last, torch.arange(num_slots, device=device), num_slots)
     seen = visible(block.positions[:, :, None], held, window, causal)

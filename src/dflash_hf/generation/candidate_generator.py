@@ -92,12 +92,14 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
         Args:
             state (`DecodeState`): Changed in place.
-            bound (`int`, *optional*): A length no row exceeds after the block; see [`attention.RaggedBlock`].
+            bound (`int`, *optional*): Length of the longest row with this block; see [`attention.RaggedBlock`].
         """
         if self.verify_width < 2:
             return
         draft = self.draft
-        block = RaggedBlock(state.lengths.to(draft.device), self.block_ids.shape[1], bound)
+        lengths = state.lengths.to(draft.device)
+        # With one row the longest row is the row.
+        block = RaggedBlock(lengths, self.block_ids.shape[1], bound, is_exact=lengths.shape[0] == 1)
         self.cache.begin(block)
         self.block_ids[:, 0] = state.anchor
         noise_embeds = draft.embed(self.block_ids.to(state.anchor.device), self.target.embedding)

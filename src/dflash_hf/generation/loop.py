@@ -30,9 +30,6 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.taps import Taps
 from dflash_hf.target import Target, check_length, exclusive, find_target, ragged_attention
 
-# Keys beyond the longest row are not read; the number that are is rounded up, so that shapes rarely change.
-BOUND_STEP = 16
-
 
 @dataclass
 class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
@@ -62,9 +59,8 @@ class Run:
     finished: bool = False
 
     def bound(self) -> int:
-        """Returns a length that no row exceeds after the next block, in steps of `BOUND_STEP`."""
-        width = self.generator.block_ids.shape[1]
-        return -(-(self.longest + width) // BOUND_STEP) * BOUND_STEP
+        """Returns the length of the longest row with the next block: keys beyond it are not read."""
+        return self.longest + self.generator.block_ids.shape[1]
 
 
 def decode(
