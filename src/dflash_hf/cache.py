@@ -69,7 +69,7 @@ class RaggedLayer(CacheLayerMixin):
         self.value_buffer = torch.zeros(
             batch, self.ring, shape.num_heads, shape.value_size, dtype=value_dtype or dtype, device=device
         )
-        # Views made once: making them anew for every write and read was one percent of a step on a CPU.
+        # Views made once, not for every write and read.
         self._rows = (self.key_buffer.flatten(0, 1), self.value_buffer.flatten(0, 1))
         self._views: tuple[Tensor, Tensor] | None = None
         self.is_initialized = True
