@@ -87,7 +87,8 @@ def mask_repeats(heads_per_key: int, device: torch.device) -> int:
     """Says how often a mask's rows stand one after another: once, or once per query head of a key head.
 
     On CUDA the query heads of one key head are laid along the token axis, because a mask together with `enable_gqa`
-    is said to leave SDPA only its slowest kernel there (not measured here). On a CPU `enable_gqa` is as fast and copies nothing.
+    is said to leave SDPA only its slowest kernel there (not measured here). On a CPU `enable_gqa` is as fast and
+    copies nothing.
     """
     return heads_per_key if device.type == "cuda" else 1
 
