@@ -231,7 +231,7 @@ def test_steps_read_nothing_on_the_host(
         assert layer_ids is not None
         with torch.no_grad(), ragged_attention(run.target), Taps(run.target.layers, layer_ids) as taps:
             while not bool(run.state.done.all()):
-                bound = run.bound()
+                bound = run.bound(run.generator.block_ids.shape[1])
                 if num_guarded == 0:
                     step(run, taps, bound)
                 else:

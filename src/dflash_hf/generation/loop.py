@@ -58,9 +58,9 @@ class Run:
     extra: dict[str, Any]
     finished: bool = False
 
-    def bound(self) -> int:
-        """Returns the length of the longest row with the next block: keys beyond it are not read."""
-        return self.longest + self.generator.block_ids.shape[1]
+    def bound(self, width: int) -> int:
+        """Returns the length of the longest row with `width` more tokens: keys beyond it are not read."""
+        return self.longest + width
 
 
 def decode(
@@ -143,7 +143,7 @@ def prefill(
         verify_width=width,
         rule=rule,
         batch=input_ids.shape[0],
-        max_length=longest + limit + block_size,
+        max_length=longest + limit + max(block_size, width),
     )
     logits, cache = _fill(generator, input_ids, generation_config, model_kwargs, positions, longest + limit + width)
     state = DecodeState.start(
@@ -248,7 +248,7 @@ def advance(run: Run) -> None:
     generator, state, stats = run.generator, run.state, run.stats
     while not run.finished:
         started = time.perf_counter()
-        steps.draft_step(state, generator, run.bound())
+        steps.draft_step(state, generator, run.bound(generator.block_ids.shape[1]))
         stats.num_draft_forwards = generator.num_forwards
         drafted = time.perf_counter()
         logits, block = _verify(run)
@@ -269,7 +269,8 @@ def _verify(run: Run) -> tuple[Tensor, RaggedBlock]:
     ids = generator.draft.config.target_layer_ids
     assert ids is not None
     with ragged_attention(target), Taps(target.layers, ids) as taps:
-        logits, block = steps.verify_step(run.state, target, run.cache, run.bound(), run.extra)
+        bound = run.bound(generator.verify_width)
+        logits, block = steps.verify_step(run.state, target, run.cache, bound, run.extra)
         if block.num_calls != len(run.cache.layers):
             raise RuntimeError(
                 f"expected attention over the ragged cache in {len(run.cache.layers)} layers, got it in "
@@ -341,7 +342,7 @@ def _widths_and_rule(
     """Resolves the draft's knobs: block size, verify width, proposal rule."""
     knobs = draft.generation_config
     block_size = knobs.block_size or draft.config.block_size
-    width = knobs.verify_width or block_size
+    width = knobs.verify_width or draft.config.num_proposals(block_size) + 1
     rule: Rule = "argmax" if knobs.proposal == "auto" else knobs.proposal
     if rule == "sample" and generation_config.do_sample and not processors.is_stateless:
         raise ValueError(
