@@ -34,6 +34,8 @@ class DFlashPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     main_input_name = "noise_embeds"
     supports_gradient_checkpointing = True
+    # Of speculators' layout; which weights a checkpoint may hold is checked before, layout by layout.
+    _keys_to_ignore_on_load_unexpected = [r"^t2d$", r"^d2t$", r"^verifier_"]  # noqa: RUF012
     _no_split_modules = ["DFlashDecoderLayer"]  # noqa: RUF012  (Transformers' own form)
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True

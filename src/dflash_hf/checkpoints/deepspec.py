@@ -2,7 +2,8 @@
 
 A flat Qwen3 config. Conventions: the anchor's slot proposes too, so a block of `B` gives `B` tokens; every layer is
 full and never causal inside the block; tap -1 is the embedding output; embedding and head are the draft's own (frozen
-copies of the target's), the embedding's rows raw. Source: DeepSpec `deepspec/modeling/dspark/qwen3/{config,modeling}.py`.
+copies of the target's), the embedding's rows raw.
+Source: DeepSpec `deepspec/modeling/dspark/qwen3/{config,modeling}.py`.
 """
 
 from __future__ import annotations
