@@ -20,7 +20,7 @@ from transformers.utils.hub import cached_file
 from dflash_hf.checkpoints import FIELDS, CheckpointFormat, detect_format, make_config
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.generation_config import DFlashGenerationConfig
-from dflash_hf.weight_files import FLOAT_DTYPES, StoredTensor, read_config, stored_tensors
+from dflash_hf.weight_files import FLOAT_DTYPES, StoredTensor, read_config, read_json, stored_tensors
 
 # The arguments of `from_pretrained` that say which files are meant.
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -156,7 +156,7 @@ def _read_config(
         overrides = {name: kwargs.pop(name) for name in FIELDS & kwargs.keys()}
         return make_config(fields | overrides), layout
     except ValueError as error:
-        raise ValueError(f"{error} (in the config of {source})") from error
+        raise ValueError(f"{error} (in config.json of {source})") from error
 
 
 def _dtype_of(name: object) -> object:
@@ -257,6 +257,7 @@ def _read_generation_config(path: str | PathLike[str], hub: dict[str, Any]) -> D
     )
     if file is None:
         return None
+    read_json(Path(file))  # a damaged one is reported as such
     loaded = DFlashGenerationConfig.from_pretrained(str(Path(file).parent))
     assert isinstance(loaded, DFlashGenerationConfig)
     return loaded

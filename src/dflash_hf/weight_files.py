@@ -53,10 +53,10 @@ def read_config(path: PathOrRepo, hub: Mapping[str, Any]) -> dict[str, Any]:
         OSError: If there is none, as Transformers raises it.
     """
     if Path(path).is_file():
-        return _read_json(Path(path))
+        return read_json(Path(path))
     file = cached_file(path, CONFIG_NAME, **hub)
     assert file is not None  # only without `_raise_exceptions_for_missing_entries`
-    return _read_json(Path(file))
+    return read_json(Path(file))
 
 
 def stored_tensors(path: PathOrRepo, variant: str | None, hub: Mapping[str, Any]) -> dict[str, StoredTensor]:
@@ -87,7 +87,7 @@ def stored_tensors(path: PathOrRepo, variant: str | None, hub: Mapping[str, Any]
                 f"{files}; convert the checkpoint: reading a pickle file can run code, so none is loaded"
             )
         return {}
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise ValueError(
             f"expected weight_map, names of weights to names of files, in {index}, got {weight_map!r}; mend it"
@@ -140,8 +140,12 @@ def _headers(file: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"expected whole safetensors files, got {file} ({error}); download it again") from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    """A JSON dictionary."""
+def read_json(file: Path) -> dict[str, Any]:
+    """Reads a JSON dictionary.
+
+    Raises:
+        ValueError: If the file holds something else.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -151,4 +155,4 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-__all__ = ["FLOAT_DTYPES", "StoredTensor", "read_config", "stored_tensors", "widest_dtype"]
+__all__ = ["FLOAT_DTYPES", "StoredTensor", "read_config", "read_json", "stored_tensors", "widest_dtype"]

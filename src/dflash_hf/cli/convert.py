@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import torch
@@ -37,10 +38,15 @@ def convert(
     logging.disable_progress_bar()
     draft = load_draft(source, dtype=widest_dtype(stored_tensors(source, None, {})))
     model = None if target is None else _load_target(target, draft, to)
-    if force and destination.is_dir():
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    # Beside it first: a draft that the layout cannot express must not cost the one that is there.
+    with TemporaryDirectory(dir=destination.parent, prefix=".convert-") as fresh:
+        save_draft(draft, fresh, to, model)
+        destination.mkdir(exist_ok=True)
         for stale in (*destination.glob("*.safetensors*"), *destination.glob("*config.json")):
             stale.unlink()
-    save_draft(draft, destination, to, model)
+        for file in Path(fresh).iterdir():
+            file.replace(destination / file.name)
     typer.echo(f"{destination}: layout {to}, {draft.num_parameters():,} parameters")
 
 
