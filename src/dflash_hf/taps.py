@@ -7,6 +7,7 @@ layer (whose entry is normed there and is not here). Tap -1 records what the fir
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ class Taps:
         self.sink = sink
         self._states: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
+        self._thread = threading.get_ident()
 
     def __enter__(self) -> Taps:
         self._handles = [
@@ -71,6 +73,9 @@ class Taps:
         return joined
 
     def _record(self, layer_id: int, states: Tensor) -> None:
+        # Another thread's forward of the same model is not ours to record.
+        if threading.get_ident() != self._thread:
+            return
         self._states[layer_id] = states
         if layer_id == max(self.layer_ids) and self.sink is not None:
             self.sink(self.take())
