@@ -40,6 +40,7 @@ LEVELS = {
     "dflash_hf.generation_config": 1,
     "dflash_hf.positions": 1,
     "dflash_hf.attention": 2,
+    "dflash_hf.dflash2": 2,
     "dflash_hf.checkpoints": 2,
     "dflash_hf.ops": 2,
     "dflash_hf.cache": 3,
