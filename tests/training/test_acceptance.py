@@ -13,8 +13,21 @@ from dflash_hf.training.acceptance import accepted_at_anchors, walk, walked_acce
 from dflash_hf.training.collators import collate
 from dflash_hf.training.data import Example, regenerate_answers
 from dflash_hf.training.forward import target_features
+from tiny import DFLASH2
 
 MakeDraft = Callable[..., DFlashDraftModel]
+
+
+def propose(draft: DFlashDraftModel, hidden: torch.Tensor, target: Target, anchor: int) -> list[int]:
+    """The draft's greedy proposals for slots `[1, K, D]`, one slot after another."""
+    before, path = torch.tensor([anchor]), []
+    for states, logits in zip(hidden[0], draft.compute_logits(hidden[0], target.head), strict=True):
+        candidates, scores = logits.argmax(dim=-1, keepdim=True), torch.zeros(1, 1)
+        if draft.candidate_selector is not None:
+            candidates, scores = draft.candidate_selector.score(states, before, logits)
+        before = candidates[scores[0].argmax()][None]
+        path.append(int(before))
+    return path
 
 
 def simulate(
@@ -32,7 +45,7 @@ def simulate(
         hidden = draft(
             noise_embeds=draft.embed(ids, target.embedding), context_hidden_states=features[:, :anchor]
         ).last_hidden_state
-        proposals = draft.compute_logits(hidden[0, 1:width], target.head).argmax(dim=-1).tolist()
+        proposals = propose(draft, hidden[:, 1:width], target, tokens[-1])
         best = model(torch.tensor([tokens + proposals])).logits[0, anchor:].argmax(dim=-1).tolist()
         accepted = 0
         while accepted < len(proposals) and proposals[accepted] == best[accepted]:
@@ -47,10 +60,12 @@ def simulate(
     return committed
 
 
-@pytest.fixture
-def pair(target: Qwen3ForCausalLM, make_draft: MakeDraft) -> tuple[DFlashDraftModel, Target]:
+@pytest.fixture(params=[{}, DFLASH2], ids=["dflash", "dflash 2"])
+def pair(
+    request: pytest.FixtureRequest, target: Qwen3ForCausalLM, make_draft: MakeDraft
+) -> tuple[DFlashDraftModel, Target]:
     """A target whose greedy text is repetitive enough that a random draft is sometimes right."""
-    draft = make_draft().double().eval()
+    draft = make_draft(**request.param).double().eval()
     # A strong bias towards a few tokens makes a random draft right now and then, and lets some answers end.
     with torch.no_grad():
         target.lm_head.weight[6:] *= 0.05
