@@ -70,6 +70,7 @@ NOT_LOADED_BY_IMPORT = ("gradio", "datasets", "matplotlib")
 HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.attention": set(),
     "dflash_hf.cache": set(),
+    "dflash_hf.dflash2": set(),
     "dflash_hf.generation.acceptance": set(),
     "dflash_hf.generation.steps": set(),
 }

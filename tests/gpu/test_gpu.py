@@ -8,7 +8,7 @@ with an ordinary eager forward of the same width, and runs on the GPU only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ from dflash_hf.training.anchors import BlockMaskRule, sample_anchors
 from dflash_hf.training.collators import Batch, collate
 from dflash_hf.training.data import Example
 from dflash_hf.training.forward import attention_kinds, run_blocks, target_features
-from tiny import FAMILIES, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import DFLASH2, FAMILIES, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 CPU = "cpu"
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -65,12 +65,17 @@ def relative_error(ours: Tensor, reference: Tensor) -> float:
 
 
 def check_greedy(
-    target: PreTrainedModel, device: str, seed: int, draft_device: str | None = None, lengths: list[int] = LENGTHS
+    target: PreTrainedModel,
+    device: str,
+    seed: int,
+    draft_device: str | None = None,
+    lengths: list[int] = LENGTHS,
+    **overrides: Any,
 ) -> None:
     """Decodes a batch with a partly right draft and compares with plain `generate` on the same device."""
     inputs = on(device, prompts(lengths, seed))
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    draft = oracle_draft(target, truth_of(inputs, ref), seed, 8).to(draft_device or device)
+    draft = oracle_draft(target, truth_of(inputs, ref), seed, 8, **overrides).to(draft_device or device)
     out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
     assert out.device.type == torch.device(device).type
     assert torch.equal(out, ref)
@@ -93,8 +98,9 @@ def test_ragged_rows_give_the_plain_text(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_draft_on_another_device_gives_the_plain_text(device: str) -> None:
-    check_greedy(tiny_target("qwen3").to(device), device, seed=3, draft_device="cpu")
+@pytest.mark.parametrize("kind", [{}, DFLASH2], ids=["dflash", "dflash 2"])
+def test_a_draft_on_another_device_gives_the_plain_text(kind: dict[str, Any], device: str) -> None:
+    check_greedy(tiny_target("qwen3").to(device), device, seed=3, draft_device="cpu", **kind)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -208,13 +214,15 @@ def test_the_check_for_host_reads_finds_one(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("qwen3", {}), ("qwen3-sliding", {}), ("gemma3", {}), ("qwen3", DFLASH2)]
+)
 @pytest.mark.parametrize("proposal", ["greedy", "shared_noise", "argmax", "sample"])
 def test_steps_read_nothing_on_the_host(
-    proposal: Any, family: str, device: str, monkeypatch: pytest.MonkeyPatch
+    proposal: Any, family: str, kind: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny_target(family).to(device)
-    draft = tiny_draft(target, 6).to(device)
+    draft = tiny_draft(target, 6, **kind).to(device)
     settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": [2, 9], "pad_token_id": 0}
     if proposal != "greedy":
         draft.generation_config.proposal = proposal
@@ -231,18 +239,15 @@ def test_steps_read_nothing_on_the_host(
         assert layer_ids is not None
         with torch.no_grad(), ragged_attention(run.target), Taps(run.target.layers, layer_ids) as taps:
             while not bool(run.state.done.all()):
-                bound = run.bound()
-                if num_guarded == 0:
-                    step(run, taps, bound)
-                else:
-                    with no_host_reads(device):
-                        step(run, taps, bound)
+                with nullcontext() if num_guarded == 0 else no_host_reads(device):
+                    step(run, taps)
                 num_guarded += 1
                 loop._read(run)
 
-    def step(run: loop.Run, taps: Taps, bound: int) -> None:
-        steps.draft_step(run.state, run.generator, bound)
-        logits, block = steps.verify_step(run.state, run.target, run.cache, bound)
+    def step(run: loop.Run, taps: Taps) -> None:
+        drafted, block = run.next_blocks()
+        steps.draft_step(run.state, run.generator, drafted)
+        logits = steps.verify_step(run.state, run.target, run.cache, block)
         steps.select_step(run.state, logits, block, run.processors)
         steps.accept_step(run.state)
         steps.context_step(run.generator, taps, block)
