@@ -3,7 +3,8 @@
 `loss = sum(w * CE) / sum(w)` with `w_k = exp(-(k - 1) / gamma)` for slots `k >= 1`; slot 0 holds the anchor and has no
 loss. Source: arXiv 2602.06036 section 4.2. A DFlash 2 draft adds the cross entropy of its selector over the candidates
 of a slot, behind the right token, with the same weights: `sum(w * (CE + CE_selector)) / sum(w)`; a slot whose token is
-no candidate adds nothing. z-lab has published no objective for it; this is the form of NVIDIA's NeMo Automodel.
+no candidate adds nothing. z-lab has published no objective for it; SpecForge (pull request 772) and speculators (1006)
+put a missing token among the candidates instead.
 
 Shapes: `B` rows, `A` anchors, `K` block, `N` slots with a label, `V` vocabulary, `C` candidates.
 """
