@@ -10,9 +10,11 @@ from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import Target, find_target
 from dflash_hf.training.acceptance import accepted_at_anchors, walk, walked_acceptance
+from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import collate
 from dflash_hf.training.data import Example, regenerate_answers
-from dflash_hf.training.forward import target_features
+from dflash_hf.training.forward import run_blocks, target_features
+from dflash_hf.training.loss import block_labels, block_loss, decay_weights
 from tiny import DFLASH2
 
 MakeDraft = Callable[..., DFlashDraftModel]
@@ -111,6 +113,27 @@ def test_walk_equals_generate(block: int, width: int, pair: tuple[DFlashDraftMod
     target.model.generate(input_ids=ids, attention_mask=mask, do_sample=False, assistant_model=draft, **options)
     assert walked.committed == draft.last_stats.num_committed
     assert walked.acceptance_length == draft.last_stats.acceptance_length
+
+
+@torch.no_grad()
+def test_the_loss_counts_what_the_walk_would_accept(pair: tuple[DFlashDraftModel, Target]) -> None:
+    """The loss scores a selector behind right tokens, the walk behind its own: the same until the first wrong one."""
+    draft, target = pair
+    generator = torch.Generator().manual_seed(6)
+    prompts = [torch.randint(0, 47, (length,), generator=generator).tolist() for length in (3, 8, 1, 5)]
+    answers = regenerate_answers(target.model, prompts, max_new_tokens=21, eos_token_id=3, pad_token_id=0)
+    examples = [Example.from_pair(*row) for row in zip(prompts, answers, strict=True)]
+    batch = collate(examples)
+    anchors = all_anchors(batch.loss_mask, 6)
+    features = target_features(target, draft.config.target_layer_ids, batch).taps
+    result = block_loss(
+        run_blocks(draft, target, batch, features, anchors),
+        block_labels(batch.input_ids, batch.loss_mask, anchors),
+        decay_weights(6, 3.0),
+        lambda hidden: draft.compute_logits(hidden, target.head),
+        selector=draft.candidate_selector,
+    )
+    assert int(result.accepted) == int(accepted_at_anchors(draft, target, examples).sum()) > 3
 
 
 def test_the_cases_of_the_walk() -> None:
