@@ -19,6 +19,7 @@ from dflash_hf.checkpoints.mapping import (
     ConfigReader,
     Key,
     read_rope,
+    refuse_dflash2,
     refuse_fields,
 )
 from dflash_hf.configuration_dflash import DFlashConfig
@@ -88,6 +89,7 @@ def _refuse(config: DFlashConfig) -> Iterator[str]:
     for name, only in FIXED.items():
         if (value := getattr(config, name)) != only:
             yield f"{name} = {value} (only {only})"
+    yield from refuse_dflash2(config)
     if any(config.is_causal):
         yield f"is_causal = {config.is_causal} (only false in every layer)"
     if config.target_hidden_size != config.hidden_size:

@@ -12,6 +12,7 @@ from dflash_hf.checkpoints.mapping import (
     BODY_BIASES,
     BODY_WEIGHTS,
     COMMON_IGNORED,
+    DFLASH2_WEIGHTS,
     OWN_VOCABULARY_WEIGHTS,
     CheckpointFormat,
     ConfigReader,
@@ -44,6 +45,7 @@ OWN = CheckpointFormat(
     weights=BODY_WEIGHTS
     | BODY_BIASES
     | OWN_VOCABULARY_WEIGHTS
+    | DFLASH2_WEIGHTS
     | {"fc.weight": "fc.weight", "hidden_norm.weight": "hidden_norm.weight"},
     keys=(),
     read_rest=_read_rest,

@@ -25,6 +25,7 @@ from dflash_hf.checkpoints.mapping import (
     ConfigReader,
     Key,
     read_rope,
+    refuse_dflash2,
     refuse_fields,
 )
 from dflash_hf.configuration_dflash import DFlashConfig
@@ -184,6 +185,7 @@ def _refuse(config: DFlashConfig) -> Iterator[str]:
     if config.output_multiplier != 1.0:
         yield f"output_multiplier = {config.output_multiplier} (only 1.0)"
     yield from refuse_fields(config, "final_logit_softcapping")
+    yield from refuse_dflash2(config)
 
 
 def _derive(config: DFlashConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
