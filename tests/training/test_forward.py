@@ -21,7 +21,13 @@ SLIDING = {
     "sliding_window": 4,
     "is_causal": [False, True, False],
 }
-VARIANTS = [{}, SLIDING, {"is_causal": True}, {"input_embedding_scale": 2.0, "raw_input_embeddings": True}]
+VARIANTS = [
+    {},
+    SLIDING,
+    {**SLIDING, "window_from_anchor": True},
+    {"is_causal": True},
+    {"input_embedding_scale": 2.0, "raw_input_embeddings": True},
+]
 
 MakeDraft = Callable[..., DFlashDraftModel]
 
