@@ -25,6 +25,7 @@ SLIDING = {
 VARIANTS = [
     {},
     SLIDING,
+    {**SLIDING, "window_from_anchor": True},
     {"is_causal": True},
     {"input_embedding_scale": 2.0, "raw_input_embeddings": True},
     {**SLIDING, **DFLASH2},

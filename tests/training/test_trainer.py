@@ -148,6 +148,9 @@ def test_misfits_are_refused(target, make_draft, tmp_path: Path) -> None:
         DFlashTrainer(target, make_draft(), [Example.from_pair([1, 2], [])], options(tmp_path))
     with pytest.raises(ValueError, match="expected a draft for hidden size 32"):
         DFlashTrainer(target, make_draft(hidden_size=16), draws(3), options(tmp_path))
+    foreign = make_draft(own_lm_head=True, sample_from_anchor=True)
+    with pytest.raises(ValueError, match="to train, got own_lm_head, sample_from_anchor in its config"):
+        DFlashTrainer(target, foreign, draws(3), options(tmp_path))
     with pytest.raises(ValueError, match=r"expected a checkpoint folder with trainer_state\.pt"):
         run(target, make_draft(), options(tmp_path, resume_from_checkpoint=str(tmp_path / "none")))
 
