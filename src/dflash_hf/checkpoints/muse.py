@@ -14,11 +14,13 @@ from typing import Any
 from dflash_hf.checkpoints.mapping import (
     BODY_WEIGHTS,
     COMMON_IGNORED,
+    DFLASH2_FIELDS,
+    FOREIGN_FIELDS,
     CheckpointFormat,
     ConfigReader,
     Key,
     read_rope,
-    refuse_dflash2,
+    refuse_fields,
 )
 from dflash_hf.configuration_dflash import DFlashConfig
 
@@ -59,11 +61,11 @@ def _matches(config: Mapping[str, Any]) -> bool:
 
 
 def _read_rest(reader: ConfigReader) -> dict[str, Any]:
-    num_layers = reader.take("num_hidden_layers", default=5)
+    num_layers = reader.take_num_layers("num_hidden_layers", default=5)
     return {
         "num_hidden_layers": num_layers,
         "layer_types": reader.take("layer_types", default=["sliding_attention"] * num_layers),
-        "sliding_window": reader.take("sliding_window", default=DEFAULT_WINDOW) + 1,
+        "sliding_window": reader.take("sliding_window", default=DEFAULT_WINDOW, kind=int) + 1,
         "is_causal": False,
         "rope_parameters": read_rope(reader, DEFAULT_THETA),
         **FIXED,
@@ -82,11 +84,11 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _refuse(config: DFlashConfig) -> Iterator[str]:
+    yield from refuse_fields(config, *FOREIGN_FIELDS, *DFLASH2_FIELDS)
     assert isinstance(config.is_causal, list)
     for name, only in FIXED.items():
         if (value := getattr(config, name)) != only:
             yield f"{name} = {value} (only {only})"
-    yield from refuse_dflash2(config)
     if any(config.is_causal):
         yield f"is_causal = {config.is_causal} (only false in every layer)"
     if config.target_hidden_size != config.hidden_size:
@@ -102,4 +104,5 @@ MUSE = CheckpointFormat(
     write_rest=_write_rest,
     refuse=_refuse,
     ignored=COMMON_IGNORED,
+    has_vocabulary=False,
 )

@@ -13,6 +13,7 @@ from dflash_hf.checkpoints.mapping import (
     BODY_WEIGHTS,
     COMMON_IGNORED,
     DFLASH2_WEIGHTS,
+    OWN_VOCABULARY_WEIGHTS,
     CheckpointFormat,
     ConfigReader,
 )
@@ -44,6 +45,7 @@ OWN = CheckpointFormat(
     weights=BODY_WEIGHTS
     | BODY_BIASES
     | DFLASH2_WEIGHTS
+    | OWN_VOCABULARY_WEIGHTS
     | {"fc.weight": "fc.weight", "hidden_norm.weight": "hidden_norm.weight"},
     keys=(),
     read_rest=_read_rest,

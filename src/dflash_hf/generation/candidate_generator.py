@@ -26,10 +26,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     Args:
         draft (`DFlashDraftModel`): The draft.
-        target (`Target`): The target whose embedding and head it uses.
+        target (`Target`): The target, whose embedding and head serve drafts without their own.
         processors (`BlockProcessors`): The run's processors; their stateless warpers shape the proposals too.
         block_size (`int`): Width `K` of the draft's block.
-        verify_width (`int`): Tokens `W <= K` of it that will be verified.
+        verify_width (`int`): Tokens `W` that will be verified, the anchor included: at most `K`, or `K + 1` where the
+            anchor's slot proposes too.
         rule (`str`): How to propose when sampling.
         batch (`int`): Rows.
         max_length (`int`): Longest row the context cache must hold, one block included.
@@ -58,7 +59,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             draft.cache_shapes(),
             batch=batch,
             max_length=max_length,
-            block=block_size,
+            block=max(block_size, verify_width),
             dtype=draft.dtype,
             device=draft.device,
         )
@@ -106,12 +107,18 @@ class DFlashCandidateGenerator(CandidateGenerator):
         context, self._context = self._context, None
         hidden = draft.forward_block(noise_embeds.to(draft.device, draft.dtype), self.cache, context)
         self.num_forwards += 1
-        hidden = hidden[:, 1 : self.verify_width]
-        logits = draft.compute_logits(hidden.to(noise_embeds.device, noise_embeds.dtype), self.target.head).to(device)
+        # The slots that propose, and how far ahead of each one's own position its token is.
+        ahead = int(draft.config.sample_from_anchor)
+        slots = slice(1 - ahead, self.verify_width - ahead)
+        hidden = states = hidden[:, slots]
+        if draft.lm_head is None:
+            like = noise_embeds if draft.embed_tokens is None else self.target.embedding_weight
+            states = hidden.to(like.device, like.dtype)
+        logits = draft.compute_logits(states, self.target.head).to(device)
         if state.key is None or self.rule == "argmax":
             state.proposals.copy_(draft.best_path(hidden, logits, state.anchor))
             return
-        positions = block.positions[:, 1 : self.verify_width]
+        positions = block.positions[:, slots] + ahead
         if draft.candidate_selector is not None:
             candidates, scores = draft.candidate_selector(hidden, logits, state.anchor)
             self._propose_path(state, candidates, scores, positions, logits.shape[-1])
