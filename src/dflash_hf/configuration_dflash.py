@@ -148,6 +148,7 @@ class DFlashConfig(PreTrainedConfig):
         """Raises unless every size and scale can be built with: the first thing, before any list is as long as one."""
         sizes = ("hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
         sizes += ("num_key_value_heads", "vocab_size", "draft_vocab_size", "max_position_embeddings", "block_size")
+        sizes += ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
         limits = {
             **dict.fromkeys(sizes, MAX_SIZE),
             "num_hidden_layers": MAX_LAYERS,
@@ -270,18 +271,11 @@ class DFlashConfig(PreTrainedConfig):
             ((conv[0] is None) == (conv[1] is None), "conv_kernel_size and conv_group_size", conv, together),
             ((selector[0] is None) == (selector[1] is None), "selector_rank and selector_top_k", selector, together),
             (
-                min(n for n in (*conv, 1) if n is not None) > 0,
-                "positive conv_kernel_size and conv_group_size",
-                conv,
-                "mend them",
-            ),
-            (
-                self.hidden_size % max(self.conv_group_size or 1, 1) == 0,
+                self.hidden_size % (self.conv_group_size or 1) == 0,
                 f"conv_group_size that divides hidden_size = {self.hidden_size}",
                 self.conv_group_size,
                 "every group has as many channels",
             ),
-            (self.selector_rank is None or self.selector_rank > 0, "selector_rank > 0", self.selector_rank, "mend it"),
             (
                 self.selector_top_k is None or self.vocab_size is not None,
                 "vocab_size beside selector_top_k",
@@ -289,8 +283,8 @@ class DFlashConfig(PreTrainedConfig):
                 "the selector has a row per token",
             ),
             (
-                self.selector_top_k is None or 0 < self.selector_top_k <= (self.vocab_size or 0),
-                f"selector_top_k in [1, {self.vocab_size}]",
+                self.selector_top_k is None or self.selector_top_k <= (self.vocab_size or 0),
+                f"selector_top_k up to {self.vocab_size}",
                 self.selector_top_k,
                 "candidates are tokens of the vocabulary",
             ),

@@ -197,6 +197,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.layers = nn.ModuleList(DFlashDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = DFlashRotaryEmbedding(config)
+        self.candidate_selector = CandidateSelector.from_config(config)  # DFlash 2 only
         self.embed_tokens = (
             nn.Embedding(config.vocab_size or 0, config.hidden_size) if config.own_embed_tokens else None
         )
@@ -205,7 +206,6 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.register_buffer(
             "d2t", None if config.draft_vocab_size is None else torch.zeros(num_ids, dtype=torch.long)
         )
-        self.candidate_selector = CandidateSelector.from_config(config)  # DFlash 2 only
         self.generation_config = DFlashGenerationConfig()
         self.last_stats: Any = None
         self.post_init()

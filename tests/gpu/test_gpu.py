@@ -247,7 +247,7 @@ def test_steps_read_nothing_on_the_host(
     def step(run: loop.Run, taps: Taps) -> None:
         drafted, block = run.next_blocks()
         steps.draft_step(run.state, run.generator, drafted)
-        logits = steps.verify_step(run.state, run.target, run.cache, block)
+        logits = steps.verify_step(run.state, run.target, run.cache, block).logits
         steps.select_step(run.state, logits, block, run.processors)
         steps.accept_step(run.state)
         steps.context_step(run.generator, taps, block)

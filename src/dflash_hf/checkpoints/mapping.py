@@ -375,14 +375,6 @@ DFLASH2_WEIGHTS = {
 }
 DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
-
-def refuse_dflash2(config: DFlashConfig) -> Iterator[str]:
-    """Yields what a layout without DFlash 2 has to refuse; see [`CheckpointFormat`]."""
-    for name in DFLASH2_FIELDS:
-        if (value := getattr(config, name)) is not None:
-            yield f"{name} = {value} (no DFlash 2)"
-
-
 # What configs of Transformers carry about other things than a draft's function.
 COMMON_IGNORED = frozenset(
     {

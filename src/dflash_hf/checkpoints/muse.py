@@ -14,12 +14,12 @@ from typing import Any
 from dflash_hf.checkpoints.mapping import (
     BODY_WEIGHTS,
     COMMON_IGNORED,
+    DFLASH2_FIELDS,
     FOREIGN_FIELDS,
     CheckpointFormat,
     ConfigReader,
     Key,
     read_rope,
-    refuse_dflash2,
     refuse_fields,
 )
 from dflash_hf.configuration_dflash import DFlashConfig
@@ -84,12 +84,11 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _refuse(config: DFlashConfig) -> Iterator[str]:
-    yield from refuse_fields(config, *FOREIGN_FIELDS)
+    yield from refuse_fields(config, *FOREIGN_FIELDS, *DFLASH2_FIELDS)
     assert isinstance(config.is_causal, list)
     for name, only in FIXED.items():
         if (value := getattr(config, name)) != only:
             yield f"{name} = {value} (only {only})"
-    yield from refuse_dflash2(config)
     if any(config.is_causal):
         yield f"is_causal = {config.is_causal} (only false in every layer)"
     if config.target_hidden_size != config.hidden_size:

@@ -44,8 +44,8 @@ OWN = CheckpointFormat(
     matches=_matches,
     weights=BODY_WEIGHTS
     | BODY_BIASES
-    | OWN_VOCABULARY_WEIGHTS
     | DFLASH2_WEIGHTS
+    | OWN_VOCABULARY_WEIGHTS
     | {"fc.weight": "fc.weight", "hidden_norm.weight": "hidden_norm.weight"},
     keys=(),
     read_rest=_read_rest,

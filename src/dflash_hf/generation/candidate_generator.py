@@ -110,11 +110,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
         # The slots that propose, and how far ahead of each one's own position its token is.
         ahead = int(draft.config.sample_from_anchor)
         slots = slice(1 - ahead, self.verify_width - ahead)
-        hidden = hidden[:, slots]
+        hidden = states = hidden[:, slots]
         if draft.lm_head is None:
             like = noise_embeds if draft.embed_tokens is None else self.target.embedding_weight
-            hidden = hidden.to(like.device, like.dtype)
-        logits = draft.compute_logits(hidden, self.target.head).to(device)
+            states = hidden.to(like.device, like.dtype)
+        logits = draft.compute_logits(states, self.target.head).to(device)
         if state.key is None or self.rule == "argmax":
             state.proposals.copy_(draft.best_path(hidden, logits, state.anchor))
             return
