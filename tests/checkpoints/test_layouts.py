@@ -195,7 +195,7 @@ def test_weight_table_is_complete(layout: Any) -> None:
     ours = {name.replace(".0.", ".{}.").replace(".1.", ".{}.") for name in draft.state_dict()}
     assert set(layout.weights.values()) == ours
     assert len(set(layout.weights.values())) == len(layout.weights)
-    for name in names:
+    for name in draft.state_dict():
         assert layout.their_name(name).count(".0.") == name.count(".0.")
         assert layout.our_name(layout.their_name(name)) == name
 

@@ -103,7 +103,6 @@ def _refuse(config: DFlashConfig) -> Iterator[str]:
     for name, only in FIXED.items():
         if (value := getattr(config, name)) != only:
             yield f"{name} = {value} (only {only})"
-    yield from refuse_dflash2(config)
     if "sliding_attention" in config.layer_types:
         yield f"layer_types = {config.layer_types} (only full_attention)"
     if any(config.is_causal):

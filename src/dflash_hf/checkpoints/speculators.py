@@ -26,7 +26,6 @@ from dflash_hf.checkpoints.mapping import (
     ConfigReader,
     Key,
     read_rope,
-    refuse_dflash2,
     refuse_fields,
 )
 from dflash_hf.configuration_dflash import DFlashConfig
