@@ -45,6 +45,15 @@ class RaggedBlock:
         self.positions = lengths[:, None] + torch.arange(width, device=lengths.device)
         self._slots: dict[int, Tensor] = {}
         self._masks: dict[tuple[object, ...], Tensor] = {}
+        self._copies: dict[torch.device, RaggedBlock] = {}
+
+    def on(self, device: torch.device) -> RaggedBlock:
+        """Returns the same block counted on another device; copied once per step, not once per layer."""
+        if device == self.lengths.device:
+            return self
+        if device not in self._copies:
+            self._copies[device] = RaggedBlock(self.lengths.to(device), self.width, self.bound, self.is_exact)
+        return self._copies[device]
 
     def extent(self, ring: int) -> int:
         """Returns how many slots of a buffer of `ring` slots have to be read."""
@@ -231,7 +240,7 @@ def ragged_block(
         )
     ragged.num_calls += 1
     repeats = mask_repeats(query.shape[1] // key.shape[1], key.device)
-    mask = ragged.mask(key.shape[2], sliding_window, True, repeats, query.dtype)
+    mask = ragged.on(key.device).mask(key.shape[2], sliding_window, True, repeats, query.dtype)
     out = attend(query, key, value, mask, scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
     return out, None
 

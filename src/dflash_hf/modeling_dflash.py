@@ -22,6 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dflash_hf.attention import RaggedBlock, attend, mask_repeats
 from dflash_hf.cache import LayerShape, RaggedCache
 from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.devices import brought_in
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.positions import visible
 from dflash_hf.pretrained import DFlashPreTrainedModel
@@ -348,9 +349,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     def embed(self, token_ids: Tensor, embedding: nn.Module) -> Tensor:
         """Looks ids `[B, K]` up in the target's embedding, in the way this draft was trained with."""
         if self.config.raw_input_embeddings:
-            weight = embedding.weight
-            assert isinstance(weight, Tensor)
-            states = nn.functional.embedding(token_ids, weight)
+            with brought_in(embedding):
+                weight = embedding.weight
+                assert isinstance(weight, Tensor)
+                states = nn.functional.embedding(token_ids, weight)
         else:
             states = embedding(token_ids)
         scale = self.config.input_embedding_scale

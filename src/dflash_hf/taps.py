@@ -7,6 +7,7 @@ one between Transformers 5.22 and 5.23.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 class Taps:
     """Records layer outputs while it is open: `with Taps(layers, ids) as taps: model(...); taps.take()`.
+
+    Only those of the thread that opened it: another one may run the same layers at the same time.
 
     Args:
         layers (sequence of `nn.Module`): Decoder layers of the target.
@@ -36,8 +39,10 @@ class Taps:
         self.sink = sink
         self._states: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
+        self._thread = 0
 
     def __enter__(self) -> Taps:
+        self._thread = threading.get_ident()
         self._handles = [self.layers[i].register_forward_hook(self._hook(i)) for i in sorted(set(self.layer_ids))]
         return self
 
@@ -68,6 +73,8 @@ class Taps:
         last = max(self.layer_ids)
 
         def record(module: nn.Module, args: Any, output: Any) -> None:
+            if threading.get_ident() != self._thread:
+                return
             self._states[layer_id] = output[0] if isinstance(output, tuple) else output
             if layer_id == last and self.sink is not None:
                 self.sink(self.take())

@@ -5,23 +5,34 @@ Everything is found from the model, never from its name or a key path. Unsupport
 
 from __future__ import annotations
 
+import inspect
 import threading
-import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from dflash_hf.attention import RAGGED_BLOCK
 from dflash_hf.configuration_dflash import LAYER_TYPES, DFlashConfig
+from dflash_hf.devices import execution_device
 
+_SETTING = "_attn_implementation"
+_MARK = "_dflash_switchable"
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
 
-_locks: dict[int, threading.RLock] = {}
-_locks_guard = threading.Lock()
+
+class _Verifying(threading.local):
+    """The text config whose model this thread is verifying with."""
+
+    config: PreTrainedConfig | None = None
+
+
+_verifying = _Verifying()
+_switching = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +54,15 @@ class Target:
     head: nn.Module
 
     @property
-    def embedding_weight(self) -> Tensor:
-        """The embedding's rows; where they are is where ids go in."""
-        weight = self.embedding.weight
-        assert isinstance(weight, Tensor)
-        return weight
+    def device(self) -> torch.device:
+        """Where ids go in: the device on which the embedding computes, also while its weights are offloaded."""
+        return execution_device(self.embedding)
 
     @property
     def vocab_size(self) -> int:
         """Number of rows of the embedding (ids that can be looked up)."""
-        return int(self.embedding_weight.shape[0])
+        weight: Any = self.embedding.weight
+        return int(weight.shape[0])
 
 
 def find_target(model: PreTrainedModel) -> Target:
@@ -124,8 +134,6 @@ def check_target(target: Target) -> None:
         reason = "cross attention"
     elif _has_mrope(config):
         reason = "M-RoPE (positions with several rows per token), which is not supported yet"
-    elif len(set((getattr(target.model, "hf_device_map", None) or {}).values())) > 1:
-        reason = "layers on several devices, which is not supported yet"
     elif not type(target.model)._supports_attention_backend:
         reason = "attention that does not go through transformers.AttentionInterface"
     else:
@@ -201,34 +209,45 @@ def check_length(target: Target, longest_prompt: int, max_length: int) -> None:
     )
 
 
-def _lock_of(config: PreTrainedConfig) -> threading.RLock:
-    """One lock per config object: models built from one config switch their attention together."""
-    with _locks_guard:
-        key = id(config)
-        if key not in _locks:
-            _locks[key] = threading.RLock()
-            weakref.finalize(config, _locks.pop, key, None)
-        return _locks[key]
+def _make_switchable(kind: type[PreTrainedConfig]) -> None:
+    """Lets a class of configs answer a verifying thread, and only it, with the ragged attention.
 
+    The value that is stored in a config never changes: other threads, copies and saved files see what the user set.
+    The getter stays on the class, without effect outside a verify.
 
-@contextmanager
-def exclusive(target: Target) -> Generator[None]:
-    """Holds the target's lock: drafted runs over one config, also from several threads, happen one after another."""
-    with _lock_of(target.config):
-        yield
+    Raises:
+        RuntimeError: If Transformers does not keep the setting in a property.
+    """
+    setting = inspect.getattr_static(kind, _SETTING, None)
+    if not isinstance(setting, property) or setting.fget is None:
+        raise RuntimeError(
+            f"expected a property {kind.__name__}._attn_implementation, got {setting!r}; this release of Transformers "
+            "is not supported"
+        )
+    read = setting.fget
+    if hasattr(read, _MARK):
+        return
+
+    def switched(config: PreTrainedConfig) -> Any:
+        return RAGGED_BLOCK if _verifying.config is config else read(config)
+
+    setattr(switched, _MARK, True)
+    setattr(kind, _SETTING, property(switched, setting.fset))
 
 
 @contextmanager
 def ragged_attention(target: Target) -> Generator[None]:
-    """Runs the target's text decoder under the ragged attention; the setting is restored on any exit."""
-    config = target.config
-    with exclusive(target):
-        before = config._attn_implementation
-        config._attn_implementation = RAGGED_BLOCK
-        try:
-            yield
-        finally:
-            config._attn_implementation = before
+    """Runs the target's text decoder under the ragged attention, in this thread only.
+
+    Other threads may run the same model, or another one with the same config object, at the same time.
+    """
+    with _switching:
+        _make_switchable(type(target.config))
+    before, _verifying.config = _verifying.config, target.config
+    try:
+        yield
+    finally:
+        _verifying.config = before
 
 
-__all__ = ["Target", "check_length", "check_pair", "check_target", "exclusive", "find_target", "ragged_attention"]
+__all__ = ["Target", "check_length", "check_pair", "check_target", "find_target", "ragged_attention"]

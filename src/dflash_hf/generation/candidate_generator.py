@@ -10,6 +10,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache import RaggedCache
+from dflash_hf.devices import execution_device
 from dflash_hf.generation.acceptance import DRAFT_STREAM, TARGET_STREAM, choose
 from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.state import DecodeState
@@ -51,16 +52,17 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.verify_width = verify_width
         self.rule = rule
         self.num_forwards = 0
+        self.device = execution_device(draft)
         self.cache = RaggedCache(
             draft.cache_shapes(),
             batch=batch,
             max_length=max_length,
             block=block_size,
             dtype=draft.dtype,
-            device=draft.device,
+            device=self.device,
         )
         self.block_ids = torch.full(
-            (batch, block_size), draft.config.mask_token_id, dtype=torch.long, device=draft.device
+            (batch, block_size), draft.config.mask_token_id, dtype=torch.long, device=self.device
         )
         self._context: tuple[Tensor, RaggedBlock] | None = None
         self._seen = 0
@@ -74,8 +76,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
             positions (`torch.Tensor` of shape `[B, S]`): Index of each token in its row, negative for padding.
         """
         draft = self.draft
-        states = context_hidden_states.to(draft.device, draft.dtype)
-        draft.write_prompt(states, positions.to(draft.device), self.cache)
+        states = context_hidden_states.to(self.device, draft.dtype)
+        draft.write_prompt(states, positions.to(self.device), self.cache)
 
     def observe_block(self, context_hidden_states: Tensor, block: RaggedBlock) -> None:
         """Takes the context of a verified block, rejected rows included; the next draft forward writes it.
@@ -84,8 +86,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
             context_hidden_states (`torch.Tensor` of shape `[B, W, L * D]`): Tapped states of the verify.
             block (`RaggedBlock`): The block that was verified.
         """
-        states = context_hidden_states.to(self.draft.device, self.draft.dtype)
-        self._context = (states, self._on_draft(block))
+        states = context_hidden_states.to(self.device, self.draft.dtype)
+        self._context = (states, block.on(self.device))
 
     def propose(self, state: DecodeState, bound: int | None = None) -> None:
         """Drafts a block in one forward and writes `state.proposals` (and `draft_probs` under rejection).
@@ -97,14 +99,14 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if self.verify_width < 2:
             return
         draft = self.draft
-        lengths = state.lengths.to(draft.device)
+        lengths = state.lengths.to(self.device)
         # With one row the longest row is the row.
         block = RaggedBlock(lengths, self.block_ids.shape[1], bound, is_exact=lengths.shape[0] == 1)
         self.cache.begin(block)
         self.block_ids[:, 0] = state.anchor
         noise_embeds = draft.embed(self.block_ids.to(state.anchor.device), self.target.embedding)
         context, self._context = self._context, None
-        hidden = draft.forward_block(noise_embeds.to(draft.device, draft.dtype), self.cache, context)
+        hidden = draft.forward_block(noise_embeds.to(self.device, draft.dtype), self.cache, context)
         self.num_forwards += 1
         hidden = hidden[:, 1 : self.verify_width].to(noise_embeds.device, noise_embeds.dtype)
         logits = draft.compute_logits(hidden, self.target.head).to(state.anchor.device)
@@ -161,12 +163,6 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def collect(self, context_hidden_states: Tensor) -> None:
         """Keeps the tapped states of the target's last forward for `get_candidates`; a sink for [`taps.Taps`]."""
         self._pending = context_hidden_states
-
-    def _on_draft(self, block: RaggedBlock) -> RaggedBlock:
-        """The same block, counted on the draft's device."""
-        if block.lengths.device == self.draft.device:
-            return block
-        return RaggedBlock(block.lengths.to(self.draft.device), block.width, block.bound)
 
 
 __all__ = ["DFlashCandidateGenerator"]

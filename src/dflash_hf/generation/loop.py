@@ -19,6 +19,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache import RaggedCache
+from dflash_hf.devices import eagerly
 from dflash_hf.generation import steps
 from dflash_hf.generation.acceptance import choose
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
@@ -28,7 +29,7 @@ from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import SpeculativeStats
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.taps import Taps
-from dflash_hf.target import Target, check_length, exclusive, find_target, ragged_attention
+from dflash_hf.target import Target, check_length, find_target, ragged_attention
 
 
 @dataclass
@@ -89,9 +90,9 @@ def decode(
     """
     draft.last_stats = None
     target = find_target(model)
-    given_on, device = input_ids.device, target.embedding_weight.device
+    given_on, device = input_ids.device, target.device
     input_ids = cast(torch.LongTensor, input_ids.to(device))
-    with exclusive(target):
+    with eagerly(model, draft):
         run = prefill(
             target, input_ids, logits_processor, stopping_criteria, generation_config, draft, streamer, model_kwargs
         )
@@ -221,7 +222,7 @@ def _fill(
         )
     del model_kwargs["past_key_values"], outputs.past_key_values
     cache = RaggedCache.take_prefill(filled, positions, max_length, generator.verify_width)
-    return outputs.logits[:, -1:], cache
+    return outputs.logits[:, -1:].to(input_ids.device), cache
 
 
 def _commit_first(run: Run, logits: Tensor) -> None:

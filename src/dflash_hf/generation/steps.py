@@ -46,7 +46,8 @@ def verify_step(
         ragged=block,
         **(extra or {}),
     )
-    return outputs.logits, block
+    # Where the head is need not be where ids go in.
+    return outputs.logits.to(ids.device), block
 
 
 def select_step(state: DecodeState, logits_BWV: Tensor, block: RaggedBlock, processors: BlockProcessors) -> None:
