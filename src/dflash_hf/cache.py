@@ -200,6 +200,7 @@ class RaggedCache(Cache):
         layer = self.layers[layer_idx]
         assert isinstance(layer, RaggedLayer)
         layer.write(key_BKGE, value_BKGE, block)
+        block.window = layer.shape.window
         return layer.read(block)
 
     def write_rows(self, layer_idx: int, key_BSGE: Tensor, value_BSGE: Tensor, positions_BS: Tensor) -> None:

@@ -97,7 +97,7 @@ def eagerly(*modules: nn.Module) -> Generator[None]:
         yield
         return
     logger.warning_once(
-        f"{' and '.join(compiled)} runs eagerly with a DFlash draft: the hooks that record hidden states do not run in "
+        f"{' and '.join(compiled)} runs eagerly with a DFlash draft: hooks that record hidden states do not run in "
         "code of torch.compile"
     )
     _force(1)

@@ -5,16 +5,19 @@ Everything is found from the model, never from its name or a key path. Unsupport
 
 from __future__ import annotations
 
+import dis
 import inspect
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_hf.attention import RAGGED_BLOCK
 from dflash_hf.configuration_dflash import LAYER_TYPES, DFlashConfig
@@ -22,6 +25,7 @@ from dflash_hf.devices import execution_device
 
 _SETTING = "_attn_implementation"
 _MARK = "_dflash_switchable"
+NO_INTERFACE = "attention that does not go through transformers.AttentionInterface"
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
 
 
@@ -135,10 +139,44 @@ def check_target(target: Target) -> None:
     elif _has_mrope(config):
         reason = "M-RoPE (positions with several rows per token), which is not supported yet"
     elif not type(target.model)._supports_attention_backend:
-        reason = "attention that does not go through transformers.AttentionInterface"
+        reason = NO_INTERFACE
     else:
+        reason = next((reason for layer in target.layers if (reason := _layer_reason(layer)) is not None), None)
+    if reason is None:
         return
     raise ValueError(f"expected a target with full or sliding attention, got {name} with {reason}; drop the draft")
+
+
+def _layer_reason(layer: nn.Module) -> str | None:
+    """Says why a layer's attention cannot be run over the ragged cache, as far as its code tells."""
+    interfaces = [
+        value
+        for module in layer.modules()
+        for name in _code_of(module).co_names
+        if isinstance(value := _globals_of(module).get(name), AttentionInterface)
+    ]
+    if not interfaces:
+        return NO_INTERFACE
+    if any(interface is not ALL_ATTENTION_FUNCTIONS for interface in interfaces):
+        return "an attention interface of its own, with masks that follow from the values"
+    # Without this instruction a call cannot hand on keywords that it does not name.
+    if all(i.opname != "CALL_FUNCTION_EX" for i in dis.get_instructions(_code_of(getattr(layer, "_orig_mod", layer)))):
+        return "layers that do not hand keywords of the forward down to their attention"
+    return None
+
+
+def _forward_of(module: nn.Module) -> Any:
+    """A module's forward as its class wrote it, without decorators."""
+    return inspect.unwrap(type(module).forward)
+
+
+def _code_of(module: nn.Module) -> CodeType:
+    code: CodeType = _forward_of(module).__code__
+    return code
+
+
+def _globals_of(module: nn.Module) -> dict[str, Any]:
+    return _forward_of(module).__globals__
 
 
 def _has_mrope(config: PreTrainedConfig) -> bool:
