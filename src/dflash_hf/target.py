@@ -63,6 +63,12 @@ class Target:
         return execution_device(self.embedding)
 
     @property
+    def takes_inference_mode(self) -> bool:
+        """Whether all weights are plain tensors: some classes of quantised ones break in torch's inference mode."""
+        plain = (torch.Tensor, nn.Parameter)
+        return all(type(tensor) in plain for tensor in (*self.model.parameters(), *self.model.buffers()))
+
+    @property
     def vocab_size(self) -> int:
         """Number of rows of the embedding (ids that can be looked up)."""
         weight: Any = self.embedding.weight
@@ -138,6 +144,8 @@ def check_target(target: Target) -> None:
         reason = "cross attention"
     elif _has_mrope(config):
         reason = "M-RoPE (positions with several rows per token), which is not supported yet"
+    elif (adapter := _adapter_reason(target.model)) is not None:
+        reason = adapter
     elif not type(target.model)._supports_attention_backend:
         reason = NO_INTERFACE
     else:
@@ -145,6 +153,17 @@ def check_target(target: Target) -> None:
     if reason is None:
         return
     raise ValueError(f"expected a target with full or sliding attention, got {name} with {reason}; drop the draft")
+
+
+def _adapter_reason(model: PreTrainedModel) -> str | None:
+    """Names the kinds of PEFT adapters that do more than change what modules compute."""
+    preparing = getattr(model.prepare_inputs_for_generation, "__self__", model)
+    if getattr(getattr(preparing, "active_peft_config", None), "is_prompt_learning", False):
+        return "a PEFT adapter that puts tokens of its own before the prompt"
+    adapters = getattr(model, "peft_config", None) or {}
+    if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters.values()):
+        return "an activated LoRA, which counts its tokens from the end of each call"
+    return None
 
 
 def _layer_reason(layer: nn.Module) -> str | None:

@@ -97,7 +97,8 @@ def decode(
             target, input_ids, logits_processor, stopping_criteria, generation_config, draft, streamer, model_kwargs
         )
         try:
-            advance(run)
+            with torch.inference_mode() if target.takes_inference_mode else torch.no_grad():
+                advance(run)
         finally:
             draft.last_stats = run.stats
     if streamer is not None:
@@ -240,11 +241,11 @@ def _commit_first(run: Run, logits: Tensor) -> None:
     _read(run, count=False)
 
 
-@torch.inference_mode()
 def advance(run: Run) -> None:
     """Drafts, verifies and accepts until every row has finished.
 
-    Inference mode saves 7 to 9 % of a step on a CPU (docs/log.md); what is returned to the user is made outside it.
+    Under inference mode, which saves 7 to 9 % of a step on a CPU (docs/log.md); what is returned to the user is made
+    outside it.
     """
     generator, state, stats = run.generator, run.state, run.stats
     while not run.finished:
