@@ -96,7 +96,7 @@ def test_adapters_that_add_tokens_or_count_them_are_refused_before_any_forward(k
     target = tiny_target("qwen3")
     wrapped = adapted(peft.get_peft_model(target, config))
     target.register_forward_pre_hook(lambda *args: pytest.fail("a forward ran"))
-    with pytest.raises(ValueError, match="PEFT adapter|activated LoRA"):
+    with pytest.raises(ValueError, match=r"PEFT adapter|activated LoRA"):
         wrapped.generate(**inputs, **GREEDY, assistant_model=tiny_draft(target))
 
 

@@ -51,8 +51,8 @@ def test_a_draft_may_have_another_dtype(dtype: torch.dtype, lengths: list[int]) 
 def test_a_target_in_half_precision_differs_by_no_more_than_a_rounding(family: str, dtype: torch.dtype) -> None:
     """A verify is a wider forward than plain decoding's, and rounds in another order.
 
-    So each text is held to the plain one up to the first token at which the target's two best logits, computed plainly,
-    are closer than the roundings of the dtype; most rows never meet one.
+    So each text is held to the plain one up to the first token at which the target's two best logits, computed
+    plainly, are closer than the roundings of the dtype; most rows never meet one.
     """
     target = tiny_target(family).to(dtype)
     num_equal = num_rows = 0

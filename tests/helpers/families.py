@@ -43,6 +43,9 @@ SMALL = {name: value for value, names in _VALUES for name in names.split()}
 _OPTIONAL = {"sliding_window", "head_dim", "q_lora_rank", "intermediate_size", "num_kv_heads", "lru_width"}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _MLA = {"head_dim": None, "num_key_value_heads": 4}
+_CONV = {"layer_types": ["conv", "full_attention"] * 2}
+_SHARED = {"num_kv_shared_layers": 2}
+_HEAD = {"head_dim": 8}
 _UNTIED = {"tie_word_embeddings": False}  # tied random embeddings repeat the last token for ever
 
 PER_FAMILY: dict[str, dict[str, Any]] = {
@@ -53,9 +56,9 @@ PER_FAMILY: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2", "qwen3", "mellum"), _MIXED | {"use_sliding_window": True, "sliding_window": 6}),
     "dots1": _MIXED | {"n_shared_experts": 1},
     **dict.fromkeys(("vaultgemma", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _UNTIED),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"] * 2}),
-    **dict.fromkeys(("gemma3n", "gemma3n_text"), {"num_kv_shared_layers": 2}),
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), {"head_dim": 8}),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _CONV),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), _SHARED),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), _HEAD),
     "gemma": _UNTIED,
     "bamba": {"attn_layer_indices": [1, 3]},
     "dots3_note": {"num_key_value_heads": 4},
