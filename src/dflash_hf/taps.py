@@ -73,6 +73,7 @@ class Taps:
         last = max(self.layer_ids)
 
         def record(module: nn.Module, args: Any, output: Any) -> None:
+            # Another thread's forward of the same model is not ours to record.
             if threading.get_ident() != self._thread:
                 return
             self._states[layer_id] = output[0] if isinstance(output, tuple) else output

@@ -8,11 +8,13 @@ with an ordinary eager forward of the same width, and runs on the GPU only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
+from accelerate.hooks import attach_align_device_hook_on_blocks
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -95,6 +97,31 @@ def test_ragged_rows_give_the_plain_text(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_draft_on_another_device_gives_the_plain_text(device: str) -> None:
     check_greedy(tiny_target("qwen3").to(device), device, seed=3, draft_device="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draft_device", ["cuda", "cpu"])
+@pytest.mark.parametrize("head", ["cuda", "cpu"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_layers_on_several_devices_give_the_plain_text(offload: bool, head: str, draft_device: str) -> None:
+    """Layers on the GPU and the CPU in turn: computed on each, or (`offload`) brought to the GPU for each call."""
+    places: dict[str, Any] = {f"model.layers.{i}": "cpu" if i % 2 else 0 for i in range(4)}
+    places |= {
+        "model.embed_tokens": 0,
+        "model.norm": 0,
+        "model.rotary_emb": 0,
+        "lm_head": 0 if head == "cuda" else "cpu",
+    }
+    target: Any = tiny_target("qwen3-sliding")
+    if offload:
+        target = dispatch_model(target, places, main_device=0)
+        assert any(parameter.is_meta for parameter in target.parameters())
+    else:
+        execution = {name: torch.device(place) for name, place in places.items()} | {"": torch.device(0)}
+        attach_align_device_hook_on_blocks(target, execution, skip_keys=["past_key_values"])
+        assert {parameter.device.type for parameter in target.parameters()} == {"cuda", "cpu"}
+    for seed, lengths in enumerate([[9], LENGTHS]):
+        check_greedy(target, "cuda", seed, draft_device=draft_device, lengths=lengths)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -231,18 +258,15 @@ def test_steps_read_nothing_on_the_host(
         assert layer_ids is not None
         with torch.no_grad(), ragged_attention(run.target), Taps(run.target.layers, layer_ids) as taps:
             while not bool(run.state.done.all()):
-                bound = run.bound()
-                if num_guarded == 0:
-                    step(run, taps, bound)
-                else:
-                    with no_host_reads(device):
-                        step(run, taps, bound)
+                with nullcontext() if num_guarded == 0 else no_host_reads(device):
+                    step(run, taps)
                 num_guarded += 1
                 loop._read(run)
 
-    def step(run: loop.Run, taps: Taps, bound: int) -> None:
-        steps.draft_step(run.state, run.generator, bound)
-        logits, block = steps.verify_step(run.state, run.target, run.cache, bound)
+    def step(run: loop.Run, taps: Taps) -> None:
+        drafted, block = run.next_blocks()
+        steps.draft_step(run.state, run.generator, drafted)
+        logits = steps.verify_step(run.state, run.target, run.cache, block)
         steps.select_step(run.state, logits, block, run.processors)
         steps.accept_step(run.state)
         steps.context_step(run.generator, taps, block)

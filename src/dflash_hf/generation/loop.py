@@ -7,6 +7,8 @@ tensors on the host, once per step.
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +17,8 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, GenerateDecoderOnlyOutput
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache import RaggedCache
@@ -23,24 +26,15 @@ from dflash_hf.devices import eagerly
 from dflash_hf.generation import steps
 from dflash_hf.generation.acceptance import choose
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
+from dflash_hf.generation.lockstep import Lockstep
 from dflash_hf.generation.noise import new_key
+from dflash_hf.generation.outputs import DFlashGenerateOutput, Recorder
 from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import SpeculativeStats
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.taps import Taps
 from dflash_hf.target import Target, check_length, find_target, ragged_attention
-
-
-@dataclass
-class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
-    """What `generate` returns with `return_dict_in_generate=True` and a DFlash draft.
-
-    Args:
-        speculative (`SpeculativeStats`): How the run went.
-    """
-
-    speculative: SpeculativeStats | None = None
 
 
 @dataclass(slots=True)
@@ -55,13 +49,22 @@ class Run:
     criteria: list[StoppingCriteria]
     streamer: BaseStreamer | None
     stats: SpeculativeStats
+    recorder: Recorder
+    lockstep: Lockstep | None
     longest: int
     extra: dict[str, Any]
     finished: bool = False
 
-    def bound(self) -> int:
-        """Returns the length of the longest row with the next block: keys beyond it are not read."""
-        return self.longest + self.generator.block_ids.shape[1]
+    def next_blocks(self) -> tuple[RaggedBlock, RaggedBlock]:
+        """Returns where the next block stands: as the draft writes it, and as far as it will be verified."""
+        lengths, size, width = self.state.lengths, self.generator.block_size, self.generator.verify_width
+        # With one row the longest row is the row.
+        drafted = RaggedBlock(lengths, size, self.longest + size, is_exact=lengths.shape[0] == 1)
+        return drafted, drafted if width == size else RaggedBlock(lengths, width, self.longest + size)
+
+    def calls_out(self) -> bool:
+        """Whether code of the user's runs between two verifies, which may want to use the target itself."""
+        return bool(self.criteria) or self.streamer is not None or not self.processors.is_stateless
 
 
 def decode(
@@ -106,7 +109,7 @@ def decode(
     sequences = cast(torch.LongTensor, _sequences(run.state, generation_config).to(given_on))
     if not generation_config.return_dict_in_generate:
         return sequences
-    return DFlashGenerateOutput(sequences=sequences, speculative=run.stats)
+    return DFlashGenerateOutput(sequences=sequences, speculative=run.stats, **run.recorder.collected())
 
 
 def prefill(
@@ -135,7 +138,7 @@ def prefill(
     # Plain `generate` looks at the limit after a token, so there is always one.
     limit = max(1, _max_length(stopping_criteria, generation_config) - input_ids.shape[1])
     longest = int(positions[:, -1].max()) + 1
-    check_length(target, longest, input_ids.shape[1] + limit + width - 1)
+    check_length(target, longest, positions.shape[1] + limit + width - 1)
     position_delta = _position_delta(model_kwargs, positions)
     generator = DFlashCandidateGenerator(
         draft,
@@ -147,7 +150,7 @@ def prefill(
         batch=input_ids.shape[0],
         max_length=longest + limit + block_size,
     )
-    logits, cache = _fill(generator, input_ids, generation_config, model_kwargs, positions, longest + limit + width)
+    outputs, cache = _fill(generator, input_ids, generation_config, model_kwargs, positions, longest + limit + width)
     state = DecodeState.start(
         input_ids,
         lengths=positions[:, -1] + 1,
@@ -165,19 +168,25 @@ def prefill(
         proposal=rule if state.key is not None else "greedy",
         cache_bytes=cache.num_bytes() + generator.cache.num_bytes(),
     )
+    criteria = [c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+    recorder = Recorder(generation_config, input_ids.shape[0])
     run = Run(
         target=target,
         generator=generator,
         cache=cache,
         processors=processors,
         state=state,
-        criteria=[c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)],
+        criteria=criteria,
         streamer=streamer,
         stats=stats,
+        recorder=recorder,
+        lockstep=Lockstep.if_needed(processors, criteria, streamer, state, [] if recorder.has_scores else None),
         longest=longest,
         extra=_extra_inputs(model_kwargs),
     )
-    _commit_first(run, logits)
+    recorder.add_prefill(outputs)
+    assert outputs.logits is not None
+    _commit_first(run, outputs.logits[:, -1:])
     stats.prefill_seconds = time.perf_counter() - start
     return run
 
@@ -189,11 +198,11 @@ def _fill(
     model_kwargs: dict[str, Any],
     positions: Tensor,
     max_length: int,
-) -> tuple[Tensor, RaggedCache]:
+) -> tuple[CausalLMOutputWithPast, RaggedCache]:
     """Runs Transformers' own prefill (the user's attention implementation, chunks, images) with taps on.
 
     The taps are projected to draft context chunk by chunk, so no feature tensor of the whole prompt is kept. Returns
-    the last token's logits `[B, 1, V]` and the ragged cache; the prefill's own cache is emptied.
+    the target's output (of the last chunk) and the ragged cache; the prefill's own cache is emptied.
     """
     target, draft = generator.target, generator.draft
     model: Any = target.model
@@ -223,22 +232,25 @@ def _fill(
         )
     del model_kwargs["past_key_values"], outputs.past_key_values
     cache = RaggedCache.take_prefill(filled, positions, max_length, generator.verify_width)
-    return outputs.logits[:, -1:].to(input_ids.device), cache
+    return outputs, cache
 
 
 def _commit_first(run: Run, logits: Tensor) -> None:
     """Commits the token that the prefill decides: `[B, 1, V]` logits, no proposals, all processors at once."""
     state = run.state
-    scores = run.processors(state.ids[:, : state.columns], logits[:, 0].to(torch.float32, copy=True))
+    logits = logits.to(state.ids.device)
     # The anchor is not in the caches: lengths stay where they are, the anchor's index.
-    tokens = choose(scores[:, None], state.key, state.lengths[:, None])
-    first, width = tokens[:, 0].to(state.ids.device), state.tokens.shape[1]
-    state.tokens.copy_(first[:, None].expand(-1, width))
-    state.num_accepted.zero_()
     lengths = state.lengths
-    steps.accept_step(state)
+    if run.lockstep is not None:
+        scores = run.lockstep.decide(state, logits, lengths[:, None])
+    else:
+        scores = run.processors(state.ids[:, : state.columns], logits[:, 0].to(torch.float32, copy=True))[:, None]
+        state.tokens.copy_(choose(scores, state.key, lengths[:, None]).expand_as(state.tokens))
+        state.num_accepted.zero_()
+        steps.accept_step(state)
     state.lengths = lengths
-    _read(run, count=False)
+    committed = _read(run, count=False)
+    run.recorder.add(scores, logits, None, committed)
 
 
 def advance(run: Run) -> None:
@@ -247,46 +259,68 @@ def advance(run: Run) -> None:
     Under inference mode, which saves 7 to 9 % of a step on a CPU (docs/log.md); what is returned to the user is made
     outside it.
     """
-    generator, state, stats = run.generator, run.state, run.stats
-    while not run.finished:
-        started = time.perf_counter()
-        steps.draft_step(state, generator, run.bound())
-        stats.num_draft_forwards = generator.num_forwards
-        drafted = time.perf_counter()
-        logits, block = _verify(run)
-        stats.num_target_forwards += 1
-        _select(run, logits, block)
-        steps.accept_step(state)
-        _read(run)
-        stats.draft_seconds += drafted - started
-        stats.verify_seconds += time.perf_counter() - drafted
+    with ExitStack() as stack:
+        # Processors, criteria and streamers may call the target themselves: they find it as they left it.
+        held = None if run.calls_out() else stack.enter_context(_tapped(run))
+        while not run.finished:
+            step(run, held)
 
 
-def _verify(run: Run) -> tuple[Tensor, RaggedBlock]:
-    """Runs the verify with the target's attention switched and its layers tapped, for no longer than this forward.
+def step(run: Run, held: Taps | None = None) -> None:
+    """Runs one draft, verify and accept.
 
-    Processors, criteria and streamers run outside it, and may call the target themselves.
+    Args:
+        run (`Run`): Changed in place.
+        held (`Taps`, *optional*): Taps of a target whose attention is switched already; without them the target is
+            tapped and switched for no longer than the verify.
     """
-    generator, target = run.generator, run.target
-    ids = generator.draft.config.target_layer_ids
+    generator, state, stats = run.generator, run.state, run.stats
+    started = time.perf_counter()
+    drafted_block, block = run.next_blocks()
+    steps.draft_step(state, generator, drafted_block)
+    stats.num_draft_forwards = generator.num_forwards
+    drafted = time.perf_counter()
+    with nullcontext(held) if held is not None else _tapped(run) as taps:
+        outputs = _verify(run, block, taps)
+    stats.num_target_forwards += 1
+    assert outputs.logits is not None
+    logits = outputs.logits.to(state.ids.device)  # where the head is need not be where ids go in
+    if run.lockstep is not None:
+        scores = run.lockstep.decide(state, logits, block.positions + 1)
+    else:
+        scores = _select(run, logits, block)
+        steps.accept_step(state)
+    run.recorder.add(scores, logits, outputs.get("hidden_states"), _read(run))
+    stats.draft_seconds += drafted - started
+    stats.verify_seconds += time.perf_counter() - drafted
+
+
+@contextmanager
+def _tapped(run: Run) -> Generator[Taps]:
+    """The target with its attention switched and its layers tapped."""
+    ids = run.generator.draft.config.target_layer_ids
     assert ids is not None
-    with ragged_attention(target), Taps(target.layers, ids) as taps:
-        logits, block = steps.verify_step(run.state, target, run.cache, run.bound(), run.extra)
-        if block.num_calls != len(run.cache.layers):
-            raise RuntimeError(
-                f"expected attention over the ragged cache in {len(run.cache.layers)} layers, got it in "
-                f"{block.num_calls}; this target does not use Transformers' attention interface throughout"
-            )
-        steps.context_step(generator, taps, block)
-    return logits, block
+    with ragged_attention(run.target), Taps(run.target.layers, ids) as taps:
+        yield taps
 
 
-def _select(run: Run, logits: Tensor, block: RaggedBlock) -> None:
-    """Chooses tokens and counts matches; processors that read the prefix go position by position."""
+def _verify(run: Run, block: RaggedBlock, taps: Taps) -> CausalLMOutputWithPast:
+    """Runs the target over the block, hands its tapped states to the draft."""
+    outputs = steps.verify_step(run.state, run.target, run.cache, block, run.extra)
+    if block.num_calls != len(run.cache.layers):
+        raise RuntimeError(
+            f"expected attention over the ragged cache in {len(run.cache.layers)} layers, got it in "
+            f"{block.num_calls}; this target does not use Transformers' attention interface throughout"
+        )
+    steps.context_step(run.generator, taps, block)
+    return outputs
+
+
+def _select(run: Run, logits: Tensor, block: RaggedBlock) -> Tensor:
+    """Chooses tokens, counts matches, returns scores; processors that read the prefix go position by position."""
     state = run.state
     if run.processors.is_stateless:
-        steps.select_step(state, logits, block, run.processors)
-        return
+        return steps.select_step(state, logits, block, run.processors)
     positions = block.positions + 1
 
     def choose_at(scores: Tensor, index: int) -> Tensor:
@@ -300,16 +334,20 @@ def _select(run: Run, logits: Tensor, block: RaggedBlock) -> None:
     running = (~state.done).tolist()
     scores, tokens = run.processors.walk(logits, state.proposals, state.ids, columns, running, choose_at, ends)
     steps.accept_scores(state, scores, block, tokens)
+    return scores
 
 
-def _read(run: Run, count: bool = True) -> None:
-    """Reads one step's outcome on the host, in one transfer: stopping criteria, streamer, statistics."""
+def _read(run: Run, count: bool = True) -> list[int]:
+    """Reads one step's outcome on the host, in one transfer: stopping criteria, streamer, statistics.
+
+    Returns the number of tokens each row has committed.
+    """
     state = run.state
     rows = torch.stack([state.num_committed, state.num_accepted, state.lengths, state.done.long(), state.num_new])
     committed, accepted, lengths, done, num_new = rows.tolist()
-    if run.criteria:
+    if run.criteria and run.lockstep is None:
         _apply_criteria(run, committed, done, num_new)
-    if run.streamer is not None and committed[0]:
+    if run.streamer is not None and run.lockstep is None and committed[0]:
         # A copy: the next step writes into the same memory, and a streamer may keep what it gets.
         run.streamer.put(state.tokens[0, : committed[0]].to("cpu", copy=True))
     for row, num in enumerate(committed):
@@ -318,12 +356,14 @@ def _read(run: Run, count: bool = True) -> None:
             run.stats.num_accepted[row].append(accepted[row])
     run.longest = max(lengths)
     run.finished = all(done)
+    return committed
 
 
 def _apply_criteria(run: Run, committed: list[int], done: list[int], num_new: list[int]) -> None:
     """Calls the other stopping criteria after each committed token, row by row; nothing past a stop is kept.
 
-    Changes the state and the given lists in place.
+    Only those that look at a row's own tokens: with any other, rows go in step (`lockstep`). Changes the state and
+    the given lists in place.
     """
     state = run.state
     for row, num in enumerate(committed):
@@ -333,6 +373,8 @@ def _apply_criteria(run: Run, committed: list[int], done: list[int], num_new: li
             if any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in run.criteria):
                 committed[row], done[row] = extra, 1
                 state.num_new[row] = before + extra
+                state.lengths[row] -= num - extra
+                state.anchor[row] = ids[0, -1]
                 state.done[row] = True
                 break
 
@@ -361,7 +403,9 @@ def _prompt_positions(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor
     """
     mask = model_kwargs.get("attention_mask")
     if mask is None:
-        return torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape[0], -1)
+        embeds = model_kwargs.get("inputs_embeds")
+        batch, columns = input_ids.shape if embeds is None else embeds.shape[:2]
+        return torch.arange(columns, device=input_ids.device).expand(batch, -1)
     mask = mask.to(input_ids.device) != 0
     if bool((mask[:, 1:] < mask[:, :-1]).any()):
         raise ValueError(
@@ -420,4 +464,4 @@ def _sequences(state: DecodeState, generation_config: GenerationConfig) -> torch
     return cast(torch.LongTensor, ids)
 
 
-__all__ = ["DFlashGenerateOutput", "Run", "advance", "decode", "prefill"]
+__all__ = ["Run", "advance", "decode", "prefill"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache import RaggedCache
@@ -17,28 +18,26 @@ from dflash_hf.taps import Taps
 from dflash_hf.target import Target
 
 
-def draft_step(state: DecodeState, generator: DFlashCandidateGenerator, bound: int | None) -> None:
-    """Proposes the tokens after the anchor: one forward of the draft, into `state.proposals`."""
-    generator.propose(state, bound)
+def draft_step(state: DecodeState, generator: DFlashCandidateGenerator, block: RaggedBlock) -> None:
+    """Proposes the tokens after the anchor: one forward of the draft over `block`, into `state.proposals`."""
+    generator.propose(state, block)
 
 
 def verify_step(
-    state: DecodeState, target: Target, cache: RaggedCache, bound: int | None, extra: dict[str, Any] | None = None
-) -> tuple[Tensor, RaggedBlock]:
+    state: DecodeState, target: Target, cache: RaggedCache, block: RaggedBlock, extra: dict[str, Any] | None = None
+) -> CausalLMOutputWithPast:
     """Runs the target once over the anchor and the proposals.
 
     Through the top-level model, so that soft caps, adapters and device hooks apply. Keys and values of all `W` tokens
-    go into the cache; the rejected ones are overwritten by the next block. `extra` are keywords of the caller's own
-    for the target's forward.
+    go into the cache; the rejected ones are overwritten by the next block. `block` says where the `W` tokens stand;
+    `extra` are keywords of the caller's own for the target's forward.
 
     Returns:
-        `tuple[torch.Tensor, RaggedBlock]`: Logits `[B, W, V]`, and the block that was verified.
+        `CausalLMOutputWithPast`: The target's output, with logits `[B, W, V]`.
     """
-    ids = torch.cat([state.anchor[:, None], state.proposals], dim=1)
-    block = RaggedBlock(state.lengths, ids.shape[1], bound)
     cache.begin(block)
-    outputs = target.model(
-        input_ids=ids,
+    return target.model(
+        input_ids=state.block,
         position_ids=block.positions + state.position_delta[:, None],
         past_key_values=cache,
         use_cache=True,
@@ -46,31 +45,34 @@ def verify_step(
         ragged=block,
         **(extra or {}),
     )
-    # Where the head is need not be where ids go in.
-    return outputs.logits.to(ids.device), block
 
 
-def select_step(state: DecodeState, logits_BWV: Tensor, block: RaggedBlock, processors: BlockProcessors) -> None:
+def select_step(state: DecodeState, logits_BWV: Tensor, block: RaggedBlock, processors: BlockProcessors) -> Tensor:
     """Decides the target's tokens and how many proposals stand, when the processors can see the block at once.
 
-    Writes `state.tokens` and `state.num_accepted`.
+    Writes `state.tokens` and `state.num_accepted`; returns the processed scores `[B, W, V]`.
     """
-    if state.key is None:
-        state.tokens.copy_(processors.warp(logits_BWV).argmax(dim=-1))
-        state.num_accepted.copy_(accept_matching(state.proposals, state.tokens))
-        return
-    accept_scores(state, processors.warp(logits_BWV), block)
+    scores = processors.warp(logits_BWV)
+    accept_scores(state, scores, block)
+    return scores
 
 
 def accept_scores(state: DecodeState, scores_BWV: Tensor, block: RaggedBlock, tokens: Tensor | None = None) -> None:
     """Applies the acceptance rule of the run to processed scores; `tokens` saves choosing them again."""
-    positions = block.positions + 1
-    if state.draft_probs is not None and state.key is not None:
-        num_accepted, chosen = accept_rejection(state.proposals, scores_BWV, state.draft_probs, state.key, positions)
-        state.tokens.copy_(chosen)
-        state.num_accepted.copy_(num_accepted)
-        return
-    state.tokens.copy_(choose(scores_BWV, state.key, positions) if tokens is None else tokens)
+    if tokens is None and state.key is None:
+        tokens = scores_BWV.argmax(dim=-1)
+    elif tokens is None and state.key is not None:
+        positions = block.positions + 1
+        if state.draft_probs is not None:
+            num_accepted, tokens = accept_rejection(
+                state.proposals, scores_BWV, state.draft_probs, state.key, positions
+            )
+            state.tokens.copy_(tokens)
+            state.num_accepted.copy_(num_accepted)
+            return
+        tokens = choose(scores_BWV, state.key, positions)
+    assert tokens is not None
+    state.tokens.copy_(tokens)
     state.num_accepted.copy_(accept_matching(state.proposals, state.tokens))
 
 
@@ -81,14 +83,20 @@ def accept_step(state: DecodeState) -> None:
     )
     state.num_committed.copy_(num_committed)
     state.done.copy_(done)
-    width = state.tokens.shape[1]
-    columns = state.columns + state.num_new[:, None] + torch.arange(width, device=state.ids.device)
+    width, device = state.tokens.shape[1], state.ids.device
+    columns = torch.arange(state.columns, state.columns + width, device=device) + state.num_new[:, None]
     state.ids.scatter_(1, columns, state.tokens)
-    last = state.tokens.gather(1, (num_committed - 1).clamp_min(0)[:, None])[:, 0]
-    state.anchor.copy_(torch.where(num_committed > 0, last, state.anchor))
+    commit_step(state)
+
+
+def commit_step(state: DecodeState) -> None:
+    """Moves lengths and anchor by `state.num_committed`; the tokens are in `ids` already."""
     # Out of place: the block that was just verified still holds the old lengths.
-    state.lengths = state.lengths + num_committed
-    state.num_new += num_committed
+    state.lengths = state.lengths + state.num_committed
+    state.num_new += state.num_committed
+    # Whatever was written behind it, the last committed token is the next anchor; a finished row keeps its own.
+    last = state.ids.gather(1, state.num_new[:, None] + (state.columns - 1))
+    state.anchor.copy_(last[:, 0])
 
 
 def context_step(generator: DFlashCandidateGenerator, taps: Taps, block: RaggedBlock) -> None:
@@ -96,4 +104,4 @@ def context_step(generator: DFlashCandidateGenerator, taps: Taps, block: RaggedB
     generator.observe_block(taps.take(), block)
 
 
-__all__ = ["accept_scores", "accept_step", "context_step", "draft_step", "select_step", "verify_step"]
+__all__ = ["accept_scores", "accept_step", "commit_step", "context_step", "draft_step", "select_step", "verify_step"]
