@@ -36,6 +36,7 @@ from helpers.source_tree import (
 LEVELS = {
     "dflash_kernels": 0,
     "dflash_hf.configuration_dflash": 1,
+    "dflash_hf.devices": 1,
     "dflash_hf.errors": 1,
     "dflash_hf.generation_config": 1,
     "dflash_hf.positions": 1,

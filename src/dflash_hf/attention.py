@@ -41,10 +41,30 @@ class RaggedBlock:
         self.width = width
         self.bound = bound
         self.is_exact = is_exact and bound is not None
-        self.num_calls = 0
+        # The window of the layer whose keys were written last: Moshi's slides in its cache only, not in its attention.
+        self.window: int | None = None
+        self._modules: set[int] = set()
         self.positions = lengths[:, None] + torch.arange(width, device=lengths.device)
         self._slots: dict[int, Tensor] = {}
         self._masks: dict[tuple[object, ...], Tensor] = {}
+        self._copies: dict[torch.device, RaggedBlock] = {}
+
+    def on(self, device: torch.device) -> RaggedBlock:
+        """Returns the same block counted on another device; copied once per step, not once per layer."""
+        if device == self.lengths.device:
+            return self
+        if device not in self._copies:
+            self._copies[device] = RaggedBlock(self.lengths.to(device), self.width, self.bound, self.is_exact)
+        return self._copies[device]
+
+    @property
+    def num_calls(self) -> int:
+        """Attention modules that have run over the ragged cache; a module counts once (DiffLlama's call twice)."""
+        return len(self._modules)
+
+    def count(self, module: nn.Module) -> None:
+        """Notes that an attention module has run."""
+        self._modules.add(id(module))
 
     def extent(self, ring: int) -> int:
         """Returns how many slots of a buffer of `ring` slots have to be read."""
@@ -214,7 +234,7 @@ def ragged_block(
     """Runs a target layer's attention over the ragged cache; called by unmodified Transformers modelling code.
 
     Args:
-        module (`nn.Module`): The attention layer (unused; part of the interface).
+        module (`nn.Module`): The attention layer; counted.
         query, key, value (`torch.Tensor`): `[B, H, K, E]` and what `RaggedCache.update` returned.
         attention_mask (`torch.Tensor`, *optional*): Must be absent: the mask follows from `ragged`.
         scaling, dropout, sliding_window, softcap, s_aux: As Transformers passes them; `s_aux` are gpt-oss's sinks.
@@ -238,9 +258,10 @@ def ragged_block(
             f"expected no attention mask under {RAGGED_BLOCK!r}, got one of shape {tuple(attention_mask.shape)}; "
             "this target builds masks of its own and is not supported"
         )
-    ragged.num_calls += 1
+    ragged.count(module)
+    window = ragged.window if sliding_window is None else sliding_window
     repeats = mask_repeats(query.shape[1] // key.shape[1], key.device)
-    mask = ragged.mask(key.shape[2], sliding_window, True, repeats, query.dtype)
+    mask = ragged.on(key.device).mask(key.shape[2], window, True, repeats, query.dtype)
     out = attend(query, key, value, mask, scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
     return out, None
 

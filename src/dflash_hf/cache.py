@@ -77,8 +77,8 @@ class RaggedLayer(CacheLayerMixin):
 
     def write(self, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> None:
         """Writes a block in place at each row's length; no host sync."""
-        slots = block.slots(self.ring)
         keys, values = self._rows
+        slots = block.on(keys.device).slots(self.ring)
         # Under autocast keys and values need not have the dtypes they had in the prefill.
         keys.index_copy_(0, slots, key_BKGE.flatten(0, 1).to(keys.dtype))
         values.index_copy_(0, slots, value_BKGE.flatten(0, 1).to(values.dtype))
@@ -176,6 +176,11 @@ class RaggedCache(Cache):
             layer = RaggedLayer(
                 shape, keys.shape[0], max_length, block, keys.dtype, keys.device, value_dtype=values.dtype
             )
+            if keys.shape[2] > positions_BS.shape[1]:
+                raise ValueError(
+                    f"expected keys of {positions_BS.shape[1]} prompt tokens in layer {index} of the prefill cache, "
+                    f"got {keys.shape[2]}; something adds tokens to the prompt, drop assistant_model"
+                )
             # A sliding layer kept only its newest columns: they are the last ones of the prompt.
             positions = positions_BS[:, -keys.shape[2] :].to(keys.device)
             layer.write_rows(keys.transpose(1, 2), values.transpose(1, 2), positions)
@@ -196,6 +201,7 @@ class RaggedCache(Cache):
         layer = self.layers[layer_idx]
         assert isinstance(layer, RaggedLayer)
         layer.write(key_BKGE, value_BKGE, block)
+        block.window = layer.shape.window
         return layer.read(block)
 
     def write_rows(self, layer_idx: int, key_BSGE: Tensor, value_BSGE: Tensor, positions_BS: Tensor) -> None:

@@ -23,6 +23,19 @@ MAX_SIZE = 2**24
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
+class _AsTheTarget:
+    """A value that a draft does not have of its own: equal to whatever the target has."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return "the target's"
+
+
 @strict
 class DFlashConfig(PreTrainedConfig):
     r"""
@@ -81,6 +94,10 @@ class DFlashConfig(PreTrainedConfig):
     model_type = "dflash"
     default_theta = 1_000_000.0
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (Transformers' own form)
+    # Pipelines compare them with the target's, to see whether the two share a tokenizer. Not fields: never saved.
+    bos_token_id = _AsTheTarget()
+    eos_token_id = _AsTheTarget()
+    pad_token_id = _AsTheTarget()
 
     vocab_size: int | None = 151936
     draft_vocab_size: int | None = None

@@ -22,6 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dflash_hf.attention import RaggedBlock, attend, mask_repeats
 from dflash_hf.cache import LayerShape, RaggedCache
 from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.devices import brought_in, execution_device
 from dflash_hf.dflash2 import CandidateSelector, GroupedDynamicConvolution, convolved, follow_path
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.positions import visible
@@ -412,11 +413,12 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     def embed(self, token_ids: Tensor, embedding: nn.Module) -> Tensor:
         """Looks ids `[B, K]` up in the draft's own embedding, or in the target's as this draft was trained with it."""
         if self.embed_tokens is not None:
-            states = self.embed_tokens(token_ids.to(self.embed_tokens.weight.device))
+            states = self.embed_tokens(token_ids.to(execution_device(self.embed_tokens)))
         elif self.config.raw_input_embeddings:
-            weight = embedding.weight
-            assert isinstance(weight, Tensor)
-            states = nn.functional.embedding(token_ids, weight)
+            with brought_in(embedding):
+                weight = embedding.weight
+                assert isinstance(weight, Tensor)
+                states = nn.functional.embedding(token_ids, weight)
         else:
             states = embedding(token_ids)
         scale = self.config.input_embedding_scale

@@ -19,6 +19,8 @@ from torch.utils.hooks import RemovableHandle
 class Taps:
     """Records layer outputs while it is open: `with Taps(layers, ids) as taps: model(...); taps.take()`.
 
+    Only those of the thread that opened it: another one may run the same layers at the same time.
+
     Args:
         layers (sequence of `nn.Module`): Decoder layers of the target.
         layer_ids (sequence of `int`): 0-based layers to tap, -1 for the first one's input, in the order they are
@@ -38,9 +40,10 @@ class Taps:
         self.sink = sink
         self._states: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
-        self._thread = threading.get_ident()
+        self._thread = 0
 
     def __enter__(self) -> Taps:
+        self._thread = threading.get_ident()
         self._handles = [
             self.layers[i].register_forward_hook(self._hook(i))
             if i >= 0

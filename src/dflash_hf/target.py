@@ -5,23 +5,38 @@ Everything is found from the model, never from its name or a key path. Unsupport
 
 from __future__ import annotations
 
+import dis
+import inspect
 import threading
-import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_hf.attention import RAGGED_BLOCK
 from dflash_hf.configuration_dflash import LAYER_TYPES, DFlashConfig
+from dflash_hf.devices import execution_device
 
+_SETTING = "_attn_implementation"
+_MARK = "_dflash_switchable"
+NO_INTERFACE = "attention that does not go through transformers.AttentionInterface"
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
 
-_locks: dict[int, threading.RLock] = {}
-_locks_guard = threading.Lock()
+
+class _Verifying(threading.local):
+    """The text config whose model this thread is verifying with."""
+
+    config: PreTrainedConfig | None = None
+
+
+_verifying = _Verifying()
+_switching = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +58,21 @@ class Target:
     head: nn.Module
 
     @property
-    def embedding_weight(self) -> Tensor:
-        """The embedding's rows; where they are is where ids go in."""
-        weight = self.embedding.weight
-        assert isinstance(weight, Tensor)
-        return weight
+    def device(self) -> torch.device:
+        """Where ids go in: the device on which the embedding computes, also while its weights are offloaded."""
+        return execution_device(self.embedding)
+
+    @property
+    def takes_inference_mode(self) -> bool:
+        """Whether all weights are plain tensors: some classes of quantised ones break in torch's inference mode."""
+        plain = (torch.Tensor, nn.Parameter)
+        return all(type(tensor) in plain for tensor in (*self.model.parameters(), *self.model.buffers()))
 
     @property
     def vocab_size(self) -> int:
         """Number of rows of the embedding (ids that can be looked up)."""
-        return int(self.embedding_weight.shape[0])
+        weight: Any = self.embedding.weight
+        return int(weight.shape[0])
 
 
 def find_target(model: PreTrainedModel) -> Target:
@@ -124,13 +144,58 @@ def check_target(target: Target) -> None:
         reason = "cross attention"
     elif _has_mrope(config):
         reason = "M-RoPE (positions with several rows per token), which is not supported yet"
-    elif len(set((getattr(target.model, "hf_device_map", None) or {}).values())) > 1:
-        reason = "layers on several devices, which is not supported yet"
+    elif (adapter := _adapter_reason(target.model)) is not None:
+        reason = adapter
     elif not type(target.model)._supports_attention_backend:
-        reason = "attention that does not go through transformers.AttentionInterface"
+        reason = NO_INTERFACE
     else:
+        reason = next((reason for layer in target.layers if (reason := _layer_reason(layer)) is not None), None)
+    if reason is None:
         return
     raise ValueError(f"expected a target with full or sliding attention, got {name} with {reason}; drop the draft")
+
+
+def _adapter_reason(model: PreTrainedModel) -> str | None:
+    """Names the kinds of PEFT adapters that do more than change what modules compute."""
+    preparing = getattr(model.prepare_inputs_for_generation, "__self__", model)
+    if getattr(getattr(preparing, "active_peft_config", None), "is_prompt_learning", False):
+        return "a PEFT adapter that puts tokens of its own before the prompt"
+    adapters = getattr(model, "peft_config", None) or {}
+    if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters.values()):
+        return "an activated LoRA, which counts its tokens from the end of each call"
+    return None
+
+
+def _layer_reason(layer: nn.Module) -> str | None:
+    """Says why a layer's attention cannot be run over the ragged cache, as far as its code tells."""
+    interfaces = [
+        value
+        for module in layer.modules()
+        for name in _code_of(module).co_names
+        if isinstance(value := _globals_of(module).get(name), AttentionInterface)
+    ]
+    if not interfaces:
+        return NO_INTERFACE
+    if any(interface is not ALL_ATTENTION_FUNCTIONS for interface in interfaces):
+        return "an attention interface of its own, with masks that follow from the values"
+    # Without this instruction a call cannot hand on keywords that it does not name.
+    if all(i.opname != "CALL_FUNCTION_EX" for i in dis.get_instructions(_code_of(getattr(layer, "_orig_mod", layer)))):
+        return "layers that do not hand keywords of the forward down to their attention"
+    return None
+
+
+def _forward_of(module: nn.Module) -> Any:
+    """A module's forward as its class wrote it, without decorators."""
+    return inspect.unwrap(type(module).forward)
+
+
+def _code_of(module: nn.Module) -> CodeType:
+    code: CodeType = _forward_of(module).__code__
+    return code
+
+
+def _globals_of(module: nn.Module) -> dict[str, Any]:
+    return _forward_of(module).__globals__
 
 
 def _has_mrope(config: PreTrainedConfig) -> bool:
@@ -201,34 +266,45 @@ def check_length(target: Target, longest_prompt: int, max_length: int) -> None:
     )
 
 
-def _lock_of(config: PreTrainedConfig) -> threading.RLock:
-    """One lock per config object: models built from one config switch their attention together."""
-    with _locks_guard:
-        key = id(config)
-        if key not in _locks:
-            _locks[key] = threading.RLock()
-            weakref.finalize(config, _locks.pop, key, None)
-        return _locks[key]
+def _make_switchable(kind: type[PreTrainedConfig]) -> None:
+    """Lets a class of configs answer a verifying thread, and only it, with the ragged attention.
 
+    The value that is stored in a config never changes: other threads, copies and saved files see what the user set.
+    The getter stays on the class, without effect outside a verify.
 
-@contextmanager
-def exclusive(target: Target) -> Generator[None]:
-    """Holds the target's lock: drafted runs over one config, also from several threads, happen one after another."""
-    with _lock_of(target.config):
-        yield
+    Raises:
+        RuntimeError: If Transformers does not keep the setting in a property.
+    """
+    setting = inspect.getattr_static(kind, _SETTING, None)
+    if not isinstance(setting, property) or setting.fget is None:
+        raise RuntimeError(
+            f"expected a property {kind.__name__}._attn_implementation, got {setting!r}; this release of Transformers "
+            "is not supported"
+        )
+    read = setting.fget
+    if hasattr(read, _MARK):
+        return
+
+    def switched(config: PreTrainedConfig) -> Any:
+        return RAGGED_BLOCK if _verifying.config is config else read(config)
+
+    setattr(switched, _MARK, True)
+    setattr(kind, _SETTING, property(switched, setting.fset))
 
 
 @contextmanager
 def ragged_attention(target: Target) -> Generator[None]:
-    """Runs the target's text decoder under the ragged attention; the setting is restored on any exit."""
-    config = target.config
-    with exclusive(target):
-        before = config._attn_implementation
-        config._attn_implementation = RAGGED_BLOCK
-        try:
-            yield
-        finally:
-            config._attn_implementation = before
+    """Runs the target's text decoder under the ragged attention, in this thread only.
+
+    Other threads may run the same model, or another one with the same config object, at the same time.
+    """
+    with _switching:
+        _make_switchable(type(target.config))
+    before, _verifying.config = _verifying.config, target.config
+    try:
+        yield
+    finally:
+        _verifying.config = before
 
 
-__all__ = ["Target", "check_length", "check_pair", "check_target", "exclusive", "find_target", "ragged_attention"]
+__all__ = ["Target", "check_length", "check_pair", "check_target", "find_target", "ragged_attention"]

@@ -406,11 +406,21 @@ def test_the_ragged_attention_cannot_be_selected_by_hand() -> None:
 def test_a_compiled_layer_that_runs_no_hooks_is_an_error() -> None:
     target = tiny_target("qwen3")
     layer = target.model.layers[2]
-    layer.forward_without_hooks = layer.forward
-    target.model.layers[2] = type(
-        "Hookless", (nn.Module,), {"__call__": lambda self, *a, **k: layer.forward(*a, **k)}
-    )()
-    target.model.layers[2].self_attn = layer.self_attn
+
+    class Hookless(nn.Module):
+        """Calls what it holds, and never its own hooks, as code compiled before they were added does."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.self_attn = layer.self_attn
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self.forward(*args, **kwargs)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return layer.forward(*args, **kwargs)
+
+    target.model.layers[2] = Hookless()
     with pytest.raises(RuntimeError, match="compiled target runs no hooks"):
         target.generate(**prompts([6], 0), **GREEDY, assistant_model=tiny_draft(target))
     assert target.config._attn_implementation == "sdpa"

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
+from accelerate.hooks import attach_align_device_hook_on_blocks
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -101,6 +103,31 @@ def test_ragged_rows_give_the_plain_text(device: str) -> None:
 @pytest.mark.parametrize("kind", [{}, DFLASH2], ids=["dflash", "dflash 2"])
 def test_a_draft_on_another_device_gives_the_plain_text(kind: dict[str, Any], device: str) -> None:
     check_greedy(tiny_target("qwen3").to(device), device, seed=3, draft_device="cpu", **kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draft_device", ["cuda", "cpu"])
+@pytest.mark.parametrize("head", ["cuda", "cpu"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_layers_on_several_devices_give_the_plain_text(offload: bool, head: str, draft_device: str) -> None:
+    """Layers on the GPU and the CPU in turn: computed on each, or (`offload`) brought to the GPU for each call."""
+    places: dict[str, Any] = {f"model.layers.{i}": "cpu" if i % 2 else 0 for i in range(4)}
+    places |= {
+        "model.embed_tokens": 0,
+        "model.norm": 0,
+        "model.rotary_emb": 0,
+        "lm_head": 0 if head == "cuda" else "cpu",
+    }
+    target: Any = tiny_target("qwen3-sliding")
+    if offload:
+        target = dispatch_model(target, places, main_device=0)
+        assert any(parameter.is_meta for parameter in target.parameters())
+    else:
+        execution = {name: torch.device(place) for name, place in places.items()} | {"": torch.device(0)}
+        attach_align_device_hook_on_blocks(target, execution, skip_keys=["past_key_values"])
+        assert {parameter.device.type for parameter in target.parameters()} == {"cuda", "cpu"}
+    for seed, lengths in enumerate([[9], LENGTHS]):
+        check_greedy(target, "cuda", seed, draft_device=draft_device, lengths=lengths)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,6 +10,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache import RaggedCache
+from dflash_hf.devices import execution_device
 from dflash_hf.dflash2 import follow_path
 from dflash_hf.generation.acceptance import DRAFT_STREAM, TARGET_STREAM, choose
 from dflash_hf.generation.noise import gumbel_noise
@@ -55,16 +56,17 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.verify_width = verify_width
         self.rule = rule
         self.num_forwards = 0
+        self.device = execution_device(draft)
         self.cache = RaggedCache(
             draft.cache_shapes(),
             batch=batch,
             max_length=max_length,
             block=max(block_size, verify_width),
             dtype=draft.dtype,
-            device=draft.device,
+            device=self.device,
         )
         self.block_ids = torch.full(
-            (batch, block_size), draft.config.mask_token_id, dtype=torch.long, device=draft.device
+            (batch, block_size), draft.config.mask_token_id, dtype=torch.long, device=self.device
         )
         self._context: tuple[Tensor, RaggedBlock] | None = None
         self._seen = 0
@@ -78,8 +80,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
             positions (`torch.Tensor` of shape `[B, S]`): Index of each token in its row, negative for padding.
         """
         draft = self.draft
-        states = context_hidden_states.to(draft.device, draft.dtype)
-        draft.write_prompt(states, positions.to(draft.device), self.cache)
+        states = context_hidden_states.to(self.device, draft.dtype)
+        draft.write_prompt(states, positions.to(self.device), self.cache)
 
     def observe_block(self, context_hidden_states: Tensor, block: RaggedBlock) -> None:
         """Takes the context of a verified block, rejected rows included; the next draft forward writes it.
@@ -88,8 +90,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
             context_hidden_states (`torch.Tensor` of shape `[B, W, L * D]`): Tapped states of the verify.
             block (`RaggedBlock`): The block that was verified.
         """
-        states = context_hidden_states.to(self.draft.device, self.draft.dtype)
-        self._context = (states, self._on_draft(block))
+        states = context_hidden_states.to(self.device, self.draft.dtype)
+        self._context = (states, block.on(self.device))
 
     def propose(self, state: DecodeState, block: RaggedBlock) -> None:
         """Drafts a block in one forward and writes `state.proposals` (and `draft_probs` under rejection).
@@ -101,19 +103,19 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if self.verify_width < 2:
             return
         draft, device = self.draft, state.block.device
-        self.cache.begin(self._on_draft(block))
+        self.cache.begin(block.on(self.device))
         self.block_ids[:, 0] = state.anchor
         noise_embeds = draft.embed(self.block_ids.to(device), self.target.embedding)
         context, self._context = self._context, None
-        hidden = draft.forward_block(noise_embeds.to(draft.device, draft.dtype), self.cache, context)
+        hidden = draft.forward_block(noise_embeds.to(self.device, draft.dtype), self.cache, context)
         self.num_forwards += 1
         # The slots that propose, and how far ahead of each one's own position its token is.
         ahead = int(draft.config.sample_from_anchor)
         slots = slice(1 - ahead, self.verify_width - ahead)
         hidden = states = hidden[:, slots]
         if draft.lm_head is None:
-            like = noise_embeds if draft.embed_tokens is None else self.target.embedding_weight
-            states = hidden.to(like.device, like.dtype)
+            dtype = noise_embeds.dtype if draft.embed_tokens is None else self.target.model.dtype
+            states = hidden.to(device, dtype)
         logits = draft.compute_logits(states, self.target.head).to(device)
         if state.key is None or self.rule == "argmax":
             state.proposals.copy_(draft.best_path(hidden, logits, state.anchor))
@@ -192,12 +194,6 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def collect(self, context_hidden_states: Tensor) -> None:
         """Keeps the tapped states of the target's last forward for `get_candidates`; a sink for [`taps.Taps`]."""
         self._pending = context_hidden_states
-
-    def _on_draft(self, block: RaggedBlock) -> RaggedBlock:
-        """The same block, counted on the draft's device."""
-        if block.lengths.device == self.draft.device:
-            return block
-        return RaggedBlock(block.lengths.to(self.draft.device), block.width, block.bound, is_exact=block.is_exact)
 
 
 __all__ = ["DFlashCandidateGenerator"]

@@ -23,6 +23,7 @@ from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dflash_hf.checkpoints import explain_foreign_draft
+from dflash_hf.devices import execution_devices
 from dflash_hf.generation.loop import decode
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -45,6 +46,7 @@ def enable() -> None:
             return original(self, *args, **kwargs)
         bound = inspect.signature(original).bind(self, *args, **kwargs).arguments
         draft = bound.get("assistant_model")
+        draft = getattr(draft, "_orig_mod", draft)  # torch.compile's wrapper: blocks never go through its forward
         if not isinstance(draft, DFlashDraftModel):
             foreign = None if draft is None else explain_foreign_draft(draft)
             if foreign is not None:
@@ -102,6 +104,8 @@ def _prepare(model: Any, draft: DFlashDraftModel, arguments: dict[str, Any]) -> 
     """Checks the call and turns it into one for the original `generate`."""
     arguments = dict(arguments)
     arguments.pop("assistant_model")
+    # Pipelines pass one on where they cannot see that a draft reads and writes the target's tokens.
+    arguments.pop("assistant_tokenizer", None)
     if arguments.get("custom_generate") is not None:
         raise ValueError("expected no custom_generate beside a DFlash draft, got one; drop one of the two")
     settings = {
@@ -121,6 +125,11 @@ def _prepare(model: Any, draft: DFlashDraftModel, arguments: dict[str, Any]) -> 
     target = find_target(model)
     check_target(target)
     check_pair(target, draft.config)
+    if len(devices := execution_devices(draft)) > 1:
+        raise ValueError(
+            f"expected a draft on one device, got {sorted(str(device) for device in devices)}; load it with "
+            'device_map={"": device}'
+        )
     knobs.validate_knobs(draft.config.block_size, draft.config.sample_from_anchor)
     _check_settings(model, config, arguments)
     _check_inputs(arguments, model_kwargs)

@@ -1,0 +1,122 @@
+"""Where a module computes, also when its weights are not there: accelerate's offload and `torch.compile`.
+
+Offloaded weights live on `meta` between calls; accelerate's hooks, which every offloaded module with weights of its
+own carries as `_hf_hook`, bring them in around its forward.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+logger: Any = logging.get_logger(__name__)
+
+
+def execution_device(module: nn.Module) -> torch.device:
+    """Returns the device a module's first weight is on while it computes.
+
+    Raises:
+        ValueError: If that weight is on `meta` and nothing brings it in.
+    """
+    for part in module.modules():
+        weight = next(iter(part.parameters(recurse=False)), None)
+        if weight is None:
+            continue
+        if weight.device.type != "meta":
+            return weight.device
+        device = next(
+            (h.execution_device for h in _hooks(part) if getattr(h, "execution_device", None) is not None), None
+        )
+        if device is not None:
+            return torch.device(device)
+        break
+    raise ValueError(
+        f"expected weights in {type(module).__name__}, got none, or only on the device 'meta' without accelerate's "
+        "hooks; load the model with from_pretrained"
+    )
+
+
+def execution_devices(module: nn.Module) -> set[torch.device]:
+    """Returns every device that parts of a module with weights of their own compute on."""
+    parts = [part for part in module.modules() if next(iter(part.parameters(recurse=False)), None) is not None]
+    return {execution_device(part) for part in parts}
+
+
+@contextmanager
+def brought_in(module: nn.Module) -> Generator[None]:
+    """Has a module's own weights on its execution device, for a use of them that is not a call of the module."""
+    hooks = [hook for hook in _hooks(module) if getattr(hook, "offload", False)]
+    for hook in hooks:
+        hook.pre_forward(module)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.post_forward(module, None)
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """The accelerate hooks of a module: one, or several in a `SequentialHook`."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is None:
+        return []
+    return list(getattr(hook, "hooks", [hook]))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a call of the module runs code of `torch.compile`, in whichever of its three forms it was asked for."""
+    return any(
+        part._compiled_call_impl is not None
+        or hasattr(type(part), "_torchdynamo_orig_callable")
+        or "_orig_mod" in part._modules
+        or any(hasattr(vars(part).get(name), "_torchdynamo_orig_callable") for name in ("forward", "_old_forward"))
+        for part in module.modules()
+    )
+
+
+_forcing = threading.Lock()
+_num_forced = 0
+_stance: Any = None
+
+
+@contextmanager
+def eagerly(*modules: nn.Module) -> Generator[None]:
+    """Runs compiled modules as they were before `torch.compile`; does nothing where none is compiled.
+
+    Compiled code runs no hooks that were added later, so it cannot be tapped. The stance is one for all threads: the
+    first run sets it and the last one puts it back, and what other threads have compiled runs eagerly meanwhile.
+    """
+    compiled = [type(module).__name__ for module in modules if is_compiled(module)]
+    if not compiled:
+        yield
+        return
+    logger.warning_once(
+        f"{' and '.join(compiled)} runs eagerly with a DFlash draft: hooks that record hidden states do not run in "
+        "code of torch.compile"
+    )
+    _force(1)
+    try:
+        yield
+    finally:
+        _force(-1)
+
+
+def _force(change: int) -> None:
+    """Counts the runs that need the stance; sets it for the first and restores it after the last."""
+    global _num_forced, _stance
+    with _forcing:
+        _num_forced += change
+        if change > 0 and _num_forced == 1:
+            _stance = torch.compiler.set_stance("force_eager")
+        elif _num_forced == 0:
+            _stance.__exit__(None, None, None)
+            _stance = None
+
+
+__all__ = ["brought_in", "eagerly", "execution_device", "execution_devices", "is_compiled"]

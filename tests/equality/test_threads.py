@@ -1,0 +1,185 @@
+"""One target in several threads, with and without drafts: each gets what it would get alone."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from queue import Queue
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel, TextIteratorStreamer
+from transformers.generation import BaseStreamer
+
+from dflash_hf.attention import RAGGED_BLOCK
+from dflash_hf.target import find_target, ragged_attention
+from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+TIMEOUT = 60
+
+
+def in_a_thread(work: Callable[[], Any]) -> Any:
+    """Runs something in another thread and waits; a deadlock is a failure and not a hang."""
+    results: Queue[Any] = Queue()
+
+    def run() -> None:
+        try:
+            results.put(work())
+        except Exception as error:  # handed to the test, whatever it is
+            results.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    result = results.get(timeout=TIMEOUT)
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+@contextmanager
+def in_the_middle(layer: nn.Module, work: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Runs `work` in another thread while this one is inside `layer`, at the third forward (a verify)."""
+    here, calls, results = threading.get_ident(), [0], []
+
+    def hook(module: nn.Module, args: Any) -> None:
+        if threading.get_ident() == here:
+            calls[0] += 1
+            if calls[0] == 3:
+                results.append(in_a_thread(work))
+
+    handle = layer.register_forward_pre_hook(hook)
+    try:
+        yield results
+    finally:
+        handle.remove()
+
+
+def plain(target: PreTrainedModel, seed: int, lengths: list[int]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    inputs = prompts(lengths, seed)
+    return inputs, target.generate(**inputs, **GREEDY)
+
+
+# Not three rows under eager: in float64 it computes NaN for padding (tiny.py).
+@pytest.mark.parametrize(("attention", "lengths"), [("eager", [6]), ("sdpa", [6]), ("sdpa", [4, 11, 7])])
+def test_anything_may_run_in_the_middle_of_a_verify(attention: str, lengths: list[int]) -> None:
+    target = tiny_target("qwen3-sliding")
+    target.set_attn_implementation(attention)
+    twin = type(target)(target.config).double().eval()  # another model of the same config object
+    twin.generation_config = target.generation_config
+    inputs, ref = plain(target, 0, lengths)
+    others, other = plain(target, 1, [9])
+    twin_ref = twin.generate(**others, **GREEDY)
+    logits = target(**others).logits
+
+    def work() -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [
+                target(**others).logits,
+                target.generate(**others, **GREEDY),
+                target.generate(**others, **GREEDY, assistant_model=oracle_draft(target, truth_of(others, other), 5)),
+                twin.generate(**others, **GREEDY),
+                twin.generate(**others, **GREEDY, assistant_model=tiny_draft(twin)),
+                copy.deepcopy(target).generate(**others, **GREEDY),
+                target.config._attn_implementation,
+            ]
+
+    draft = oracle_draft(target, truth_of(inputs, ref), 2)
+    with in_the_middle(target.model.layers[2], work) as results:
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    assert 1.0 < draft.last_stats.acceptance_length < 8.0
+    seen, text, drafted, twin_text, twin_drafted, copied, setting = results[0]
+    torch.testing.assert_close(seen, logits, rtol=1e-12, atol=1e-12)
+    for result in (text, drafted, copied):
+        assert torch.equal(result, other)
+    assert torch.equal(twin_text, twin_ref)
+    assert torch.equal(twin_drafted, twin_ref)
+    assert setting == attention
+
+
+def test_many_threads_at_once() -> None:
+    target = tiny_target("gemma3")
+    cases = [plain(target, seed, [4 + seed, 9, 3][: 1 + seed % 3]) for seed in range(6)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+
+    def work(job: int) -> bool:
+        inputs, ref = cases[job % len(cases)]
+        draft = oracle_draft(target, truth_of(inputs, ref), job) if job % 3 else None
+        return torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(work, range(18))) == [True] * 18
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_a_consumer_may_generate_while_it_is_fed() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained("demos/toy/target")
+    target = tiny_target("qwen3", vocab_size=len(tokenizer))
+    inputs, ref = plain(target, 0, [6])
+    # Nothing is buffered, so the run waits inside `put` until the consumer has finished its own.
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=TIMEOUT)
+    streamer.text_queue = Queue(maxsize=1)
+    draft = oracle_draft(target, truth_of(inputs, ref), 1)
+    run = threading.Thread(
+        target=target.generate,
+        kwargs={**inputs, **GREEDY, "streamer": streamer, "assistant_model": draft},
+        daemon=True,
+    )
+    run.start()
+    text = ""
+    for piece in streamer:
+        assert torch.equal(target.generate(**inputs, **GREEDY), ref)
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=tiny_draft(target)), ref)
+        text += piece
+    run.join(TIMEOUT)
+    assert text == tokenizer.decode(ref[0, 6:])
+
+
+class Waiting(BaseStreamer):
+    """Generates in another thread, and in its own, whenever it gets something."""
+
+    def __init__(self, work: Callable[[], torch.Tensor]) -> None:
+        self.work = work
+        self.results: list[torch.Tensor] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.results += [self.work(), in_a_thread(self.work)]
+
+    def end(self) -> None:
+        return
+
+
+def test_a_streamer_may_generate_with_a_draft_of_its_own() -> None:
+    target = tiny_target("qwen3")
+    inputs, ref = plain(target, 0, [6])
+    others, other = plain(target, 1, [9])
+    streamer = Waiting(lambda: target.generate(**others, **GREEDY, assistant_model=tiny_draft(target)))
+    draft = oracle_draft(target, truth_of(inputs, ref), 1)
+    assert torch.equal(target.generate(**inputs, **GREEDY, streamer=streamer, assistant_model=draft), ref)
+    assert len(streamer.results) > 4
+    assert all(torch.equal(result, other) for result in streamer.results)
+
+
+def test_the_setting_is_seen_by_the_verifying_thread_alone_and_never_stored() -> None:
+    target = find_target(tiny_target("qwen3"))
+    with ragged_attention(target):
+        assert target.config._attn_implementation == RAGGED_BLOCK
+        assert in_a_thread(lambda: target.config._attn_implementation) == "sdpa"
+        assert type(target.config)()._attn_implementation is None
+        assert copy.deepcopy(target.config)._attn_implementation == "sdpa"
+    assert target.config._attn_implementation == "sdpa"
+    target.config._attn_implementation = "eager"
+    assert target.config._attn_implementation == "eager"
+    with pytest.raises(RuntimeError, match="on purpose"), ragged_attention(target):
+        raise RuntimeError("on purpose")
+    assert target.config._attn_implementation == "eager"
