@@ -63,6 +63,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.block_ids = torch.full(
             (batch, block_size), draft.config.mask_token_id, dtype=torch.long, device=draft.device
         )
+        # Per row, the first index that there is context for [B]; the draft counts from there. None: from 0.
+        self.offset: Tensor | None = None
         self._context: tuple[Tensor, RaggedBlock] | None = None
         self._seen = 0
         self._pending: Tensor | None = None
@@ -76,7 +78,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """
         draft = self.draft
         states = context_hidden_states.to(draft.device, draft.dtype)
-        draft.write_prompt(states, positions.to(draft.device), self.cache)
+        own = positions if self.offset is None else positions - self.offset[:, None]
+        draft.write_prompt(states, own.to(draft.device), self.cache)
 
     def observe_block(self, context_hidden_states: Tensor, block: RaggedBlock) -> None:
         """Takes the context of a verified block, rejected rows included; the next draft forward writes it.
@@ -87,6 +90,14 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """
         states = context_hidden_states.to(self.draft.device, self.draft.dtype)
         self._context = (states, self._on_draft(block))
+
+    def flush(self) -> None:
+        """Writes the context that waits for the next draft forward, where there will be none."""
+        if self._context is None:
+            return
+        (states, block), self._context = self._context, None
+        self.cache.begin(block)
+        self.draft.write_context(states, self.cache)
 
     def propose(self, state: DecodeState, block: RaggedBlock) -> None:
         """Drafts a block in one forward and writes `state.proposals` (and `draft_probs` under rejection).
@@ -161,7 +172,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self._pending = context_hidden_states
 
     def _on_draft(self, block: RaggedBlock) -> RaggedBlock:
-        """The same block, counted on the draft's device."""
+        """The same block, counted on the draft's device and from where its context begins."""
+        if self.offset is not None:
+            return RaggedBlock((block.lengths - self.offset).to(self.draft.device), block.width, block.bound)
         if block.lengths.device == self.draft.device:
             return block
         return RaggedBlock(block.lengths.to(self.draft.device), block.width, block.bound, is_exact=block.is_exact)

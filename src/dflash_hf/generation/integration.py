@@ -25,10 +25,11 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dflash_hf.checkpoints import explain_foreign_draft
+from dflash_hf.generation.kept_cache import check_cache
 from dflash_hf.generation.loop import decode
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target import check_pair, check_target, find_target
+from dflash_hf.target import Target, check_pair, check_target, find_target
 
 _MARK = "_dflash_original"
 # Transformers' own processors look at nothing but each row's prefix and scores (SynthID keeps state, see below).
@@ -112,13 +113,19 @@ def _prepare(model: Any, draft: DFlashDraftModel, arguments: dict[str, Any]) -> 
     check_pair(target, draft.config)
     knobs.validate_knobs(draft.config.block_size)
     _check_settings(model, config, arguments)
-    num_rows = _check_inputs(config, arguments, model_kwargs)
+    num_rows = _check_inputs(target, config, arguments, model_kwargs)
     if num_rows > 1:
         _check_batch(config, arguments)
     if config.stop_strings is not None:
         arguments = _with_stop_strings(config, arguments)
-    # The streamer goes both ways: `generate` puts the prompt into it, `decode` the rest.
-    arguments["custom_generate"] = functools.partial(decode, draft=draft, streamer=arguments.get("streamer"))
+    # The streamer goes both ways: `generate` puts the prompt into it, `decode` the rest. The cache goes as an argument
+    # and says here that it is the caller's, not one that `generate` prepared.
+    arguments["custom_generate"] = functools.partial(
+        decode,
+        draft=draft,
+        streamer=arguments.get("streamer"),
+        given_cache=model_kwargs.get("past_key_values"),
+    )
     return arguments
 
 
@@ -183,18 +190,17 @@ def _check_settings(model: Any, config: GenerationConfig, arguments: dict[str, A
             raise ValueError(f"expected {expected} with a DFlash draft, got {got!r}; {reason}; or drop the draft")
 
 
-def _check_inputs(config: GenerationConfig, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> int:
+def _check_inputs(
+    target: Target, config: GenerationConfig, arguments: dict[str, Any], model_kwargs: dict[str, Any]
+) -> int:
     """Refuses prompts that cannot be decoded; returns the number of rows there will be.
 
     Raises:
-        ValueError: On an empty prompt or row, a cache or embeddings passed in, or a streamer with several rows.
+        ValueError: On an empty prompt or row, embeddings, a cache that cannot be used, or a streamer with several
+            rows.
     """
     given = arguments.get("inputs")
     ids = given if given is not None else model_kwargs.get("input_ids")
-    if model_kwargs.get("past_key_values") is not None:
-        raise ValueError(
-            "expected no past_key_values with a DFlash draft, got a cache; pass the whole conversation instead"
-        )
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("expected input_ids with a DFlash draft, got inputs_embeds; pass input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.numel() == 0:
@@ -203,12 +209,13 @@ def _check_inputs(config: GenerationConfig, arguments: dict[str, Any], model_kwa
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.dim() == 2 and bool((mask.sum(dim=-1) == 0).any()):
         raise ValueError("expected at least one real token in every row, got an attention_mask row of zeros; fill it")
-    if mask is not None and mask.dim() == 2 and bool((mask[:, 1:] < mask[:, :-1]).any()):
+    if mask is not None and mask.dim() == 2 and bool((mask[:, -1] == 0).any()):
         raise ValueError(
-            "expected left-padded prompts, got an attention_mask with zeros after ones; "
+            "expected left-padded prompts, got an attention_mask with a zero in its last column; "
             "tokenize with padding_side='left'"
         )
     num_rows = ids.shape[0] * (config.num_return_sequences or 1)
+    check_cache(model_kwargs.get("past_key_values"), target, num_rows, ids.shape[1], mask)
     if arguments.get("streamer") is not None and num_rows > 1:
         raise ValueError(f"expected one row with a streamer, got {num_rows}; rows advance at their own pace")
     return num_rows
