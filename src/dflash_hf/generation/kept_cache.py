@@ -168,7 +168,7 @@ class KeptCache:
         if context is None:
             generator.offset = num_past
         else:
-            usable = _usable_rows(context, generator, past, num_past, context.num_unchanged(self.cache))
+            usable = _usable_rows(context, generator, past, positions[:, -1] + 1, context.num_unchanged(self.cache))
             if not bool(usable.all()):
                 reason = "the cache was changed since, or its columns now have other positions"
             offset = context.offset.to(usable.device)
@@ -368,11 +368,12 @@ def _sample(cache: Cache, layer: int) -> Tensor:
 
 
 def _usable_rows(
-    context: DraftContext, generator: DFlashCandidateGenerator, past: Tensor, num_past: Tensor, num_same: Tensor
+    context: DraftContext, generator: DFlashCandidateGenerator, past: Tensor, anchor: Tensor, num_same: Tensor
 ) -> Tensor:
     """Says which rows can go on with an attached context: bool `[B]`.
 
-    Those whose real columns are as they were, have the indices they had, and whose newest context no ring has lost.
+    Those whose real columns are as they were and have the indices they had, and of whose context no ring has lost
+    anything that the next block sees, which begins at index `anchor` `[B]`.
     """
     device = past.device
     num_columns, offset = past.shape[1], context.offset.to(device)
@@ -381,11 +382,13 @@ def _usable_rows(
     then[:, :shared] = context.positions[:, :shared].to(device)
     same = (then == past) & (torch.arange(num_columns, device=device) < num_same.to(device)[:, None])
     # Padding needs no context, and neither does what the draft had none of before.
-    usable = (same | (past < 0) | (past < offset[:, None])).all(dim=1) & (num_past >= offset)
-    length, newest = num_past - offset, context.newest.to(device)
+    usable = (same | (past < 0) | (past < offset[:, None])).all(dim=1)
+    usable = usable & ((past >= 0).sum(dim=1) >= offset)
+    newest = context.newest.to(device)
     for (keys, _), shape in zip(context.buffers, generator.draft.cache_shapes(), strict=True):
-        oldest = torch.zeros_like(length) if shape.window is None else (length - shape.window + 1).clamp_min(0)
-        usable = usable & (oldest > newest - keys.shape[1])
+        if shape.window is not None:
+            oldest = (anchor - offset - shape.window + 1).clamp_min(0)
+            usable = usable & (oldest > newest - keys.shape[1])
     return usable
 
 
