@@ -240,6 +240,25 @@ def test_prefill_in_chunks(kind: str) -> None:
         ids, mask = next_turn(ref, answer_mask(ref, mask, None), seed, num=11)
 
 
+def test_embeddings_of_the_whole_conversation() -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts([9, 15], 3)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    caches = (DynamicCache(), DynamicCache())
+    draft = recording_draft(target)
+    for seed in range(2):
+        given = {"inputs_embeds": target.get_input_embeddings()(ids).detach(), "attention_mask": mask}
+        ref = target.generate(**given, **GREEDY, past_key_values=caches[0])
+        ids, mask = torch.cat([ids, ref], dim=1), torch.cat([mask, torch.ones_like(ref)], dim=1)
+        truth = real_tokens(ids, mask)
+        arm(draft, truth, seed)
+        out = target.generate(**given, **GREEDY, past_key_values=caches[1], assistant_model=draft)
+        assert torch.equal(out, ref)
+        check_caches(caches[1], caches[0])
+        check_blocks(draft, target, truth, [0, 0])
+        ids, mask = next_turn(ids, mask, seed)
+
+
 def first_turn(family: str, lengths: list[int]) -> tuple[PreTrainedModel, Recording, tuple[Cache, Cache], Any, Any]:
     """A target, its draft, and two caches after one turn with the draft and one without."""
     target = tiny_target(family)

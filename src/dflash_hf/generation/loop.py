@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache import RaggedCache
@@ -32,7 +32,9 @@ from dflash_hf.generation import steps
 from dflash_hf.generation.acceptance import choose
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
 from dflash_hf.generation.kept_cache import KeptCache
+from dflash_hf.generation.lockstep import Lockstep
 from dflash_hf.generation.noise import new_key
+from dflash_hf.generation.outputs import DFlashGenerateOutput, Recorder
 from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.prompts import extra_inputs, position_delta, prompt_positions, run_prefill
 from dflash_hf.generation.state import DecodeState
@@ -40,17 +42,6 @@ from dflash_hf.generation.stats import SpeculativeStats
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.taps import Taps
 from dflash_hf.target import Target, check_length, exclusive, find_target, ragged_attention
-
-
-@dataclass
-class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
-    """What `generate` returns with `return_dict_in_generate=True` and a DFlash draft.
-
-    Args:
-        speculative (`SpeculativeStats`): How the run went.
-    """
-
-    speculative: SpeculativeStats | None = None
 
 
 @dataclass(slots=True)
@@ -65,6 +56,8 @@ class Run:
     criteria: list[StoppingCriteria]
     streamer: BaseStreamer | None
     stats: SpeculativeStats
+    recorder: Recorder
+    lockstep: Lockstep | None
     longest: int
     extra: dict[str, Any]
     kept: KeptCache | None = None
@@ -136,8 +129,12 @@ def decode(
     sequences = cast(torch.LongTensor, sequences.to(given_on))
     if not generation_config.return_dict_in_generate:
         return sequences
-    cache = None if kept is None else kept.cache
-    return DFlashGenerateOutput(sequences=sequences, past_key_values=cache, speculative=run.stats)
+    return DFlashGenerateOutput(
+        sequences=sequences,
+        past_key_values=None if kept is None else kept.cache,
+        speculative=run.stats,
+        **run.recorder.collected(),
+    )
 
 
 def prefill(
@@ -184,7 +181,7 @@ def prefill(
     if kept is not None:
         kept.begin(generator, positions)
     num_slots = longest + limit + width
-    logits, cache = _fill(generator, input_ids, generation_config, model_kwargs, positions, num_slots, kept)
+    outputs, cache = _fill(generator, input_ids, generation_config, model_kwargs, positions, num_slots, kept)
     state = DecodeState.start(
         input_ids,
         lengths=positions[:, -1] + 1,
@@ -202,20 +199,26 @@ def prefill(
         proposal=rule if state.key is not None else "greedy",
         cache_bytes=cache.num_bytes() + generator.cache.num_bytes(),
     )
+    criteria = [c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+    recorder = Recorder(generation_config, input_ids.shape[0])
     run = Run(
         target=target,
         generator=generator,
         cache=cache,
         processors=processors,
         state=state,
-        criteria=[c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)],
+        criteria=criteria,
         streamer=streamer,
         stats=stats,
+        recorder=recorder,
+        lockstep=Lockstep.if_needed(processors, criteria, streamer, state, [] if recorder.has_scores else None),
         longest=longest,
         extra=extra_inputs(model_kwargs),
         kept=kept,
     )
-    _commit_first(run, logits)
+    recorder.add_prefill(outputs)
+    assert outputs.logits is not None
+    _commit_first(run, outputs.logits[:, -1:])
     stats.prefill_seconds = time.perf_counter() - start
     return run
 
@@ -228,11 +231,12 @@ def _fill(
     positions: Tensor,
     max_length: int,
     kept: KeptCache | None,
-) -> tuple[Tensor, RaggedCache]:
+) -> tuple[CausalLMOutputWithPast, RaggedCache]:
     """Runs Transformers' own prefill (the user's attention implementation, chunks, images) with taps on.
 
     The taps are projected to draft context chunk by chunk, so no feature tensor of the whole prompt is kept. Returns
-    the last token's logits `[B, 1, V]` and the ragged cache; the prefill's own cache is emptied, one passed in is not.
+    the target's output (of the last chunk) and the ragged cache; the prefill's own cache is emptied, one passed in is
+    not.
     """
     target, draft = generator.target, generator.draft
     given = kept.cache if kept is not None and kept.given else None
@@ -267,22 +271,25 @@ def _fill(
         )
     del model_kwargs["past_key_values"], outputs.past_key_values
     cache = RaggedCache.take_prefill(filled, positions, max_length, generator.verify_width, keep=given is not None)
-    return outputs.logits[:, -1:], cache
+    return outputs, cache
 
 
 def _commit_first(run: Run, logits: Tensor) -> None:
     """Commits the token that the prefill decides: `[B, 1, V]` logits, no proposals, all processors at once."""
     state = run.state
-    scores = run.processors(state.ids[:, : state.columns], logits[:, 0].to(torch.float32, copy=True))
+    logits = logits.to(state.ids.device)
     # The anchor is not in the caches: lengths stay where they are, the anchor's index.
-    tokens = choose(scores[:, None], state.key, state.lengths[:, None])
-    first, width = tokens[:, 0].to(state.ids.device), state.tokens.shape[1]
-    state.tokens.copy_(first[:, None].expand(-1, width))
-    state.num_accepted.zero_()
     lengths = state.lengths
-    steps.accept_step(state)
+    if run.lockstep is not None:
+        scores = run.lockstep.decide(state, logits, lengths[:, None])
+    else:
+        scores = run.processors(state.ids[:, : state.columns], logits[:, 0].to(torch.float32, copy=True))[:, None]
+        state.tokens.copy_(choose(scores, state.key, lengths[:, None]).expand_as(state.tokens))
+        state.num_accepted.zero_()
+        steps.accept_step(state)
     state.lengths = lengths
-    _read(run, count=False)
+    committed = _read(run, count=False)
+    run.recorder.add(scores, logits, None, committed)
 
 
 @torch.inference_mode()
@@ -313,11 +320,16 @@ def step(run: Run, held: Taps | None = None) -> None:
     stats.num_draft_forwards = generator.num_forwards
     drafted = time.perf_counter()
     with nullcontext(held) if held is not None else _tapped(run) as taps:
-        logits = _verify(run, block, taps)
+        outputs = _verify(run, block, taps)
     stats.num_target_forwards += 1
-    _select(run, logits, block)
-    steps.accept_step(state)
-    _read(run)
+    logits = outputs.logits
+    assert logits is not None
+    if run.lockstep is not None:
+        scores = run.lockstep.decide(state, logits, block.positions + 1)
+    else:
+        scores = _select(run, logits, block)
+        steps.accept_step(state)
+    run.recorder.add(scores, logits, outputs.get("hidden_states"), _read(run))
     stats.draft_seconds += drafted - started
     stats.verify_seconds += time.perf_counter() - drafted
 
@@ -349,24 +361,23 @@ def _tapped(run: Run) -> Generator[Taps]:
         yield taps
 
 
-def _verify(run: Run, block: RaggedBlock, taps: Taps) -> Tensor:
-    """Runs the target over the block, hands its tapped states to the draft; returns logits `[B, W, V]`."""
-    logits = steps.verify_step(run.state, run.target, run.cache, block, run.extra)
+def _verify(run: Run, block: RaggedBlock, taps: Taps) -> CausalLMOutputWithPast:
+    """Runs the target over the block, hands its tapped states to the draft."""
+    outputs = steps.verify_step(run.state, run.target, run.cache, block, run.extra)
     if block.num_calls != len(run.cache.layers):
         raise RuntimeError(
             f"expected attention over the ragged cache in {len(run.cache.layers)} layers, got it in "
             f"{block.num_calls}; this target does not use Transformers' attention interface throughout"
         )
     steps.context_step(run.generator, taps, block)
-    return logits
+    return outputs
 
 
-def _select(run: Run, logits: Tensor, block: RaggedBlock) -> None:
-    """Chooses tokens and counts matches; processors that read the prefix go position by position."""
+def _select(run: Run, logits: Tensor, block: RaggedBlock) -> Tensor:
+    """Chooses tokens, counts matches, returns scores; processors that read the prefix go position by position."""
     state = run.state
     if run.processors.is_stateless:
-        steps.select_step(state, logits, block, run.processors)
-        return
+        return steps.select_step(state, logits, block, run.processors)
     positions = block.positions + 1
 
     def choose_at(scores: Tensor, index: int) -> Tensor:
@@ -380,16 +391,20 @@ def _select(run: Run, logits: Tensor, block: RaggedBlock) -> None:
     running = (~state.done).tolist()
     scores, tokens = run.processors.walk(logits, state.proposals, state.ids, columns, running, choose_at, ends)
     steps.accept_scores(state, scores, block, tokens)
+    return scores
 
 
-def _read(run: Run, count: bool = True) -> None:
-    """Reads one step's outcome on the host, in one transfer: stopping criteria, streamer, statistics."""
+def _read(run: Run, count: bool = True) -> list[int]:
+    """Reads one step's outcome on the host, in one transfer: stopping criteria, streamer, statistics.
+
+    Returns the number of tokens each row has committed.
+    """
     state = run.state
     rows = torch.stack([state.num_committed, state.num_accepted, state.lengths, state.done.long(), state.num_new])
     committed, accepted, lengths, done, num_new = rows.tolist()
-    if run.criteria:
+    if run.criteria and run.lockstep is None:
         _apply_criteria(run, committed, done, num_new)
-    if run.streamer is not None and committed[0]:
+    if run.streamer is not None and run.lockstep is None and committed[0]:
         # A copy: the next step writes into the same memory, and a streamer may keep what it gets.
         run.streamer.put(state.tokens[0, : committed[0]].to("cpu", copy=True))
     for row, num in enumerate(committed):
@@ -398,12 +413,14 @@ def _read(run: Run, count: bool = True) -> None:
             run.stats.num_accepted[row].append(accepted[row])
     run.longest = max(lengths)
     run.finished = all(done)
+    return committed
 
 
 def _apply_criteria(run: Run, committed: list[int], done: list[int], num_new: list[int]) -> None:
     """Calls the other stopping criteria after each committed token, row by row; nothing past a stop is kept.
 
-    Changes the state and the given lists in place.
+    Only those that look at a row's own tokens: with any other, rows go in step (`lockstep`). Changes the state and
+    the given lists in place.
     """
     state = run.state
     for row, num in enumerate(committed):
@@ -413,6 +430,8 @@ def _apply_criteria(run: Run, committed: list[int], done: list[int], num_new: li
             if any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in run.criteria):
                 committed[row], done[row] = extra, 1
                 state.num_new[row] = before + extra
+                state.lengths[row] -= num - extra
+                state.anchor[row] = ids[0, -1]
                 state.done[row] = True
                 break
 
@@ -457,4 +476,4 @@ def _sequences(state: DecodeState, generation_config: GenerationConfig) -> torch
     return cast(torch.LongTensor, ids)
 
 
-__all__ = ["DFlashGenerateOutput", "Run", "advance", "decode", "keep", "prefill"]
+__all__ = ["Run", "advance", "decode", "keep", "prefill"]

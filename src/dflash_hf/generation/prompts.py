@@ -39,7 +39,7 @@ def run_prefill(
         What the target returned for the last chunk.
     """
     model: Any = target.model
-    if not past:
+    if not past or model_kwargs.get("inputs_embeds") is not None:  # embeddings are cut by `_prefill` itself
         return model._prefill(input_ids, generation_config, model_kwargs)
     config = copy.copy(generation_config)
     config.prefill_chunk_size = None
@@ -68,9 +68,12 @@ def prompt_positions(
     """
     mask = model_kwargs.get("attention_mask")
     if mask is None:
-        # A mask of ones is dropped on the way; its width says what is cached already.
-        width = getattr(generation_config, "_mask_length", input_ids.shape[1])
-        return torch.arange(width, device=input_ids.device).expand(input_ids.shape[0], -1)
+        embeds = model_kwargs.get("inputs_embeds")
+        batch, columns = input_ids.shape if embeds is None else embeds.shape[:2]
+        if embeds is None:
+            # A mask of ones is dropped on the way; its width says what is cached already.
+            columns = getattr(generation_config, "_mask_length", columns)
+        return torch.arange(columns, device=input_ids.device).expand(batch, -1)
     mask = mask.to(input_ids.device) != 0
     if not bool(mask[:, -1].all()):
         raise ValueError(
