@@ -430,9 +430,9 @@ def test_the_prefill_cache_is_gone_before_decoding_starts(monkeypatch: pytest.Mo
     alive: list[int] = []
     original = RaggedCache.take_prefill.__func__
 
-    def spy(cls: type, prefill: Any, *args: Any) -> Any:
+    def spy(cls: type, prefill: Any, *args: Any, **kwargs: Any) -> Any:
         references = [weakref.ref(tensor) for layer in prefill.layers for tensor in (layer.keys, layer.values)]
-        cache = original(cls, prefill, *args)
+        cache = original(cls, prefill, *args, **kwargs)
         alive.append(sum(reference() is not None for reference in references))
         return cache
 

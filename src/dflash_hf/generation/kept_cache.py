@@ -133,32 +133,18 @@ class KeptCache:
                         tensor.copy_(copy)
             raise
 
-    def check_room(self, num_columns: int, target: Target) -> None:
-        """Refuses a run that may need more columns than a static cache has.
-
-        Args:
-            num_columns (`int`): Columns after the longest answer.
-            target (`Target`): The target.
-
-        Raises:
-            ValueError: If they do not fit.
-        """
-        for layer, reference in zip(self.cache.layers, DynamicCache(config=target.config).layers, strict=False):
-            # A static sliding layer as long as the window forgets the rest as it should.
-            slides = isinstance(layer, StaticSlidingWindowLayer) and layer.max_cache_len == layer_window(reference)
-            if isinstance(layer, StaticLayer) and not slides and num_columns > layer.max_cache_len:
-                raise ValueError(
-                    f"expected a static cache with room for the longest answer ({num_columns} columns), got "
-                    f"max_cache_len={layer.max_cache_len}; make it longer or lower max_new_tokens"
-                )
-
-    def begin(self, generator: DFlashCandidateGenerator, positions: Tensor) -> None:
+    def begin(self, generator: DFlashCandidateGenerator, positions: Tensor, limit: int) -> None:
         """Writes the attached context into a draft's empty cache; rows without one begin at their first new token.
 
         Args:
             generator (`DFlashCandidateGenerator`): Its cache and `offset` are set.
             positions (`torch.Tensor` of shape `[B, T]`, int64): Index of each column's token, negative for padding.
+            limit (`int`): Tokens a row may generate.
+
+        Raises:
+            ValueError: If a static cache has no room for that many.
         """
+        self._check_room(generator.target, positions.shape[1] + limit - 1)
         self.positions = positions
         if not self.past:
             return
@@ -263,6 +249,17 @@ class KeptCache:
             sample=_sample(self.cache, layer).clone(),
         )
 
+    def _check_room(self, target: Target, num_columns: int) -> None:
+        """Refuses a run that may need more columns than a static cache has."""
+        for layer, reference in zip(self.cache.layers, DynamicCache(config=target.config).layers, strict=False):
+            # A static sliding layer as long as the window forgets the rest as it should.
+            slides = isinstance(layer, StaticSlidingWindowLayer) and layer.max_cache_len == layer_window(reference)
+            if isinstance(layer, StaticLayer) and not slides and num_columns > layer.max_cache_len:
+                raise ValueError(
+                    f"expected a static cache with room for the longest answer ({num_columns} columns), got "
+                    f"max_cache_len={layer.max_cache_len}; make it longer or lower max_new_tokens"
+                )
+
     def _find_context(self, generator: DFlashCandidateGenerator, rows: int) -> tuple[DraftContext | None, str]:
         """The attached context, or why there is none."""
         context = getattr(self.cache, "dflash_context", None)
@@ -310,7 +307,7 @@ def check_cache(cache: object, target: Target, rows: int, num_ids: int, mask: Te
                 "use a DynamicCache or drop assistant_model"
             )
         kept, window = layer_window(layer), layer_window(reference)
-        # A static layer that is shorter than the window is a matter of room: see `KeptCache.check_room`.
+        # A static layer that is shorter than the window is a matter of room: see `KeptCache.begin`.
         shorter = isinstance(layer, StaticLayer) and window is not None and kept is not None and kept < window
         if kept is not None and kept != window and not shorter:
             raise ValueError(

@@ -161,12 +161,9 @@ def prefill(
     processors = BlockProcessors(logits_processor, 0 if pad is None else int(pad))
     block_size, width, rule = _widths_and_rule(draft, generation_config, processors)
     positions = prompt_positions(target, input_ids, generation_config, model_kwargs)
-    # Plain `generate` looks at the limit after a token, so there is always one.
-    limit = max(1, _max_length(stopping_criteria, generation_config) - input_ids.shape[1])
+    limit = _limit(stopping_criteria, generation_config, input_ids.shape[1])
     longest, past = int(positions[:, -1].max()) + 1, 0 if kept is None else kept.past
     check_length(target, min(longest, past or longest), positions.shape[1] + limit + width - 1)
-    if kept is not None:
-        kept.check_room(positions.shape[1] + limit - 1, target)
     delta = position_delta(model_kwargs, positions)
     generator = DFlashCandidateGenerator(
         draft,
@@ -179,9 +176,8 @@ def prefill(
         max_length=longest + limit + block_size,
     )
     if kept is not None:
-        kept.begin(generator, positions)
-    num_slots = longest + limit + width
-    outputs, cache = _fill(generator, input_ids, generation_config, model_kwargs, positions, num_slots, kept)
+        kept.begin(generator, positions, limit)
+    outputs, cache = _fill(generator, input_ids, generation_config, model_kwargs, positions, longest + limit, kept)
     state = DecodeState.start(
         input_ids,
         lengths=positions[:, -1] + 1,
@@ -235,8 +231,8 @@ def _fill(
     """Runs Transformers' own prefill (the user's attention implementation, chunks, images) with taps on.
 
     The taps are projected to draft context chunk by chunk, so no feature tensor of the whole prompt is kept. Returns
-    the target's output (of the last chunk) and the ragged cache; the prefill's own cache is emptied, one passed in is
-    not.
+    the target's output (of the last chunk) and the ragged cache, with room for `max_length` tokens and a block; the
+    prefill's own cache is emptied, one passed in is not.
     """
     target, draft = generator.target, generator.draft
     given = kept.cache if kept is not None and kept.given else None
@@ -270,7 +266,8 @@ def _fill(
             "RoPE depends on the length); pass the whole conversation without past_key_values"
         )
     del model_kwargs["past_key_values"], outputs.past_key_values
-    cache = RaggedCache.take_prefill(filled, positions, max_length, generator.verify_width, keep=given is not None)
+    width = generator.verify_width
+    cache = RaggedCache.take_prefill(filled, positions, max_length + width, width, keep=given is not None)
     return outputs, cache
 
 
@@ -452,11 +449,11 @@ def _widths_and_rule(
     return block_size, width, rule
 
 
-def _max_length(criteria: StoppingCriteriaList, generation_config: GenerationConfig) -> int:
-    """Columns the output may reach, prompt included."""
-    return min(
-        [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)], default=int(generation_config.max_length)
-    )
+def _limit(criteria: StoppingCriteriaList, generation_config: GenerationConfig, num_columns: int) -> int:
+    """Tokens a row may generate after a prompt of `num_columns` columns."""
+    lengths = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
+    # Plain `generate` looks at the limit after a token, so there is always one.
+    return max(1, min(lengths, default=int(generation_config.max_length)) - num_columns)
 
 
 def _eos_ids(criteria: StoppingCriteriaList, device: torch.device) -> Tensor | None:
