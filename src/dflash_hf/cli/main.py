@@ -7,6 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from dflash_hf.cli.convert import convert
 from dflash_hf.cli.demo import demo
 from dflash_hf.cli.generate import generate
 
@@ -31,5 +32,6 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(demo)
+app.command()(convert)
 
 __all__ = ["app"]

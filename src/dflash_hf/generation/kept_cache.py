@@ -244,7 +244,7 @@ class KeptCache:
             positions=positions,
             offset=offset,
             # The draft's last blocks were written behind its context.
-            newest=lengths - offset + generator.block_size - 1,
+            newest=lengths - offset + max(generator.block_size, generator.verify_width) - 1,
             layer=layer,
             sample=_sample(self.cache, layer).clone(),
         )
@@ -384,7 +384,8 @@ def _usable_rows(
     newest = context.newest.to(device)
     for (keys, _), shape in zip(context.buffers, generator.draft.cache_shapes(), strict=True):
         if shape.window is not None:
-            oldest = (anchor - offset - shape.window + 1).clamp_min(0)
+            # Where a window counts from the anchor it reaches `window` tokens back, elsewhere one less.
+            oldest = (anchor - offset - shape.window).clamp_min(0)
             usable = usable & (oldest > newest - keys.shape[1])
     return usable
 
