@@ -20,7 +20,7 @@ from transformers.generation import BaseStreamer
 
 from dflash_hf.cache import RaggedCache
 from dflash_hf.generation import kept_cache
-from tiny import VOCAB, OracleDraft, oracle_draft, prompts, tiny_draft, tiny_target
+from tiny import VOCAB, OracleDraft, draft_config, oracle_draft, prompts, tiny_draft, tiny_target
 
 NEW = 14
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
@@ -385,6 +385,18 @@ def test_knobs_may_change_between_turns(after: str, reasons: list[str]) -> None:
     setattr(draft.generation_config, after, 3)
     for seed in range(2):
         ids, mask = next_turn(ids, mask, seed)
+        ids, mask = turn(target, draft, caches, ids, mask, seed=seed)
+    assert not reasons
+
+
+def test_windows_that_count_from_the_anchor_and_a_block_that_proposes_from_it(reasons: list[str]) -> None:
+    target = tiny_target("qwen3")
+    settings = {"window_from_anchor": True, "sample_from_anchor": True, "is_causal": True, "sliding_window": 5}
+    draft = Recording(draft_config(target, 4, **settings)).to(target.dtype).eval()
+    caches = (DynamicCache(), DynamicCache())
+    inputs = prompts([9, 15], 3)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    for seed in range(3):
         ids, mask = turn(target, draft, caches, ids, mask, seed=seed)
     assert not reasons
 
