@@ -20,7 +20,7 @@ from transformers.generation import BaseStreamer
 
 from dflash_hf.cache import RaggedCache
 from dflash_hf.generation import kept_cache
-from tiny import VOCAB, OracleDraft, draft_config, oracle_draft, prompts, tiny_draft, tiny_target
+from tiny import VOCAB, OracleDraft, draft_config, prompts, tiny_draft, tiny_target
 
 NEW = 14
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
@@ -176,11 +176,12 @@ def test_rows_that_end_in_the_same_verify_at_different_tokens() -> None:
     draft = recording_draft(target, 8)
     free = target.generate(**inputs, **GREEDY)[:, ids.shape[1] :]
     eos = [int(free[0, 2]), int(free[1, 3])]
-    ids, mask = turn(target, draft, caches, ids, mask, seed=0, eos_token_id=eos, pad_token_id=0)
+    ids, mask = turn(target, draft, caches, ids, mask, seed=10, eos_token_id=eos, pad_token_id=0)
     committed = draft.last_stats.num_committed
     assert (len(committed[0]), sum(committed[0])) == (1, 2)
     assert (len(committed[1]), sum(committed[1])) == (1, 3)
-    # No later verify has seen the first row's last token.
+    # The first row's last token was no proposal: neither this verify nor a later one has run the target over it.
+    assert draft.last_stats.num_accepted[0] == [1]
     ids, mask = next_turn(ids, mask, 1)
     turn(target, draft, caches, ids, mask)
 
