@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import torch
@@ -17,6 +18,8 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import Target
 
 Rule = Literal["argmax", "shared_noise", "sample"]
+# See `iterate`: the draft's logits [B, W - 1, V] and the token before the proposals [B] -> proposals [B, W - 1].
+Propose = Callable[[Tensor, Tensor], Tensor]
 
 
 class DFlashCandidateGenerator(CandidateGenerator):
@@ -51,6 +54,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.verify_width = verify_width
         self.rule = rule
         self.num_forwards = 0
+        # Only `iterate` sets these: a proposal rule of the user's, and whether the last block's logits are kept.
+        self.rule_of_user: Propose | None = None
+        self.keeps_logits = False
+        self.logits: Tensor | None = None
         self.cache = RaggedCache(
             draft.cache_shapes(),
             batch=batch,
@@ -87,6 +94,12 @@ class DFlashCandidateGenerator(CandidateGenerator):
         states = context_hidden_states.to(self.draft.device, self.draft.dtype)
         self._context = (states, self._on_draft(block))
 
+    @property
+    def context_hidden_states(self) -> Tensor:
+        """Tapped states `[B, W, L * D]` of the block that was verified last, rejected rows included."""
+        assert self._context is not None
+        return self._context[0]
+
     def propose(self, state: DecodeState, bound: int | None = None) -> None:
         """Drafts a block in one forward and writes `state.proposals` (and `draft_probs` under rejection).
 
@@ -109,6 +122,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
         hidden = hidden[:, 1 : self.verify_width].to(noise_embeds.device, noise_embeds.dtype)
         logits = draft.compute_logits(hidden, self.target.head).to(state.anchor.device)
         positions = block.positions[:, 1 : self.verify_width].to(state.anchor.device)
+        self.logits = logits if self.keeps_logits else None
+        if self.rule_of_user is not None:
+            state.proposals.copy_(self.rule_of_user(logits, state.anchor))
+            return
         if state.key is None or self.rule == "argmax":
             state.proposals.copy_(logits.argmax(dim=-1))
             return

@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,7 +61,7 @@ def enable() -> None:
         arguments = {**bound, **extra}
         if _speculation_type(self, arguments) == "dflash":
             return original(self, *args, **kwargs)
-        return original(self, **_prepare(self, draft, arguments))
+        return original(self, **prepare(self, draft, arguments, decode))
 
     setattr(generate, _MARK, original)
     _mixin.generate = generate
@@ -87,10 +89,23 @@ def _speculation_type(model: Any, arguments: dict[str, Any]) -> str | None:
     return next((value for value in found if value is not None), None)
 
 
-def _prepare(model: Any, draft: DFlashDraftModel, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Checks the call and turns it into one for the original `generate`."""
+def prepare(
+    model: Any, draft: DFlashDraftModel, arguments: dict[str, Any], engine: Callable[..., Any]
+) -> dict[str, Any]:
+    """Checks a call with a draft and turns it into one for the original `generate`.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        draft (`DFlashDraftModel`): The draft.
+        arguments (`dict`): What the user passed to `generate`.
+        engine (callable): What `generate` calls once everything is prepared: `decode`, or what takes the same.
+
+    Raises:
+        ValueError: If something in the call cannot be honoured.
+    """
+    started = time.perf_counter()
     arguments = dict(arguments)
-    arguments.pop("assistant_model")
+    arguments.pop("assistant_model", None)
     if arguments.get("custom_generate") is not None:
         raise ValueError("expected no custom_generate beside a DFlash draft, got one; drop one of the two")
     settings = {
@@ -118,7 +133,9 @@ def _prepare(model: Any, draft: DFlashDraftModel, arguments: dict[str, Any]) -> 
     if config.stop_strings is not None:
         arguments = _with_stop_strings(config, arguments)
     # The streamer goes both ways: `generate` puts the prompt into it, `decode` the rest.
-    arguments["custom_generate"] = functools.partial(decode, draft=draft, streamer=arguments.get("streamer"))
+    arguments["custom_generate"] = functools.partial(
+        engine, draft=draft, streamer=arguments.get("streamer"), started=started
+    )
     return arguments
 
 
@@ -258,4 +275,4 @@ def _with_stop_strings(config: GenerationConfig, arguments: dict[str, Any]) -> d
     return arguments
 
 
-__all__ = ["disable", "enable"]
+__all__ = ["disable", "enable", "prepare"]

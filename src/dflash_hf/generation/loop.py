@@ -7,6 +7,7 @@ tensors on the host, once per step.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,10 +26,13 @@ from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, R
 from dflash_hf.generation.noise import new_key
 from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.state import DecodeState
-from dflash_hf.generation.stats import SpeculativeStats
+from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.taps import Taps
 from dflash_hf.target import Target, check_length, exclusive, find_target, ragged_attention
+
+# See `iterate`: proposals [B, W - 1], the target's tokens [B, W] and logits [B, W, V] -> number accepted [B].
+Accept = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -54,8 +58,10 @@ class Run:
     criteria: list[StoppingCriteria]
     streamer: BaseStreamer | None
     stats: SpeculativeStats
+    watch: Stopwatch
     longest: int
     extra: dict[str, Any]
+    accept: Accept | None = None
     finished: bool = False
 
     def bound(self) -> int:
@@ -72,6 +78,7 @@ def decode(
     *,
     draft: DFlashDraftModel,
     streamer: BaseStreamer | None = None,
+    started: float | None = None,
     **model_kwargs: Any,
 ) -> DFlashGenerateOutput | torch.LongTensor:
     """Decodes with a draft; called by `generate` through `custom_generate` with everything prepared.
@@ -82,18 +89,28 @@ def decode(
         logits_processor, stopping_criteria, generation_config: As `generate` prepared them.
         draft (`DFlashDraftModel`): The draft; `draft.generation_config` holds its knobs.
         streamer (`BaseStreamer`, *optional*): Gets every accepted run; `generate` has put the prompt.
+        started (`float`, *optional*): `time.perf_counter()` at the user's call; default now.
         model_kwargs: Forwarded to the target's prefill.
 
     Returns:
         `torch.LongTensor` `[B, S + new]`, or a [`DFlashGenerateOutput`].
     """
+    started = time.perf_counter() if started is None else started
     draft.last_stats = None
     target = find_target(model)
     given_on, device = input_ids.device, target.embedding_weight.device
     input_ids = cast(torch.LongTensor, input_ids.to(device))
     with exclusive(target):
         run = prefill(
-            target, input_ids, logits_processor, stopping_criteria, generation_config, draft, streamer, model_kwargs
+            target,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            draft,
+            streamer,
+            model_kwargs,
+            started,
         )
         try:
             advance(run)
@@ -102,6 +119,7 @@ def decode(
     if streamer is not None:
         streamer.end()
     sequences = cast(torch.LongTensor, _sequences(run.state, generation_config).to(given_on))
+    run.watch.lap("rest")
     if not generation_config.return_dict_in_generate:
         return sequences
     return DFlashGenerateOutput(sequences=sequences, speculative=run.stats)
@@ -116,6 +134,7 @@ def prefill(
     draft: DFlashDraftModel,
     streamer: BaseStreamer | None,
     model_kwargs: dict[str, Any],
+    started: float,
 ) -> Run:
     """Runs the target over the prompts with taps on, moves its cache into the ragged one, commits the first token.
 
@@ -125,7 +144,10 @@ def prefill(
         ValueError: If the run would cross a boundary of the target's RoPE.
         RuntimeError: If the taps did not fire.
     """
-    start = time.perf_counter()
+    stats = SpeculativeStats()
+    waits = draft.generation_config.synchronize
+    watch = Stopwatch(stats, started, (input_ids.device, draft.device) if waits else ())
+    watch.lap("prepare")
     pad = generation_config._pad_token_tensor
     processors = BlockProcessors(logits_processor, 0 if pad is None else int(pad))
     block_size, width, rule = _widths_and_rule(draft, generation_config, processors)
@@ -155,14 +177,11 @@ def prefill(
         eos_ids=_eos_ids(stopping_criteria, input_ids.device),
         key=new_key(input_ids.device) if generation_config.do_sample else None,
     )
-    stats = SpeculativeStats(
-        num_committed=[[] for _ in range(input_ids.shape[0])],
-        num_accepted=[[] for _ in range(input_ids.shape[0])],
-        num_proposed=width - 1,
-        num_target_forwards=1,
-        proposal=rule if state.key is not None else "greedy",
-        cache_bytes=cache.num_bytes() + generator.cache.num_bytes(),
-    )
+    stats.num_committed = [[] for _ in range(input_ids.shape[0])]
+    stats.num_accepted = [[] for _ in range(input_ids.shape[0])]
+    stats.num_proposed, stats.num_target_forwards = width - 1, 1
+    stats.proposal = rule if state.key is not None else "greedy"
+    stats.cache_bytes = cache.num_bytes() + generator.cache.num_bytes()
     run = Run(
         target=target,
         generator=generator,
@@ -172,11 +191,11 @@ def prefill(
         criteria=[c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)],
         streamer=streamer,
         stats=stats,
+        watch=watch,
         longest=longest,
         extra=_extra_inputs(model_kwargs),
     )
     _commit_first(run, logits)
-    stats.prefill_seconds = time.perf_counter() - start
     return run
 
 
@@ -236,7 +255,7 @@ def _commit_first(run: Run, logits: Tensor) -> None:
     lengths = state.lengths
     steps.accept_step(state)
     state.lengths = lengths
-    _read(run, count=False)
+    _read(run, is_prefill=True)
 
 
 @torch.inference_mode()
@@ -245,19 +264,27 @@ def advance(run: Run) -> None:
 
     Inference mode saves 7 to 9 % of a step on a CPU (docs/log.md); what is returned to the user is made outside it.
     """
-    generator, state, stats = run.generator, run.state, run.stats
     while not run.finished:
-        started = time.perf_counter()
-        steps.draft_step(state, generator, run.bound())
-        stats.num_draft_forwards = generator.num_forwards
-        drafted = time.perf_counter()
-        logits, block = _verify(run)
-        stats.num_target_forwards += 1
-        _select(run, logits, block)
-        steps.accept_step(state)
-        _read(run)
-        stats.draft_seconds += drafted - started
-        stats.verify_seconds += time.perf_counter() - drafted
+        step(run)
+
+
+def step(run: Run) -> tuple[Tensor, RaggedBlock, list[int]]:
+    """Drafts, verifies and accepts once: what `generate` repeats, and what `iterate` does between two yields.
+
+    Returns:
+        `tuple[torch.Tensor, RaggedBlock, list[int]]`: The target's logits `[B, W, V]`, the block they belong to, and
+        the number of tokens that each row has committed.
+    """
+    generator, state, stats = run.generator, run.state, run.stats
+    steps.draft_step(state, generator, run.bound())
+    stats.num_draft_forwards = generator.num_forwards
+    run.watch.lap("draft")
+    logits, block = _verify(run)
+    stats.num_target_forwards += 1
+    run.watch.lap("verify")
+    _select(run, logits, block)
+    steps.accept_step(state)
+    return logits, block, _read(run)
 
 
 def _verify(run: Run) -> tuple[Tensor, RaggedBlock]:
@@ -284,6 +311,8 @@ def _select(run: Run, logits: Tensor, block: RaggedBlock) -> None:
     state = run.state
     if run.processors.is_stateless:
         steps.select_step(state, logits, block, run.processors)
+        if run.accept is not None:
+            steps.accept_by(state, run.accept(state.proposals, state.tokens, logits))
         return
     positions = block.positions + 1
 
@@ -300,22 +329,28 @@ def _select(run: Run, logits: Tensor, block: RaggedBlock) -> None:
     steps.accept_scores(state, scores, block, tokens)
 
 
-def _read(run: Run, count: bool = True) -> None:
-    """Reads one step's outcome on the host, in one transfer: stopping criteria, streamer, statistics."""
+def _read(run: Run, is_prefill: bool = False) -> list[int]:
+    """Reads one step's outcome on the host, in one transfer: stopping criteria, streamer, statistics.
+
+    Returns the number of tokens that each row has committed.
+    """
     state = run.state
     rows = torch.stack([state.num_committed, state.num_accepted, state.lengths, state.done.long(), state.num_new])
     committed, accepted, lengths, done, num_new = rows.tolist()
+    run.watch.lap("prefill" if is_prefill else "accept")
     if run.criteria:
         _apply_criteria(run, committed, done, num_new)
     if run.streamer is not None and committed[0]:
         # A copy: the next step writes into the same memory, and a streamer may keep what it gets.
         run.streamer.put(state.tokens[0, : committed[0]].to("cpu", copy=True))
     for row, num in enumerate(committed):
-        if num and count:
+        if num and not is_prefill:
             run.stats.num_committed[row].append(num)
             run.stats.num_accepted[row].append(accepted[row])
     run.longest = max(lengths)
     run.finished = all(done)
+    run.watch.lap("rest")
+    return committed
 
 
 def _apply_criteria(run: Run, committed: list[int], done: list[int], num_new: list[int]) -> None:
@@ -418,4 +453,4 @@ def _sequences(state: DecodeState, generation_config: GenerationConfig) -> torch
     return cast(torch.LongTensor, ids)
 
 
-__all__ = ["DFlashGenerateOutput", "Run", "advance", "decode", "prefill"]
+__all__ = ["Accept", "DFlashGenerateOutput", "Run", "advance", "decode", "prefill", "step"]
