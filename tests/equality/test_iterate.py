@@ -1,4 +1,4 @@
-"""`iterate` is `generate`, one step at a time: the same tokens and statistics, nothing held in between, other rules."""
+"""`iterate` is `generate` one step at a time: its tokens, its statistics, nothing held in between, other rules."""
 
 from __future__ import annotations
 
@@ -77,6 +77,7 @@ def test_committed_tokens_and_statistics_are_those_of_generate(
     for row, accepted in enumerate(stats.num_accepted):
         assert [int(s.num_accepted[row]) for s in steps[1:]][: len(accepted)] == accepted
         assert max(accepted, default=0) > 0, "the oracle has to be partly right"
+        assert not any(int(s.num_accepted[row]) for s in steps[1 + len(accepted) :]), "finished rows accept nothing"
     assert bool(steps[-1].done.all())
     assert not any(bool(s.done.all()) for s in steps[:-1])
     assert [s.index for s in steps] == list(range(len(steps)))
@@ -190,7 +191,7 @@ def test_streamer_criteria_and_processors_are_generates() -> None:
     streamer = Recorder()
     steps = list(dflash_hf.iterate(target, draft, **inputs, **GREEDY, stopping_criteria=[At()], streamer=streamer))
     assert joined(steps) == [ref[0, 8:stop].tolist()]
-    assert (sum(streamer.got, []), streamer.ended) == (ref[0, :stop].tolist(), 1)
+    assert ([token for put in streamer.got for token in put], streamer.ended) == (ref[0, :stop].tolist(), 1)
     processors = [RepetitionPenaltyLogitsProcessor(1.7)]
     ref = target.generate(**inputs, **GREEDY, logits_processor=processors)
     draft.arm(truth_of(inputs, ref), 3)
@@ -258,9 +259,8 @@ def test_a_lossy_rule_commits_proposals_and_then_the_targets_own_token() -> None
                 assert int(step.num_accepted[row]) == right
                 expected = [*step.proposals[row, :right].tolist(), int(step.tokens[row, right])]
                 assert step.committed[row].tolist() == expected[:kept]
-                lossy += (
-                    step.proposals[row, : min(right, kept)].tolist() != step.tokens[row, : min(right, kept)].tolist()
-                )
+                shown = min(right, kept)
+                lossy += not torch.equal(step.proposals[row, :shown], step.tokens[row, :shown])
     assert lossy > 2
     # What was committed is what the target goes on from: every last token is its own after the committed prefix.
     rows = joined(steps)

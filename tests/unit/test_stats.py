@@ -38,7 +38,7 @@ def test_definitions_by_hand() -> None:
     assert HAND.acceptance_histogram(row=1) == [0, 0, 2, 0, 0]
     # vLLM's mean is one more than the sum of its joint shares per position.
     assert HAND.acceptance_length_as("vllm") == pytest.approx(1 + sum(HAND.acceptance_per_position()))
-    with pytest.raises(ValueError, match="expected a definition in .* got 'eagle'"):
+    with pytest.raises(ValueError, match=r"expected a definition in .* got 'eagle'"):
         HAND.acceptance_length_as("eagle")  # type: ignore[arg-type]
 
 
