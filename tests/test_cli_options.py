@@ -11,6 +11,16 @@ import typer
 # Command -> its options and arguments, sorted. A failing test prints the dictionary as it would be now.
 CLI_OPTIONS: dict[str, list[str]] = {
     "demo": ["--json", "--max-new-tokens", "--pair", "--per-kind", "--threads"],
+    "doctor": [
+        "--device",
+        "--draft",
+        "--dtype",
+        "--json",
+        "--max-new-tokens",
+        "--num-prompts",
+        "--prompts",
+        "--target",
+    ],
     "generate": [
         "--block-size",
         "--device",

@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from dflash_hf.cli.demo import demo
+from dflash_hf.cli.doctor import doctor
 from dflash_hf.cli.generate import generate
 
 
@@ -31,5 +32,6 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(demo)
+app.command()(doctor)
 
 __all__ = ["app"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import Target
 from dflash_hf.training.anchors import all_anchors
-from dflash_hf.training.collators import collate
+from dflash_hf.training.collators import Batch, collate
 from dflash_hf.training.data import Example
 from dflash_hf.training.forward import run_blocks, target_features
 from dflash_hf.training.loss import block_labels
@@ -92,10 +92,33 @@ def accepted_at_anchors(
         )
     device = draft.fc.weight.device
     batch = collate(examples)
-    anchors = all_anchors(batch.loss_mask, block_size).to(device)
     batch = batch.to(device)
     assert draft.config.target_layer_ids is not None
     features = target_features(target, draft.config.target_layer_ids, batch).taps
+    return accepted_with_features(draft, target, batch, features, block_size, verify_width, chunk_anchors)
+
+
+@torch.no_grad()
+def accepted_with_features(
+    draft: DFlashDraftModel,
+    target: Target,
+    batch: Batch,
+    features: Tensor,
+    block_size: int,
+    verify_width: int,
+    chunk_anchors: int = 32,
+) -> Tensor:
+    """Does what `accepted_at_anchors` does with tapped states that are there already.
+
+    Args:
+        batch (`Batch`): The examples, on the draft's device.
+        features (`torch.Tensor` of shape `[B, S, L * D]`): Tapped states of the batch.
+        draft, target, block_size, verify_width, chunk_anchors: See `accepted_at_anchors`.
+
+    Returns:
+        `torch.Tensor` of shape `[B, S]`, int64, on the CPU: See `accepted_at_anchors`.
+    """
+    anchors = all_anchors(batch.loss_mask.cpu(), block_size).to(batch.input_ids.device)
     accepted = torch.zeros_like(batch.input_ids)
     for start in range(0, anchors.indices.shape[1], chunk_anchors):
         part = anchors.select(start, start + chunk_anchors)
@@ -103,6 +126,8 @@ def accepted_at_anchors(
         hidden = run_blocks(draft, target, batch, features, part)
         # Only as many slots as a verify would look at go through the head.
         hidden = hidden.view(*labels.ids.shape, -1)[:, :, 1:verify_width]
+        # As in decoding: the head sees the target's dtype, whatever the draft's is.
+        hidden = hidden.to(target.embedding_weight.dtype)
         proposals = draft.compute_logits(hidden, target.head).argmax(dim=-1)
         right = (proposals == labels.ids[:, :, 1:verify_width]) & labels.mask[:, :, 1:verify_width]
         accepted.scatter_add_(1, part.indices, right.cumprod(dim=-1).sum(dim=-1) * part.keep)
@@ -149,4 +174,4 @@ def walked_acceptance(
     return WalkedAcceptance(committed=committed)
 
 
-__all__ = ["WalkedAcceptance", "accepted_at_anchors", "walk", "walked_acceptance"]
+__all__ = ["WalkedAcceptance", "accepted_at_anchors", "accepted_with_features", "walk", "walked_acceptance"]
