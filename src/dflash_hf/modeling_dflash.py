@@ -41,8 +41,7 @@ class DFlashRMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalises the last dimension."""
-        states = hidden_states.to(torch.float32)
-        states = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.eps)
+        states = nn.functional.rms_norm(hidden_states.to(torch.float32), self.weight.shape, None, self.eps)
         return self.weight * states.to(hidden_states.dtype)
 
 

@@ -7,6 +7,7 @@ one between Transformers 5.22 and 5.23.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ class Taps:
         self.sink = sink
         self._states: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
+        self._thread = threading.get_ident()
 
     def __enter__(self) -> Taps:
         self._handles = [self.layers[i].register_forward_hook(self._hook(i)) for i in sorted(set(self.layer_ids))]
@@ -68,6 +70,9 @@ class Taps:
         last = max(self.layer_ids)
 
         def record(module: nn.Module, args: Any, output: Any) -> None:
+            # Another thread's forward of the same model is not ours to record.
+            if threading.get_ident() != self._thread:
+                return
             self._states[layer_id] = output[0] if isinstance(output, tuple) else output
             if layer_id == last and self.sink is not None:
                 self.sink(self.take())

@@ -98,16 +98,14 @@ def clamp_commit(
         `tuple[torch.Tensor, torch.Tensor]`: Number committed `[B]`, and which rows have finished now `[B]`.
     """
     num_committed = torch.minimum(num_accepted + 1, remaining)
-    if eos_ids is not None:
-        is_eos = torch.isin(tokens_BW, eos_ids)
-        width = tokens_BW.shape[1]
-        index = torch.arange(width, device=tokens_BW.device)
-        first_eos = torch.where(is_eos, index, width).amin(dim=1)
-        stopped = first_eos < num_committed
-        num_committed = torch.minimum(num_committed, first_eos + 1)
-        finished = stopped | (num_committed >= remaining)
-    else:
+    if eos_ids is None:
         finished = num_committed >= remaining
+    else:
+        width = tokens_BW.shape[1]
+        counts = torch.arange(1, width + 1, device=tokens_BW.device)
+        up_to_eos = torch.where(torch.isin(tokens_BW, eos_ids), counts, width + 1).amin(dim=1)
+        num_committed = torch.minimum(num_committed, up_to_eos)
+        finished = (num_committed == up_to_eos) | (num_committed >= remaining)
     return num_committed.masked_fill(done, 0), finished | done
 
 

@@ -51,6 +51,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.draft = draft
         self.target = target
         self.processors = processors
+        self.block_size = block_size
         self.verify_width = verify_width
         self.rule = rule
         self.num_forwards = 0
@@ -100,28 +101,24 @@ class DFlashCandidateGenerator(CandidateGenerator):
         assert self._context is not None
         return self._context[0]
 
-    def propose(self, state: DecodeState, bound: int | None = None) -> None:
+    def propose(self, state: DecodeState, block: RaggedBlock) -> None:
         """Drafts a block in one forward and writes `state.proposals` (and `draft_probs` under rejection).
 
         Args:
             state (`DecodeState`): Changed in place.
-            bound (`int`, *optional*): Length of the longest row with this block; see [`attention.RaggedBlock`].
+            block (`RaggedBlock`): Where the draft's block stands, on the target's device.
         """
         if self.verify_width < 2:
             return
-        draft = self.draft
-        lengths = state.lengths.to(draft.device)
-        # With one row the longest row is the row.
-        block = RaggedBlock(lengths, self.block_ids.shape[1], bound, is_exact=lengths.shape[0] == 1)
-        self.cache.begin(block)
+        draft, device = self.draft, state.block.device
+        self.cache.begin(self._on_draft(block))
         self.block_ids[:, 0] = state.anchor
-        noise_embeds = draft.embed(self.block_ids.to(state.anchor.device), self.target.embedding)
+        noise_embeds = draft.embed(self.block_ids.to(device), self.target.embedding)
         context, self._context = self._context, None
         hidden = draft.forward_block(noise_embeds.to(draft.device, draft.dtype), self.cache, context)
         self.num_forwards += 1
         hidden = hidden[:, 1 : self.verify_width].to(noise_embeds.device, noise_embeds.dtype)
-        logits = draft.compute_logits(hidden, self.target.head).to(state.anchor.device)
-        positions = block.positions[:, 1 : self.verify_width].to(state.anchor.device)
+        logits = draft.compute_logits(hidden, self.target.head).to(device)
         self.logits = logits if self.keeps_logits else None
         if self.rule_of_user is not None:
             state.proposals.copy_(self.rule_of_user(logits, state.anchor))
@@ -129,6 +126,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if state.key is None or self.rule == "argmax":
             state.proposals.copy_(logits.argmax(dim=-1))
             return
+        positions = block.positions[:, 1 : self.verify_width]
         scores = self.processors.warp(logits)
         if self.rule == "sample":
             state.draft_probs = torch.softmax(scores, dim=-1)
@@ -169,7 +167,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             key=None,
         )
         state.anchor.copy_(input_ids[:, -1])
-        self.propose(state)
+        self.propose(state, RaggedBlock(state.lengths, self.block_size))
         return cast(torch.LongTensor, torch.cat([input_ids, state.proposals], dim=1)), None
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: Tensor, num_matches: int) -> None:
@@ -183,7 +181,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """The same block, counted on the draft's device."""
         if block.lengths.device == self.draft.device:
             return block
-        return RaggedBlock(block.lengths.to(self.draft.device), block.width, block.bound)
+        return RaggedBlock(block.lengths.to(self.draft.device), block.width, block.bound, is_exact=block.is_exact)
 
 
 __all__ = ["DFlashCandidateGenerator"]

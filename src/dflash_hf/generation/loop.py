@@ -7,7 +7,8 @@ tensors on the host, once per step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -64,9 +65,16 @@ class Run:
     accept: Accept | None = None
     finished: bool = False
 
-    def bound(self) -> int:
-        """Returns the length of the longest row with the next block: keys beyond it are not read."""
-        return self.longest + self.generator.block_ids.shape[1]
+    def next_blocks(self) -> tuple[RaggedBlock, RaggedBlock]:
+        """Returns where the next block stands: as the draft writes it, and as far as it will be verified."""
+        lengths, size, width = self.state.lengths, self.generator.block_size, self.generator.verify_width
+        # With one row the longest row is the row.
+        drafted = RaggedBlock(lengths, size, self.longest + size, is_exact=lengths.shape[0] == 1)
+        return drafted, drafted if width == size else RaggedBlock(lengths, width, self.longest + size)
+
+    def calls_out(self) -> bool:
+        """Whether code of the user's runs between two verifies, which may want to use the target itself."""
+        return bool(self.criteria) or self.streamer is not None or not self.processors.is_stateless
 
 
 def decode(
@@ -264,22 +272,32 @@ def advance(run: Run) -> None:
 
     Inference mode saves 7 to 9 % of a step on a CPU (docs/log.md); what is returned to the user is made outside it.
     """
-    while not run.finished:
-        step(run)
+    with ExitStack() as stack:
+        # Processors, criteria and streamers may call the target themselves: they find it as they left it.
+        held = None if run.calls_out() else stack.enter_context(_tapped(run))
+        while not run.finished:
+            step(run, held)
 
 
-def step(run: Run) -> tuple[Tensor, RaggedBlock, list[int]]:
-    """Drafts, verifies and accepts once: what `generate` repeats, and what `iterate` does between two yields.
+def step(run: Run, held: Taps | None = None) -> tuple[Tensor, RaggedBlock, list[int]]:
+    """Runs one draft, verify and accept: what `generate` repeats, and what `iterate` does between two yields.
+
+    Args:
+        run (`Run`): Changed in place.
+        held (`Taps`, *optional*): Taps of a target whose attention is switched already; without them the target is
+            tapped and switched for no longer than the verify.
 
     Returns:
         `tuple[torch.Tensor, RaggedBlock, list[int]]`: The target's logits `[B, W, V]`, the block they belong to, and
         the number of tokens that each row has committed.
     """
     generator, state, stats = run.generator, run.state, run.stats
-    steps.draft_step(state, generator, run.bound())
+    drafted_block, block = run.next_blocks()
+    steps.draft_step(state, generator, drafted_block)
     stats.num_draft_forwards = generator.num_forwards
     run.watch.lap("draft")
-    logits, block = _verify(run)
+    with nullcontext(held) if held is not None else _tapped(run) as taps:
+        logits = _verify(run, block, taps)
     stats.num_target_forwards += 1
     run.watch.lap("verify")
     _select(run, logits, block)
@@ -287,23 +305,25 @@ def step(run: Run) -> tuple[Tensor, RaggedBlock, list[int]]:
     return logits, block, _read(run)
 
 
-def _verify(run: Run) -> tuple[Tensor, RaggedBlock]:
-    """Runs the verify with the target's attention switched and its layers tapped, for no longer than this forward.
-
-    Processors, criteria and streamers run outside it, and may call the target themselves.
-    """
-    generator, target = run.generator, run.target
-    ids = generator.draft.config.target_layer_ids
+@contextmanager
+def _tapped(run: Run) -> Generator[Taps]:
+    """The target with its attention switched and its layers tapped."""
+    ids = run.generator.draft.config.target_layer_ids
     assert ids is not None
-    with ragged_attention(target), Taps(target.layers, ids) as taps:
-        logits, block = steps.verify_step(run.state, target, run.cache, run.bound(), run.extra)
-        if block.num_calls != len(run.cache.layers):
-            raise RuntimeError(
-                f"expected attention over the ragged cache in {len(run.cache.layers)} layers, got it in "
-                f"{block.num_calls}; this target does not use Transformers' attention interface throughout"
-            )
-        steps.context_step(generator, taps, block)
-    return logits, block
+    with ragged_attention(run.target), Taps(run.target.layers, ids) as taps:
+        yield taps
+
+
+def _verify(run: Run, block: RaggedBlock, taps: Taps) -> Tensor:
+    """Runs the target over the block, hands its tapped states to the draft; returns logits `[B, W, V]`."""
+    logits = steps.verify_step(run.state, run.target, run.cache, block, run.extra)
+    if block.num_calls != len(run.cache.layers):
+        raise RuntimeError(
+            f"expected attention over the ragged cache in {len(run.cache.layers)} layers, got it in "
+            f"{block.num_calls}; this target does not use Transformers' attention interface throughout"
+        )
+    steps.context_step(run.generator, taps, block)
+    return logits
 
 
 def _select(run: Run, logits: Tensor, block: RaggedBlock) -> None:

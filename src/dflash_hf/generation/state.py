@@ -19,12 +19,12 @@ class DecodeState:
         num_new (`torch.Tensor` of shape `[B]`, int64): Tokens generated so far.
         limit (`int`): Tokens a row may generate.
         lengths (`torch.Tensor` of shape `[B]`, int64): Tokens in the caches: all of the row but the anchor.
-        anchor (`torch.Tensor` of shape `[B]`, int64): Last committed token, first of the next block.
+        block (`torch.Tensor` of shape `[B, W]`, int64): What is verified next: the anchor, which is the last committed
+            token, then the proposals. `anchor` `[B]` and `proposals` `[B, W - 1]` are views of it.
         done (`torch.Tensor` of shape `[B]`, bool): Rows that have finished; they commit nothing more.
         position_delta (`torch.Tensor` of shape `[B]`, int64): Target position of a token minus its index in the row.
         eos_ids (`torch.Tensor` of shape `[N]`, int64, *optional*): End-of-sequence ids.
         key (`torch.Tensor` of shape `[]`, int64, *optional*): Seed of the sampling noise; `None` is greedy.
-        proposals (`torch.Tensor` of shape `[B, W - 1]`, int64): Written by the draft step.
         draft_probs (`torch.Tensor` of shape `[B, W - 1, V]`, *optional*): Law of the proposals, for rejection.
         tokens (`torch.Tensor` of shape `[B, W]`, int64): Written by the accept step: what may be committed.
         num_accepted (`torch.Tensor` of shape `[B]`, int64): Written by the accept step: proposals that matched.
@@ -36,16 +36,25 @@ class DecodeState:
     num_new: Tensor
     limit: int
     lengths: Tensor
-    anchor: Tensor
+    block: Tensor
     done: Tensor
     position_delta: Tensor
     eos_ids: Tensor | None
     key: Tensor | None
-    proposals: Tensor
     draft_probs: Tensor | None
     tokens: Tensor
     num_accepted: Tensor
     num_committed: Tensor
+
+    @property
+    def anchor(self) -> Tensor:
+        """Last committed token of each row `[B]`."""
+        return self.block[:, 0]
+
+    @property
+    def proposals(self) -> Tensor:
+        """What the draft proposes to follow it `[B, W - 1]`."""
+        return self.block[:, 1:]
 
     @classmethod
     def start(
@@ -72,12 +81,11 @@ class DecodeState:
             num_new=zeros(batch),
             limit=limit,
             lengths=lengths,
-            anchor=zeros(batch),
+            block=zeros(batch, width),
             done=torch.zeros(batch, dtype=torch.bool, device=device),
             position_delta=position_delta,
             eos_ids=eos_ids,
             key=key,
-            proposals=zeros(batch, width - 1),
             draft_probs=None,
             tokens=zeros(batch, width),
             num_accepted=zeros(batch),

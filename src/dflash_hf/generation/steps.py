@@ -17,28 +17,26 @@ from dflash_hf.taps import Taps
 from dflash_hf.target import Target
 
 
-def draft_step(state: DecodeState, generator: DFlashCandidateGenerator, bound: int | None) -> None:
-    """Proposes the tokens after the anchor: one forward of the draft, into `state.proposals`."""
-    generator.propose(state, bound)
+def draft_step(state: DecodeState, generator: DFlashCandidateGenerator, block: RaggedBlock) -> None:
+    """Proposes the tokens after the anchor: one forward of the draft over `block`, into `state.proposals`."""
+    generator.propose(state, block)
 
 
 def verify_step(
-    state: DecodeState, target: Target, cache: RaggedCache, bound: int | None, extra: dict[str, Any] | None = None
-) -> tuple[Tensor, RaggedBlock]:
+    state: DecodeState, target: Target, cache: RaggedCache, block: RaggedBlock, extra: dict[str, Any] | None = None
+) -> Tensor:
     """Runs the target once over the anchor and the proposals.
 
     Through the top-level model, so that soft caps, adapters and device hooks apply. Keys and values of all `W` tokens
-    go into the cache; the rejected ones are overwritten by the next block. `extra` are keywords of the caller's own
-    for the target's forward.
+    go into the cache; the rejected ones are overwritten by the next block. `block` says where the `W` tokens stand;
+    `extra` are keywords of the caller's own for the target's forward.
 
     Returns:
-        `tuple[torch.Tensor, RaggedBlock]`: Logits `[B, W, V]`, and the block that was verified.
+        `torch.Tensor`: Logits `[B, W, V]`.
     """
-    ids = torch.cat([state.anchor[:, None], state.proposals], dim=1)
-    block = RaggedBlock(state.lengths, ids.shape[1], bound)
     cache.begin(block)
     outputs = target.model(
-        input_ids=ids,
+        input_ids=state.block,
         position_ids=block.positions + state.position_delta[:, None],
         past_key_values=cache,
         use_cache=True,
@@ -46,7 +44,7 @@ def verify_step(
         ragged=block,
         **(extra or {}),
     )
-    return outputs.logits, block
+    return outputs.logits
 
 
 def select_step(state: DecodeState, logits_BWV: Tensor, block: RaggedBlock, processors: BlockProcessors) -> None:
@@ -92,14 +90,15 @@ def accept_step(state: DecodeState) -> None:
     )
     state.num_committed.copy_(num_committed)
     state.done.copy_(done)
-    width = state.tokens.shape[1]
-    columns = state.columns + state.num_new[:, None] + torch.arange(width, device=state.ids.device)
+    width, device = state.tokens.shape[1], state.ids.device
+    columns = torch.arange(state.columns, state.columns + width, device=device) + state.num_new[:, None]
     state.ids.scatter_(1, columns, state.tokens)
-    last = state.tokens.gather(1, (num_committed - 1).clamp_min(0)[:, None])[:, 0]
-    state.anchor.copy_(torch.where(num_committed > 0, last, state.anchor))
     # Out of place: the block that was just verified still holds the old lengths.
     state.lengths = state.lengths + num_committed
     state.num_new += num_committed
+    # Whatever was written behind it, the last committed token is the next anchor; a finished row keeps its own.
+    last = state.ids.gather(1, state.num_new[:, None] + (state.columns - 1))
+    state.anchor.copy_(last[:, 0])
 
 
 def context_step(generator: DFlashCandidateGenerator, taps: Taps, block: RaggedBlock) -> None:
