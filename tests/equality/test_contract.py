@@ -219,7 +219,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dola": ({"dola_layers": "low"}, "dola_layers"),
     "guidance": ({"guidance_scale": 1.5}, "guidance_scale"),
     "no cache": ({"use_cache": False}, "use_cache=True"),
-    "scores": ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
     "lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
     "cache": ({"past_key_values": transformers.DynamicCache()}, "past_key_values"),
     "stop strings": ({"stop_strings": ["x"]}, "tokenizer="),

@@ -14,7 +14,6 @@ from transformers import (
     MaxLengthCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
-    SynthIDTextWatermarkingConfig,
 )
 from transformers.generation import BaseStreamer
 
@@ -171,40 +170,6 @@ def test_a_prefix_function_sees_real_prefixes_only() -> None:
     draft = oracle_draft(target, truth_of(inputs, ref), 1)
     assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
     assert set(seen) == plain
-
-
-class Anything(LogitsProcessor):
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores
-
-
-BATCH_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "processor": ({"logits_processor": LogitsProcessorList([Anything()])}, "Anything"),
-    "criterion": ({"stopping_criteria": StoppingCriteriaList([Criterion(3)])}, "Criterion"),
-    "SynthID": ({"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=3)}, "SynthID"),
-    "time without eos": ({"max_time": 60.0}, "eos_token_id"),
-}
-
-
-@pytest.mark.parametrize("case", BATCH_REFUSED)
-def test_what_looks_at_the_whole_batch_is_refused_with_several_rows(case: str) -> None:
-    target = tiny_target("qwen3")
-    settings, match = BATCH_REFUSED[case]
-    with pytest.raises(ValueError, match=match):
-        target.generate(**prompts([6, 4], 0), **GREEDY, **settings, assistant_model=tiny_draft(target))
-
-
-def test_a_streamer_with_several_returned_sequences_is_refused() -> None:
-    target = tiny_target("qwen3")
-    with pytest.raises(ValueError, match="one row with a streamer"):
-        target.generate(
-            **prompts([6], 0),
-            max_new_tokens=5,
-            do_sample=True,
-            num_return_sequences=2,
-            streamer=Rereading(target),
-            assistant_model=tiny_draft(target),
-        )
 
 
 def test_statistics_of_a_failed_run_are_not_the_last_ones() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, DFlashGenerationConfig, SpeculativeStats, iterate
 from dflash_hf.generation.stats import Stopwatch
@@ -103,28 +103,30 @@ def test_every_part_gets_its_own_time_and_nothing_twice(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(target, "_prepare_cache_for_generation", slowly)
 
-    class Slow(StoppingCriteria):
-        """Takes an eighth of a second for each token, which is the rest's time."""
+    class Slow(BaseStreamer):
+        """Takes an eighth of a second for each run of tokens, which is the rest's time, and for the prompt."""
 
-        def __call__(self, ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        def put(self, value: Tensor) -> None:
             clock.now += 0.125
-            return torch.zeros(len(ids), dtype=torch.bool)
+
+        def end(self) -> None:
+            clock.now += 0.25
 
     one = {name: value[:1] for name, value in inputs.items()}
     before = clock.now
     target.generate(
-        **one, max_new_tokens=12, do_sample=False, assistant_model=draft, stopping_criteria=[Slow()], eos_token_id=None
+        **one, max_new_tokens=12, do_sample=False, assistant_model=draft, streamer=Slow(), eos_token_id=None
     )
     stats = draft.last_stats
     verifies = len(seen) - 1
     assert verifies == stats.num_verifies > 3
-    assert stats.prepare_seconds == 0.5
+    assert stats.prepare_seconds == 0.5 + 0.125
     assert stats.prefill_seconds == 10.0
-    assert stats.time_to_first_token == 10.5
+    assert stats.time_to_first_token == 10.625
     assert stats.draft_seconds == 2.0 * stats.num_draft_forwards
     assert stats.verify_seconds == 5.0 * verifies
     assert stats.accept_seconds == 0.0
-    assert stats.rest_seconds == 0.125 * 12
+    assert stats.rest_seconds == 0.125 * (1 + verifies) + 0.25
     assert stats.total_seconds == clock.now - before
 
     seen.clear()

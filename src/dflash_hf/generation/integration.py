@@ -20,10 +20,8 @@ from transformers import (
     GenerationMixin,
     StoppingCriteriaList,
     StopStringCriteria,
-    SynthIDTextWatermarkingConfig,
 )
 from transformers.distributed.fsdp import is_fsdp_managed_module
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dflash_hf.checkpoints import explain_foreign_draft
@@ -33,8 +31,6 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import check_pair, check_target, find_target
 
 _MARK = "_dflash_original"
-# Transformers' own processors look at nothing but each row's prefix and scores (SynthID keeps state, see below).
-TOKEN_LOCAL_PROCESSORS = "transformers.generation.logits_process"
 # Its methods are typed for models only; here the class itself is changed.
 _mixin: Any = GenerationMixin
 
@@ -127,11 +123,12 @@ def prepare(
     check_pair(target, draft.config)
     knobs.validate_knobs(draft.config.block_size)
     _check_settings(model, config, arguments)
-    num_rows = _check_inputs(config, arguments, model_kwargs)
-    if num_rows > 1:
-        _check_batch(config, arguments)
+    _check_inputs(arguments, model_kwargs)
+    if config.token_healing:
+        _heal_tokens(model, arguments)
     if config.stop_strings is not None:
-        arguments = _with_stop_strings(config, arguments)
+        _add_stop_strings(config, arguments)
+    arguments.pop("tokenizer", None)
     # The streamer goes both ways: `generate` puts the prompt into it, `decode` the rest.
     arguments["custom_generate"] = functools.partial(
         engine, draft=draft, streamer=arguments.get("streamer"), started=started
@@ -184,27 +181,23 @@ def _check_settings(model: Any, config: GenerationConfig, arguments: dict[str, A
             True,
             "rows advance at their own pace",
         ),
-        (bool(config.token_healing), "no token_healing", True, "it needs a tokenizer that generate does not pass on"),
-    ]
-    refused += [
         (
-            bool(getattr(config, name) and config.return_dict_in_generate),
-            f"no {name}",
+            bool(config.output_attentions),
+            "no output_attentions",
             True,
-            "a verify computes rejected tokens too",
-        )
-        for name in ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
+            "the attention over a ragged cache returns no weights",
+        ),
     ]
     for bad, expected, got, reason in refused:
         if bad:
             raise ValueError(f"expected {expected} with a DFlash draft, got {got!r}; {reason}; or drop the draft")
 
 
-def _check_inputs(config: GenerationConfig, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> int:
-    """Refuses prompts that cannot be decoded; returns the number of rows there will be.
+def _check_inputs(arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
+    """Refuses prompts that cannot be decoded.
 
     Raises:
-        ValueError: On an empty prompt or row, a cache or embeddings passed in, or a streamer with several rows.
+        ValueError: On an empty prompt or row, or a cache passed in.
     """
     given = arguments.get("inputs")
     ids = given if given is not None else model_kwargs.get("input_ids")
@@ -212,11 +205,11 @@ def _check_inputs(config: GenerationConfig, arguments: dict[str, Any], model_kwa
         raise ValueError(
             "expected no past_key_values with a DFlash draft, got a cache; pass the whole conversation instead"
         )
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError("expected input_ids with a DFlash draft, got inputs_embeds; pass input_ids")
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.numel() == 0:
-        shape = tuple(ids.shape) if isinstance(ids, torch.Tensor) else ids
-        raise ValueError(f"expected input_ids [rows, tokens] with at least one token, got {shape}; give a prompt")
+    embeds = model_kwargs.get("inputs_embeds")
+    name, prompt, dims = ("input_ids", ids, 2) if embeds is None else ("inputs_embeds", embeds, 3)
+    if not isinstance(prompt, torch.Tensor) or prompt.dim() != dims or prompt.numel() == 0:
+        shape = tuple(prompt.shape) if isinstance(prompt, torch.Tensor) else prompt
+        raise ValueError(f"expected {name} [rows, tokens, ...] with at least one token, got {shape}; give a prompt")
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.dim() == 2 and bool((mask.sum(dim=-1) == 0).any()):
         raise ValueError("expected at least one real token in every row, got an attention_mask row of zeros; fill it")
@@ -225,54 +218,37 @@ def _check_inputs(config: GenerationConfig, arguments: dict[str, Any], model_kwa
             "expected left-padded prompts, got an attention_mask with zeros after ones; "
             "tokenize with padding_side='left'"
         )
-    num_rows = ids.shape[0] * (config.num_return_sequences or 1)
-    if arguments.get("streamer") is not None and num_rows > 1:
-        raise ValueError(f"expected one row with a streamer, got {num_rows}; rows advance at their own pace")
-    return num_rows
 
 
-def _check_batch(config: GenerationConfig, arguments: dict[str, Any]) -> None:
-    """Refuses what plain `generate` calls once per column for all rows, while here every row has its own length.
+def _heal_tokens(model: Any, arguments: dict[str, Any]) -> None:
+    """Heals the prompts' last tokens here, by Transformers' own function: the tokenizer would not reach it.
 
     Raises:
-        ValueError: On processors and criteria that may look at more than one row's own tokens.
+        ValueError: If there is no tokenizer, or the prompts are embeddings.
     """
-    processors = [p for p in arguments.get("logits_processor") or [] if type(p).__module__ != TOKEN_LOCAL_PROCESSORS]
-    if isinstance(config.watermarking_config, SynthIDTextWatermarkingConfig):
-        processors.append(config.watermarking_config)
-    criteria = [
-        c
-        for c in arguments.get("stopping_criteria") or []
-        if type(c) not in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
-    ]
-    for name, found in (("logits_processor", processors), ("stopping_criteria", criteria)):
-        if found:
-            raise ValueError(
-                f"expected one row with a {name} that may keep state or look at other rows, got "
-                f"{[type(f).__name__ for f in found]} with several; call generate row by row or drop assistant_model"
-            )
-    stops_early = bool(arguments.get("stopping_criteria")) or config.stop_strings or config.max_time is not None
-    if stops_early and config.eos_token_id is None:
+    name = "inputs" if arguments.get("inputs") is not None else "input_ids"
+    if arguments.get("tokenizer") is None or arguments.get(name) is None:
         raise ValueError(
-            "expected an eos_token_id where several rows may be stopped by other criteria, got none; without one "
-            "plain generate lets stopped rows run on, so set eos_token_id and pad_token_id"
+            "expected input_ids and tokenizer= with token_healing, got none; pass generate(..., tokenizer=tokenizer)"
         )
+    arguments[name] = model.heal_tokens(arguments[name], arguments["tokenizer"])
+    # An explicit value outweighs the given config and the model's own.
+    arguments["token_healing"] = False
 
 
-def _with_stop_strings(config: GenerationConfig, arguments: dict[str, Any]) -> dict[str, Any]:
+def _add_stop_strings(config: GenerationConfig, arguments: dict[str, Any]) -> None:
     """Turns `stop_strings` into a criterion here: `tokenizer` would not reach `decode`.
 
     Raises:
         ValueError: If there is no tokenizer to read them with.
     """
-    tokenizer = arguments.pop("tokenizer", None)
+    tokenizer = arguments.get("tokenizer")
     if tokenizer is None:
         raise ValueError("expected tokenizer= with stop_strings, got none; pass generate(..., tokenizer=tokenizer)")
     # An explicit None outweighs the given config and the model's own.
     arguments["stop_strings"] = None
     given = arguments.get("stopping_criteria") or []
     arguments["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, config.stop_strings)])
-    return arguments
 
 
 __all__ = ["disable", "enable", "prepare"]

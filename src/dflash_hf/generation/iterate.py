@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf.generation.candidate_generator import Propose
@@ -37,7 +38,8 @@ class DFlashStep:
         proposals (`torch.Tensor` of shape `[B, W - 1]`, int64): What the draft proposed after it.
         tokens (`torch.Tensor` of shape `[B, W]`, int64): The target's token after the anchor and after each proposal.
             Under `proposal="sample"`, what rejection sampling left: the proposals, and at `num_accepted` the redrawn
-            token. With processors that read the prefix, only up to the first mismatch.
+            token. With processors that read the prefix, or where rows advance together (stopping criteria, processors
+            of the user's own), only as far as something was decided; zeros or leftovers behind it.
         positions (`torch.Tensor` of shape `[B, W]`, int64): Index of each of `tokens` in its row, padding not counted.
         num_accepted (`torch.Tensor` of shape `[B]`, int64): Proposals that stand, before any cut; 0 in finished rows.
         committed (`list[torch.Tensor]`): Per row, the tokens that were committed `[n]`, int64; empty in finished rows.
@@ -96,7 +98,8 @@ def iterate(
 
     Raises:
         ValueError: For what `generate` with a draft refuses; for a rule of one's own under `proposal="sample"`; for
-            `accept` beside processors that read the prefix; for rules that return another shape, dtype or range.
+            `accept` beside processors that read the prefix or criteria of one's own; for rules that return another
+            shape, dtype or range.
     """
     given: Any = draft
     if not isinstance(given, DFlashDraftModel):
@@ -138,6 +141,12 @@ def _start(
             "expected only temperature, top-k, top-p and other warpers of single scores beside accept, got "
             f"{[type(p).__name__ for p in logits_processor]}; the others never see what lies behind a mismatch"
         )
+    together = [c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+    if not exact and (together or (streamer is not None and input_ids.shape[0] > 1)):
+        raise ValueError(
+            "expected no stopping criteria but length and end of sequence, and a streamer only with one row, beside "
+            f"accept, got {[type(c).__name__ for c in together] or type(streamer).__name__}; stop iterating instead"
+        )
     started = time.perf_counter() if started is None else started
     target = find_target(model)
     ids = cast(torch.LongTensor, input_ids.to(target.embedding_weight.device))
@@ -158,14 +167,15 @@ def _start(
 def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generator[DFlashStep]:
     """Yields the prefill, then one step after the other; everything that is held is held inside `_advance`."""
     state = run.state
+    first = torch.stack(_committed(run, [1] * state.ids.shape[0]))
     yield DFlashStep(
         index=0,
         anchor=state.ids[:, state.columns - 1].clone(),
         proposals=state.proposals[:, :0].clone(),
-        tokens=state.tokens[:, :1].clone(),
+        tokens=first,
         positions=state.lengths[:, None].clone(),
         num_accepted=torch.zeros_like(state.num_accepted),
-        committed=list(state.tokens[:, :1].clone()),
+        committed=list(first.clone()),
         done=state.done.clone(),
     )
     index = 0
@@ -184,20 +194,34 @@ def _advance(run: Run, index: int, output_logits: bool, output_hidden_states: bo
     with exclusive(run.target), torch.inference_mode():
         logits, block, counts = step(run)
     running = torch.tensor(counts, device=state.tokens.device) > 0
-    verified = state.tokens if run.accept is None else cast(_Checked, run.accept).given[1]
+    committed = _committed(run, counts)
+    tokens = (state.tokens if run.accept is None else cast(_Checked, run.accept).given[1]).clone()
+    if run.lockstep is not None:  # decides in `ids`, column by column
+        tokens.zero_()
+        for row, kept in enumerate(committed):
+            tokens[row, : len(kept)] = kept
     return DFlashStep(
         index=index,
         anchor=anchor,
         proposals=state.proposals.clone(),
-        tokens=verified.clone(),
+        tokens=tokens,
         positions=block.positions.clone() + 1,
         num_accepted=state.num_accepted.clone().masked_fill(~running, 0),
-        committed=[state.tokens[row, :count].clone() for row, count in enumerate(counts)],
+        committed=committed,
         done=state.done.clone(),
         logits=logits.clone() if output_logits else None,
         draft_logits=generator.logits.clone() if output_logits and generator.logits is not None else None,
         hidden_states=generator.context_hidden_states.clone() if output_hidden_states else None,
     )
+
+
+def _committed(run: Run, counts: list[int]) -> list[Tensor]:
+    """Copies of the last `counts` tokens of every row."""
+    ends = (run.state.num_new + run.state.columns).tolist()
+    return [
+        run.state.ids[row, end - count : end].clone()
+        for row, (end, count) in enumerate(zip(ends, counts, strict=True))
+    ]
 
 
 class _Checked:

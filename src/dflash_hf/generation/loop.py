@@ -17,14 +17,17 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, GenerateDecoderOnlyOutput
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache import RaggedCache
 from dflash_hf.generation import steps
 from dflash_hf.generation.acceptance import choose
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
+from dflash_hf.generation.lockstep import Lockstep
 from dflash_hf.generation.noise import new_key
+from dflash_hf.generation.outputs import DFlashGenerateOutput, Recorder
 from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
@@ -34,17 +37,6 @@ from dflash_hf.target import Target, check_length, exclusive, find_target, ragge
 
 # See `iterate`: proposals [B, W - 1], the target's tokens [B, W] and logits [B, W, V] -> number accepted [B].
 Accept = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass
-class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
-    """What `generate` returns with `return_dict_in_generate=True` and a DFlash draft.
-
-    Args:
-        speculative (`SpeculativeStats`): How the run went.
-    """
-
-    speculative: SpeculativeStats | None = None
 
 
 @dataclass(slots=True)
@@ -60,6 +52,8 @@ class Run:
     streamer: BaseStreamer | None
     stats: SpeculativeStats
     watch: Stopwatch
+    recorder: Recorder
+    lockstep: Lockstep | None
     longest: int
     extra: dict[str, Any]
     accept: Accept | None = None
@@ -130,7 +124,7 @@ def decode(
     run.watch.lap("rest")
     if not generation_config.return_dict_in_generate:
         return sequences
-    return DFlashGenerateOutput(sequences=sequences, speculative=run.stats)
+    return DFlashGenerateOutput(sequences=sequences, speculative=run.stats, **run.recorder.collected())
 
 
 def prefill(
@@ -163,7 +157,7 @@ def prefill(
     # Plain `generate` looks at the limit after a token, so there is always one.
     limit = max(1, _max_length(stopping_criteria, generation_config) - input_ids.shape[1])
     longest = int(positions[:, -1].max()) + 1
-    check_length(target, longest, input_ids.shape[1] + limit + width - 1)
+    check_length(target, longest, positions.shape[1] + limit + width - 1)
     position_delta = _position_delta(model_kwargs, positions)
     generator = DFlashCandidateGenerator(
         draft,
@@ -175,7 +169,7 @@ def prefill(
         batch=input_ids.shape[0],
         max_length=longest + limit + block_size,
     )
-    logits, cache = _fill(generator, input_ids, generation_config, model_kwargs, positions, longest + limit + width)
+    outputs, cache = _fill(generator, input_ids, generation_config, model_kwargs, positions, longest + limit + width)
     state = DecodeState.start(
         input_ids,
         lengths=positions[:, -1] + 1,
@@ -190,20 +184,26 @@ def prefill(
     stats.num_proposed, stats.num_target_forwards = width - 1, 1
     stats.proposal = rule if state.key is not None else "greedy"
     stats.cache_bytes = cache.num_bytes() + generator.cache.num_bytes()
+    criteria = [c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+    recorder = Recorder(generation_config, input_ids.shape[0])
     run = Run(
         target=target,
         generator=generator,
         cache=cache,
         processors=processors,
         state=state,
-        criteria=[c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)],
+        criteria=criteria,
         streamer=streamer,
         stats=stats,
         watch=watch,
+        recorder=recorder,
+        lockstep=Lockstep.if_needed(processors, criteria, streamer, state, [] if recorder.has_scores else None),
         longest=longest,
         extra=_extra_inputs(model_kwargs),
     )
-    _commit_first(run, logits)
+    recorder.add_prefill(outputs)
+    assert outputs.logits is not None
+    _commit_first(run, outputs.logits[:, -1:])
     return run
 
 
@@ -214,11 +214,11 @@ def _fill(
     model_kwargs: dict[str, Any],
     positions: Tensor,
     max_length: int,
-) -> tuple[Tensor, RaggedCache]:
+) -> tuple[CausalLMOutputWithPast, RaggedCache]:
     """Runs Transformers' own prefill (the user's attention implementation, chunks, images) with taps on.
 
     The taps are projected to draft context chunk by chunk, so no feature tensor of the whole prompt is kept. Returns
-    the last token's logits `[B, 1, V]` and the ragged cache; the prefill's own cache is emptied.
+    the target's output (of the last chunk) and the ragged cache; the prefill's own cache is emptied.
     """
     target, draft = generator.target, generator.draft
     model: Any = target.model
@@ -248,22 +248,25 @@ def _fill(
         )
     del model_kwargs["past_key_values"], outputs.past_key_values
     cache = RaggedCache.take_prefill(filled, positions, max_length, generator.verify_width)
-    return outputs.logits[:, -1:], cache
+    return outputs, cache
 
 
 def _commit_first(run: Run, logits: Tensor) -> None:
     """Commits the token that the prefill decides: `[B, 1, V]` logits, no proposals, all processors at once."""
     state = run.state
-    scores = run.processors(state.ids[:, : state.columns], logits[:, 0].to(torch.float32, copy=True))
+    logits = logits.to(state.ids.device)
     # The anchor is not in the caches: lengths stay where they are, the anchor's index.
-    tokens = choose(scores[:, None], state.key, state.lengths[:, None])
-    first, width = tokens[:, 0].to(state.ids.device), state.tokens.shape[1]
-    state.tokens.copy_(first[:, None].expand(-1, width))
-    state.num_accepted.zero_()
     lengths = state.lengths
-    steps.accept_step(state)
+    if run.lockstep is not None:
+        scores = run.lockstep.decide(state, logits, lengths[:, None])
+    else:
+        scores = run.processors(state.ids[:, : state.columns], logits[:, 0].to(torch.float32, copy=True))[:, None]
+        state.tokens.copy_(choose(scores, state.key, lengths[:, None]).expand_as(state.tokens))
+        state.num_accepted.zero_()
+        steps.accept_step(state)
     state.lengths = lengths
-    _read(run, is_prefill=True)
+    committed = _read(run, is_prefill=True)
+    run.recorder.add(scores, logits, None, committed)
 
 
 @torch.inference_mode()
@@ -297,12 +300,19 @@ def step(run: Run, held: Taps | None = None) -> tuple[Tensor, RaggedBlock, list[
     stats.num_draft_forwards = generator.num_forwards
     run.watch.lap("draft")
     with nullcontext(held) if held is not None else _tapped(run) as taps:
-        logits = _verify(run, block, taps)
+        outputs = _verify(run, block, taps)
     stats.num_target_forwards += 1
     run.watch.lap("verify")
-    _select(run, logits, block)
-    steps.accept_step(state)
-    return logits, block, _read(run)
+    logits = outputs.logits
+    assert logits is not None
+    if run.lockstep is not None:
+        scores = run.lockstep.decide(state, logits, block.positions + 1)
+    else:
+        scores = _select(run, logits, block)
+        steps.accept_step(state)
+    committed = _read(run)
+    run.recorder.add(scores, logits, outputs.get("hidden_states"), committed)
+    return logits, block, committed
 
 
 @contextmanager
@@ -314,26 +324,26 @@ def _tapped(run: Run) -> Generator[Taps]:
         yield taps
 
 
-def _verify(run: Run, block: RaggedBlock, taps: Taps) -> Tensor:
-    """Runs the target over the block, hands its tapped states to the draft; returns logits `[B, W, V]`."""
-    logits = steps.verify_step(run.state, run.target, run.cache, block, run.extra)
+def _verify(run: Run, block: RaggedBlock, taps: Taps) -> CausalLMOutputWithPast:
+    """Runs the target over the block, hands its tapped states to the draft."""
+    outputs = steps.verify_step(run.state, run.target, run.cache, block, run.extra)
     if block.num_calls != len(run.cache.layers):
         raise RuntimeError(
             f"expected attention over the ragged cache in {len(run.cache.layers)} layers, got it in "
             f"{block.num_calls}; this target does not use Transformers' attention interface throughout"
         )
     steps.context_step(run.generator, taps, block)
-    return logits
+    return outputs
 
 
-def _select(run: Run, logits: Tensor, block: RaggedBlock) -> None:
-    """Chooses tokens and counts matches; processors that read the prefix go position by position."""
+def _select(run: Run, logits: Tensor, block: RaggedBlock) -> Tensor:
+    """Chooses tokens, counts matches, returns scores; processors that read the prefix go position by position."""
     state = run.state
     if run.processors.is_stateless:
-        steps.select_step(state, logits, block, run.processors)
+        scores = steps.select_step(state, logits, block, run.processors)
         if run.accept is not None:
             steps.accept_by(state, run.accept(state.proposals, state.tokens, logits))
-        return
+        return scores
     positions = block.positions + 1
 
     def choose_at(scores: Tensor, index: int) -> Tensor:
@@ -347,6 +357,7 @@ def _select(run: Run, logits: Tensor, block: RaggedBlock) -> None:
     running = (~state.done).tolist()
     scores, tokens = run.processors.walk(logits, state.proposals, state.ids, columns, running, choose_at, ends)
     steps.accept_scores(state, scores, block, tokens)
+    return scores
 
 
 def _read(run: Run, is_prefill: bool = False) -> list[int]:
@@ -358,9 +369,9 @@ def _read(run: Run, is_prefill: bool = False) -> list[int]:
     rows = torch.stack([state.num_committed, state.num_accepted, state.lengths, state.done.long(), state.num_new])
     committed, accepted, lengths, done, num_new = rows.tolist()
     run.watch.lap("prefill" if is_prefill else "accept")
-    if run.criteria:
+    if run.criteria and run.lockstep is None:
         _apply_criteria(run, committed, done, num_new)
-    if run.streamer is not None and committed[0]:
+    if run.streamer is not None and run.lockstep is None and committed[0]:
         # A copy: the next step writes into the same memory, and a streamer may keep what it gets.
         run.streamer.put(state.tokens[0, : committed[0]].to("cpu", copy=True))
     for row, num in enumerate(committed):
@@ -376,7 +387,8 @@ def _read(run: Run, is_prefill: bool = False) -> list[int]:
 def _apply_criteria(run: Run, committed: list[int], done: list[int], num_new: list[int]) -> None:
     """Calls the other stopping criteria after each committed token, row by row; nothing past a stop is kept.
 
-    Changes the state and the given lists in place.
+    Only those that look at a row's own tokens: with any other, rows go in step (`lockstep`). Changes the state and
+    the given lists in place.
     """
     state = run.state
     for row, num in enumerate(committed):
@@ -386,6 +398,8 @@ def _apply_criteria(run: Run, committed: list[int], done: list[int], num_new: li
             if any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in run.criteria):
                 committed[row], done[row] = extra, 1
                 state.num_new[row] = before + extra
+                state.lengths[row] -= num - extra
+                state.anchor[row] = ids[0, -1]
                 state.done[row] = True
                 break
 
@@ -414,7 +428,9 @@ def _prompt_positions(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor
     """
     mask = model_kwargs.get("attention_mask")
     if mask is None:
-        return torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape[0], -1)
+        embeds = model_kwargs.get("inputs_embeds")
+        batch, columns = input_ids.shape if embeds is None else embeds.shape[:2]
+        return torch.arange(columns, device=input_ids.device).expand(batch, -1)
     mask = mask.to(input_ids.device) != 0
     if bool((mask[:, 1:] < mask[:, :-1]).any()):
         raise ValueError(
@@ -473,4 +489,4 @@ def _sequences(state: DecodeState, generation_config: GenerationConfig) -> torch
     return cast(torch.LongTensor, ids)
 
 
-__all__ = ["Accept", "DFlashGenerateOutput", "Run", "advance", "decode", "prefill", "step"]
+__all__ = ["Accept", "Run", "advance", "decode", "prefill", "step"]

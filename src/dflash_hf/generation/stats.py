@@ -44,9 +44,10 @@ class SpeculativeStats:
         draft_seconds (`float`): Forwards of the draft, the newest context included.
         verify_seconds (`float`): Forwards of the target over blocks.
         accept_seconds (`float`): Logits processors, choosing and accepting tokens, reading the counts on the host.
-        rest_seconds (`float`): Streamer, other stopping criteria, putting the output together. The six parts follow
-            one another without gaps. On an accelerator work is queued, not waited for, so without
-            `draft.generation_config.synchronize` only their sum means something there.
+        rest_seconds (`float`): Streamer and other stopping criteria (where rows advance together they count under
+            `accept_seconds`), putting the output together. The six parts follow one another without gaps. On an
+            accelerator work is queued, not waited for: without `draft.generation_config.synchronize` only their sum
+            means something there.
         engine (`str`): Engine that ran.
         proposal (`str`): Proposal rule that ran; `"greedy"` without sampling.
         cache_bytes (`int`): Size of the target's and the draft's K/V buffers, in bytes.

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache import RaggedCache
@@ -24,7 +25,7 @@ def draft_step(state: DecodeState, generator: DFlashCandidateGenerator, block: R
 
 def verify_step(
     state: DecodeState, target: Target, cache: RaggedCache, block: RaggedBlock, extra: dict[str, Any] | None = None
-) -> Tensor:
+) -> CausalLMOutputWithPast:
     """Runs the target once over the anchor and the proposals.
 
     Through the top-level model, so that soft caps, adapters and device hooks apply. Keys and values of all `W` tokens
@@ -32,10 +33,10 @@ def verify_step(
     `extra` are keywords of the caller's own for the target's forward.
 
     Returns:
-        `torch.Tensor`: Logits `[B, W, V]`.
+        `CausalLMOutputWithPast`: The target's output, with logits `[B, W, V]`.
     """
     cache.begin(block)
-    outputs = target.model(
+    return target.model(
         input_ids=state.block,
         position_ids=block.positions + state.position_delta[:, None],
         past_key_values=cache,
@@ -44,30 +45,34 @@ def verify_step(
         ragged=block,
         **(extra or {}),
     )
-    return outputs.logits
 
 
-def select_step(state: DecodeState, logits_BWV: Tensor, block: RaggedBlock, processors: BlockProcessors) -> None:
+def select_step(state: DecodeState, logits_BWV: Tensor, block: RaggedBlock, processors: BlockProcessors) -> Tensor:
     """Decides the target's tokens and how many proposals stand, when the processors can see the block at once.
 
-    Writes `state.tokens` and `state.num_accepted`.
+    Writes `state.tokens` and `state.num_accepted`; returns the processed scores `[B, W, V]`.
     """
-    if state.key is None:
-        state.tokens.copy_(processors.warp(logits_BWV).argmax(dim=-1))
-        state.num_accepted.copy_(accept_matching(state.proposals, state.tokens))
-        return
-    accept_scores(state, processors.warp(logits_BWV), block)
+    scores = processors.warp(logits_BWV)
+    accept_scores(state, scores, block)
+    return scores
 
 
 def accept_scores(state: DecodeState, scores_BWV: Tensor, block: RaggedBlock, tokens: Tensor | None = None) -> None:
     """Applies the acceptance rule of the run to processed scores; `tokens` saves choosing them again."""
-    positions = block.positions + 1
-    if state.draft_probs is not None and state.key is not None:
-        num_accepted, chosen = accept_rejection(state.proposals, scores_BWV, state.draft_probs, state.key, positions)
-        state.tokens.copy_(chosen)
-        state.num_accepted.copy_(num_accepted)
-        return
-    state.tokens.copy_(choose(scores_BWV, state.key, positions) if tokens is None else tokens)
+    if tokens is None and state.key is None:
+        tokens = scores_BWV.argmax(dim=-1)
+    elif tokens is None and state.key is not None:
+        positions = block.positions + 1
+        if state.draft_probs is not None:
+            num_accepted, tokens = accept_rejection(
+                state.proposals, scores_BWV, state.draft_probs, state.key, positions
+            )
+            state.tokens.copy_(tokens)
+            state.num_accepted.copy_(num_accepted)
+            return
+        tokens = choose(scores_BWV, state.key, positions)
+    assert tokens is not None
+    state.tokens.copy_(tokens)
     state.num_accepted.copy_(accept_matching(state.proposals, state.tokens))
 
 
@@ -93,9 +98,14 @@ def accept_step(state: DecodeState) -> None:
     width, device = state.tokens.shape[1], state.ids.device
     columns = torch.arange(state.columns, state.columns + width, device=device) + state.num_new[:, None]
     state.ids.scatter_(1, columns, state.tokens)
+    commit_step(state)
+
+
+def commit_step(state: DecodeState) -> None:
+    """Moves lengths and anchor by `state.num_committed`; the tokens are in `ids` already."""
     # Out of place: the block that was just verified still holds the old lengths.
-    state.lengths = state.lengths + num_committed
-    state.num_new += num_committed
+    state.lengths = state.lengths + state.num_committed
+    state.num_new += state.num_committed
     # Whatever was written behind it, the last committed token is the next anchor; a finished row keeps its own.
     last = state.ids.gather(1, state.num_new[:, None] + (state.columns - 1))
     state.anchor.copy_(last[:, 0])
@@ -106,4 +116,13 @@ def context_step(generator: DFlashCandidateGenerator, taps: Taps, block: RaggedB
     generator.observe_block(taps.take(), block)
 
 
-__all__ = ["accept_by", "accept_scores", "accept_step", "context_step", "draft_step", "select_step", "verify_step"]
+__all__ = [
+    "accept_by",
+    "accept_scores",
+    "accept_step",
+    "commit_step",
+    "context_step",
+    "draft_step",
+    "select_step",
+    "verify_step",
+]

@@ -1,0 +1,145 @@
+"""Rows in step: what plain `generate` calls once per column is called in the same way, with the same arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+)
+from transformers.generation import BaseStreamer
+
+from tiny import oracle_draft, prompts, tiny_target, truth_of
+
+NEW = 24
+EOS = [3, 9, 17, 30, 44, 58]
+
+
+class Apart(LogitsProcessor):
+    """Keeps rows from choosing what another one chose last, and remembers what it was shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[tuple[list[list[int]], Tensor]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.shown.append((input_ids.tolist(), scores.clone()))
+        scores = scores.clone()
+        for row in range(scores.shape[0]):
+            others = [input_ids[other, -1] for other in range(scores.shape[0]) if other != row]
+            scores[row, others] -= 2.0
+        scores[:, (7 * len(self.shown)) % scores.shape[1]] -= 20.0
+        return scores
+
+
+class Together(StoppingCriteria):
+    """Stops a row after four even numbers in a row, and every row at a column that is all odd; remembers."""
+
+    def __init__(self) -> None:
+        self.shown: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.shown.append(input_ids.tolist())
+        even = input_ids[:, -4:] % 2 == 0
+        return even.all(dim=1) | (len(self.shown) > 8 and bool((input_ids[:, -1] % 2 == 1).all()))
+
+
+class Columns(BaseStreamer):
+    def __init__(self) -> None:
+        self.got: list[Tensor] = []
+
+    def put(self, value: Tensor) -> None:
+        self.got.append(value)
+
+    def end(self) -> None:
+        self.got.append(torch.tensor(-1))
+
+
+CASES = ["processor", "criterion", "streamer", "all", "SynthID", "time"]
+
+
+def settings_of(case: str) -> tuple[dict[str, Any], list[Any]]:
+    """New settings for one call, and the objects in them that remember."""
+    processor, criterion, streamer = Apart(), Together(), Columns()
+    found: dict[str, dict[str, Any]] = {
+        "processor": {"logits_processor": LogitsProcessorList([processor])},
+        "criterion": {"stopping_criteria": StoppingCriteriaList([criterion])},
+        "streamer": {"streamer": streamer},
+        "SynthID": {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2, 5], ngram_len=3)},
+        "time": {"max_time": 1e6},
+    }
+    found["all"] = {**found["processor"], **found["criterion"], **found["streamer"]}
+    return {"max_new_tokens": NEW, "do_sample": False, **found[case]}, [processor, criterion, streamer]
+
+
+@pytest.mark.parametrize("eos", [None, EOS], ids=["no eos", "eos"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_what_sees_the_whole_batch_is_called_as_plain_generate_calls_it(
+    case: str, rows: int, eos: list[int] | None
+) -> None:
+    target = tiny_target("qwen3")
+    num_stopped, most = 0, 0.0
+    for seed in range(6):
+        inputs = prompts([7, 4, 6][:rows], seed)
+        end = {"eos_token_id": eos, "pad_token_id": 0}
+        settings, plain = settings_of(case)
+        ref = target.generate(**inputs, **settings, **end)
+        settings, ours = settings_of(case)
+        draft = oracle_draft(target, truth_of(inputs, ref), seed, 8)
+        out = target.generate(**inputs, **settings, **end, assistant_model=draft)
+        assert torch.equal(out, ref)
+        num_stopped += ref.shape[1] < inputs["input_ids"].shape[1] + NEW
+        assert [ids for ids, _ in ours[0].shown] == [ids for ids, _ in plain[0].shown]
+        for (ids, scores), (_, wanted) in zip(ours[0].shown, plain[0].shown, strict=True):
+            # Plain generate goes on feeding padding to finished rows, whose scores nobody uses.
+            answers = [set(row[inputs["input_ids"].shape[1] :]) for row in ids]
+            going = torch.tensor([eos is None or not answer & set(EOS) for answer in answers])
+            if case == "processor":
+                torch.testing.assert_close(scores[going], wanted[going], rtol=1e-5, atol=1e-5)
+        assert ours[1].shown == plain[1].shown
+        if rows == 1:
+            # One row's streamer gets a whole accepted run at a time.
+            ours[2].got, plain[2].got = (
+                [torch.cat([v.flatten() for v in s.got] or [out])] for s in (ours[2], plain[2])
+            )
+        assert [value.tolist() for value in ours[2].got] == [value.tolist() for value in plain[2].got]
+        most = max(most, draft.last_stats.acceptance_length)
+    assert most > 1.5
+    assert num_stopped or case not in ("criterion", "all")
+
+
+@pytest.mark.parametrize("proposal", ["argmax", "shared_noise"])
+def test_sampled_texts_in_step_are_the_same_at_every_block_size(proposal: Any) -> None:
+    target = tiny_target("llama")
+    inputs = prompts([7, 4, 6], 1)
+    texts = []
+    for block_size in (1, 4, 8):
+        draft = oracle_draft(target, [[5] * 60] * 3, 3, 8)
+        draft.generation_config.block_size = block_size
+        draft.generation_config.proposal = proposal
+        settings = {**settings_of("all")[0], "do_sample": True, "top_k": 20, "eos_token_id": EOS, "pad_token_id": 0}
+        torch.manual_seed(4)
+        texts.append(target.generate(**inputs, **settings, assistant_model=draft))
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
+
+
+def test_rejection_sampling_in_step_stops_where_a_row_is_refused() -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts([7, 4], 1)
+    draft = oracle_draft(target, [[5] * 60] * 2, 3, 8)
+    draft.generation_config.proposal = "sample"
+    torch.manual_seed(0)
+    streamer = Columns()
+    out = target.generate(**inputs, max_new_tokens=NEW, do_sample=True, streamer=streamer, assistant_model=draft)
+    assert torch.equal(torch.stack(streamer.got[1:-1], dim=1), out[:, 7:])
+    assert out.shape == (2, 7 + NEW)
+    stats = draft.last_stats
+    assert stats.num_committed[0] == stats.num_committed[1]

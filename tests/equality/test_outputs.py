@@ -1,0 +1,139 @@
+"""`output_scores`, `output_logits`, `output_hidden_states`; prompts as embeddings; token healing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dflash_hf import DFlashDraftModel
+from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+
+TOY = Path(__file__).parents[2] / "demos" / "toy"
+EOS = [3, 9, 17, 30, 44, 58]
+WANTED = {
+    "return_dict_in_generate": True,
+    "output_scores": True,
+    "output_logits": True,
+    "output_hidden_states": True,
+}
+
+
+def lengths_of(sequences: Tensor, columns: int, eos: list[int] | None) -> list[int]:
+    """Tokens of each row's answer, up to its end."""
+    if eos is None:
+        return [sequences.shape[1] - columns] * sequences.shape[0]
+    answers = sequences[:, columns:].tolist()
+    return [next((i + 1 for i, token in enumerate(row) if token in eos), len(row)) for row in answers]
+
+
+def assert_rows_equal(ours: Any, plain: Any, lengths: list[int]) -> None:
+    """Same shapes; same values as long as a row runs, zeros after it."""
+    assert len(ours) == len(plain)
+    for token, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
+        assert mine.shape == theirs.shape
+        assert mine.dtype == theirs.dtype
+        for row, length in enumerate(lengths):
+            wanted = theirs[row] if token < length else torch.zeros_like(theirs[row])
+            torch.testing.assert_close(mine[row], wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("eos", [None, EOS], ids=["no eos", "eos"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_scores_logits_and_hidden_states_equal_plain_generates(
+    family: str, rows: int, eos: list[int] | None, in_step: bool
+) -> None:
+    target = tiny_target(family)
+    inputs = prompts([7, 4, 6][:rows], 2)
+    settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+    settings |= {**WANTED, "repetition_penalty": 1.2}
+    if in_step:
+        settings["max_time"] = 1e6
+    plain = target.generate(**inputs, **settings)
+    draft = oracle_draft(target, truth_of(inputs, plain.sequences), 1, 8)
+    ours = target.generate(**inputs, **settings, assistant_model=draft)
+    assert torch.equal(ours.sequences, plain.sequences)
+    lengths = lengths_of(ours.sequences, 7, eos)
+    assert_rows_equal(ours.scores, plain.scores, lengths)
+    assert_rows_equal(ours.logits, plain.logits, lengths)
+    assert len(ours.hidden_states) == len(plain.hidden_states)
+    for mine, theirs in zip(ours.hidden_states[0], plain.hidden_states[0], strict=True):
+        torch.testing.assert_close(mine, theirs)
+    for layer in range(len(plain.hidden_states[0])):
+        assert_rows_equal(
+            [token[layer] for token in ours.hidden_states[1:]],
+            [token[layer] for token in plain.hidden_states[1:]],
+            [length - 1 for length in lengths],
+        )
+    transitions = [
+        target.compute_transition_scores(out.sequences, out.scores, normalize_logits=True) for out in (ours, plain)
+    ]
+    for row, length in enumerate(lengths):
+        torch.testing.assert_close(transitions[0][row, :length], transitions[1][row, :length])
+
+
+def test_only_what_was_asked_for_is_returned() -> None:
+    target = tiny_target("qwen3")
+    draft = tiny_draft(target)
+    out = target.generate(**prompts([6], 0), max_new_tokens=6, return_dict_in_generate=True, assistant_model=draft)
+    assert out.scores is None
+    assert out.logits is None
+    assert out.hidden_states is None
+    with pytest.raises(ValueError, match="output_attentions"):
+        target.generate(
+            **prompts([6], 0),
+            max_new_tokens=6,
+            return_dict_in_generate=True,
+            output_attentions=True,
+            assistant_model=draft,
+        )
+
+
+@pytest.mark.parametrize("with_ids", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt-oss"])
+def test_prompts_as_embeddings(family: str, rows: int, with_ids: bool) -> None:
+    target = tiny_target(family)
+    inputs = prompts([7, 4, 6][:rows], 2)
+    torch.manual_seed(0)
+    embeds = target.get_input_embeddings()(inputs["input_ids"]).detach()
+    # Not what any ids give.
+    embeds = embeds + 0.1 * torch.randn_like(embeds)
+    given: dict[str, Any] = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}
+    if with_ids:
+        given["input_ids"] = inputs["input_ids"]
+    settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": EOS, "pad_token_id": 0}
+    ref = target.generate(**given, **settings)
+    whole = ref if with_ids else torch.cat([inputs["input_ids"], ref], dim=1)
+    draft = oracle_draft(target, truth_of(inputs, whole), 1, 8)
+    out = target.generate(**given, **settings, assistant_model=draft)
+    assert torch.equal(out, ref)
+    assert out.shape[1] > 1
+    assert draft.last_stats.acceptance_length > 1
+
+
+def test_token_healing() -> None:
+    target = AutoModelForCausalLM.from_pretrained(TOY / "target")
+    draft = DFlashDraftModel.from_pretrained(TOY / "draft")
+    tokenizer = AutoTokenizer.from_pretrained(TOY / "target", padding_side="left", bos_token="<|MASK|>")
+    settings: dict[str, Any] = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "token_healing": True,
+        "tokenizer": tokenizer,
+    }
+    changed = 0
+    for text in ("The sum of 3 and 4 i", "Write a func", "def area(wid"):
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+        ref = target.generate(ids, **settings)
+        assert torch.equal(target.generate(ids, **settings, assistant_model=draft), ref)
+        changed += not torch.equal(ref[:, : ids.shape[1]], ids)
+    assert changed
+    with pytest.raises(ValueError, match="tokenizer="):
+        target.generate(ids, max_new_tokens=3, token_healing=True, assistant_model=draft)
