@@ -39,6 +39,7 @@ LEVELS = {
     "dflash_hf.errors": 1,
     "dflash_hf.generation_config": 1,
     "dflash_hf.positions": 1,
+    "dflash_hf.weight_files": 1,
     "dflash_hf.attention": 2,
     "dflash_hf.checkpoints": 2,
     "dflash_hf.ops": 2,

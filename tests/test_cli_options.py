@@ -10,6 +10,7 @@ import typer
 
 # Command -> its options and arguments, sorted. A failing test prints the dictionary as it would be now.
 CLI_OPTIONS: dict[str, list[str]] = {
+    "convert": ["--force", "--target", "--to", "destination", "source"],
     "demo": ["--json", "--max-new-tokens", "--pair", "--per-kind", "--threads"],
     "doctor": [
         "--device",

@@ -152,10 +152,12 @@ class OracleDraft(DFlashDraftModel):
         return nn.functional.one_hot(wanted, vocab).to(logits.dtype) * 100.0
 
 
-def oracle_draft(target: PreTrainedModel, truth: list[list[int]], seed: int, block_size: int = 8) -> OracleDraft:
+def oracle_draft(
+    target: PreTrainedModel, truth: list[list[int]], seed: int, block_size: int = 8, **overrides: Any
+) -> OracleDraft:
     """Builds an [`OracleDraft`] for a tiny target."""
     torch.manual_seed(seed)
-    draft = OracleDraft(draft_config(target, block_size)).to(target.dtype).eval()
+    draft = OracleDraft(draft_config(target, block_size, **overrides)).to(target.dtype).eval()
     return draft.arm(truth, seed)
 
 

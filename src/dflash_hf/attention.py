@@ -58,7 +58,13 @@ class RaggedBlock:
         return self._slots[ring]
 
     def mask(
-        self, num_slots: int, window: int | None, causal: bool, repeats: int, dtype: torch.dtype
+        self,
+        num_slots: int,
+        window: int | None,
+        causal: bool,
+        repeats: int,
+        dtype: torch.dtype,
+        from_anchor: bool = False,
     ) -> Tensor | None:
         """Returns the additive mask `[B, 1, repeats * width, num_slots]` (0 or -inf) of a layer of this kind.
 
@@ -70,14 +76,17 @@ class RaggedBlock:
             window, causal: See `positions.visible`.
             repeats (`int`): See [`mask_repeats`].
             dtype (`torch.dtype`): Of the scores.
+            from_anchor (`bool`): Whether the window counts from the block's first token.
         """
         if self.is_exact and not causal and window is None and num_slots == self.bound:
             return None
-        key = (num_slots, window, causal, repeats, dtype)
+        key = (num_slots, window, causal, repeats, dtype, from_anchor)
         if key not in self._masks:
             last = self.lengths[:, None, None] + (self.width - 1)
             slots = torch.arange(num_slots, device=self.lengths.device)
-            seen = visible(self.positions[:, :, None], slot_positions(last, slots, num_slots), window, causal)
+            anchor = self.lengths[:, None, None] if from_anchor else None
+            held = slot_positions(last, slots, num_slots)
+            seen = visible(self.positions[:, :, None], held, window, causal, anchor)
             mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf)[:, None]
             self._masks[key] = mask if repeats == 1 else mask.repeat(1, 1, repeats, 1)
         return self._masks[key]

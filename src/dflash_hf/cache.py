@@ -25,7 +25,8 @@ class LayerShape:
     Args:
         num_heads (`int`): Key/value heads.
         key_size, value_size (`int`): Head sizes.
-        window (`int`, *optional*): Sliding window in tokens, the query included; `None` for full attention.
+        window (`int`, *optional*): Sliding window in tokens, the query included, or without it where the window counts
+            from the anchor; `None` for full attention.
     """
 
     num_heads: int

@@ -18,7 +18,8 @@ class DFlashGenerationConfig(GenerationConfig):
         block_size (`int`, *optional*): Tokens per block, the anchor included; at most the checkpoint's, which is the
             default. Smaller blocks draft fewer tokens.
         verify_width (`int`, *optional*): How many tokens of the block the target checks in one forward, the anchor
-            included; at most `block_size`, which is the default. Exact at any width.
+            included; at most `block_size` (one more for a draft that samples from the anchor), which is the default.
+            Exact at any width.
         engine (`str`, defaults to `"auto"`): `"eager"` runs the loop as it is written; `"auto"` picks the fastest
             engine that applies (in this release that is `"eager"`).
         proposal (`str`, defaults to `"auto"`): How tokens are proposed when sampling. `"shared_noise"` adds to the
@@ -42,11 +43,12 @@ class DFlashGenerationConfig(GenerationConfig):
         super().__init__(**kwargs)
         self.validate_knobs()
 
-    def validate_knobs(self, max_block_size: int | None = None) -> None:
+    def validate_knobs(self, max_block_size: int | None = None, sample_from_anchor: bool = False) -> None:
         """Checks the knobs, also against a checkpoint's block size.
 
         Args:
             max_block_size (`int`, *optional*): The block size the draft was trained with.
+            sample_from_anchor (`bool`): Whether the draft proposes as many tokens as its block has slots.
 
         Raises:
             ValueError: On the first knob that cannot be honoured.
@@ -64,11 +66,13 @@ class DFlashGenerationConfig(GenerationConfig):
                     f"expected block_size at most {max_block_size} (the draft's), got {self.block_size}; "
                     "a draft cannot propose further than it was trained to"
                 )
-        if self.verify_width is not None and (
-            self.verify_width < 1 or (block_size is not None and self.verify_width > block_size)
-        ):
+        if self.verify_width is None:
+            return
+        # What the draft can do is known only with its checkpoint; without it, a width of one more is let through.
+        widest = None if block_size is None else block_size + (sample_from_anchor or max_block_size is None)
+        if self.verify_width < 1 or (widest is not None and self.verify_width > widest):
             raise ValueError(
-                f"expected verify_width between 1 and the block size ({block_size}), got {self.verify_width}; "
+                f"expected verify_width between 1 and {widest} (block size {block_size}), got {self.verify_width}; "
                 "the target can only check tokens that were proposed"
             )
 

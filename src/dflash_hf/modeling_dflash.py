@@ -26,7 +26,7 @@ from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.positions import visible
 from dflash_hf.pretrained import DFlashPreTrainedModel
 
-AttentionKind = tuple[int | None, bool]
+AttentionKind = tuple[int | None, bool, bool]
 Mask = Tensor | BlockMask
 CosSin = tuple[Tensor, Tensor]
 
@@ -164,11 +164,16 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
 
 
 class DFlashDraftModel(DFlashPreTrainedModel):
-    """A DFlash draft: a context projection, a few layers over `[context | block]`, a norm. No embedding, no head.
+    """A DFlash draft: a context projection, a few layers over `[context | block]`, a norm.
+
+    It uses the target's embedding and head, unless its checkpoint brought its own: `embed_tokens`, `lm_head` and,
+    where that head knows fewer tokens than the target, the offsets `d2t` (all `None` otherwise).
 
     Use it as `target.generate(..., assistant_model=draft)`. Source: arXiv 2602.06036 section 3; z-lab
     `dflash/model.py::DFlashDraftModel`.
     """
+
+    d2t: Tensor | None
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
@@ -179,6 +184,14 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.layers = nn.ModuleList(DFlashDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = DFlashRotaryEmbedding(config)
+        self.embed_tokens = (
+            nn.Embedding(config.vocab_size or 0, config.hidden_size) if config.own_embed_tokens else None
+        )
+        num_ids = config.draft_vocab_size or config.vocab_size or 0
+        self.lm_head = nn.Linear(config.hidden_size, num_ids, bias=False) if config.own_lm_head else None
+        self.register_buffer(
+            "d2t", None if config.draft_vocab_size is None else torch.zeros(num_ids, dtype=torch.long)
+        )
         self.generation_config = DFlashGenerationConfig()
         self.last_stats: Any = None
         self.post_init()
@@ -269,9 +282,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             if context is not None:
                 cache.write(attention.layer_idx, key[:, :earlier], value[:, :earlier], context[1])
             key, value = cache.write(attention.layer_idx, key[:, earlier:], value[:, earlier:], block)
-            window, causal = attention.kind
+            window, causal, from_anchor = attention.kind
             repeats = mask_repeats(attention.repeats, key.device)
-            return key, value, block.mask(key.shape[2], window, causal, repeats, normed.dtype)
+            return key, value, block.mask(key.shape[2], window, causal, repeats, normed.dtype, from_anchor)
 
         return self._run_layers(noise_embeds, keys_and_values, (cos[:, earlier:], sin[:, earlier:]))
 
@@ -293,8 +306,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             position_ids (`torch.Tensor` of shape `[B, C + Q]`, *optional*): Indices of the context, then of the block;
                 by default they continue the cache.
             attention_mask (*optional*): `[B, total]` padding mask (1 = real) over everything in the cache, the context
-                and the block; or one ready mask per kind of layer, `{(window, causal): mask}`, boolean
-                `[B, 1, Q, C + Q]` or a `BlockMask`, as training builds them.
+                and the block; or one ready mask per kind of layer, `{(window, causal, from_anchor): mask}`,
+                boolean `[B, 1, Q, C + Q]` or a `BlockMask`, as training builds them.
             past_key_values (`Cache`, *optional*): Advanced in place by context and block; the caller crops the block.
 
         Returns:
@@ -337,16 +350,33 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
 
     def compute_logits(self, hidden_states: Tensor, head: nn.Module) -> Tensor:
-        """Applies the target's head and the draft's own multiplier and soft cap to `[..., D]`; returns `[..., V]`."""
-        logits = head(hidden_states)
+        """Applies the head and the draft's own multiplier and soft cap.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `[..., D]`): States after the final norm.
+            head (`nn.Module`): The target's head, for drafts that have none.
+
+        Returns:
+            `torch.Tensor` of shape `[..., V]`: Logits over the target's vocabulary; minus infinity for the tokens that
+            a reduced draft vocabulary leaves out.
+        """
+        logits = (head if self.lm_head is None else self.lm_head)(hidden_states)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
-        return logits if not cap else torch.tanh(logits / cap) * cap
+        logits = logits if not cap else torch.tanh(logits / cap) * cap
+        if self.d2t is None:
+            return logits
+        assert self.config.vocab_size is not None
+        everything = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        target_ids = self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
+        return everything.index_copy_(-1, target_ids, logits)
 
     def embed(self, token_ids: Tensor, embedding: nn.Module) -> Tensor:
-        """Looks ids `[B, K]` up in the target's embedding, in the way this draft was trained with."""
-        if self.config.raw_input_embeddings:
+        """Looks ids `[B, K]` up in the draft's own embedding, or in the target's as this draft was trained with it."""
+        if self.embed_tokens is not None:
+            states = self.embed_tokens(token_ids.to(self.embed_tokens.weight.device))
+        elif self.config.raw_input_embeddings:
             weight = embedding.weight
             assert isinstance(weight, Tensor)
             states = nn.functional.embedding(token_ids, weight)
@@ -362,7 +392,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             TypeError: Always.
         """
         raise TypeError(
-            "a DFlash draft has no embedding and no head and cannot generate by itself; call "
+            "a DFlash draft proposes tokens for a target and cannot generate by itself; call "
             "target.generate(**inputs, assistant_model=draft) with the target it was trained for"
         )
 
@@ -385,7 +415,9 @@ def _combined_mask(
 ) -> Tensor:
     """Boolean mask `[B, 1, Q, num_keys]` of a block at the end of `num_keys` keys whose newest one is the block's."""
     keys = torch.arange(num_keys, device=device)
-    mask = visible(keys[-num_queries:, None], keys[None, :], *kind)[None, None]
+    window, causal, from_anchor = kind
+    queries = keys[-num_queries:, None]
+    mask = visible(queries, keys[None, :], window, causal, queries[:1] if from_anchor else None)[None, None]
     if padding is not None:
         mask = mask & padding[:, None, None, -num_keys:].bool()
     return mask

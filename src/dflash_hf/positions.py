@@ -10,7 +10,9 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def visible(query_position: Tensor, key_position: Tensor, window: int | None, causal: bool) -> Tensor:
+def visible(
+    query_position: Tensor, key_position: Tensor, window: int | None, causal: bool, anchor: Tensor | None = None
+) -> Tensor:
     """Says which keys a query may attend to, from indices alone.
 
     Args:
@@ -19,15 +21,20 @@ def visible(query_position: Tensor, key_position: Tensor, window: int | None, ca
         window (`int`, *optional*): Number of positions a query sees looking one way, itself included
             (`q - k < window`, and `k - q < window` where keys may lie ahead). `None` means no limit.
         causal (`bool`): Whether keys after the query are hidden.
+        anchor (`torch.Tensor`, integer, broadcastable, *optional*): Index of the first token of the query's block.
+            Given it, every slot sees the last `window` tokens before it, and the window hides nothing of the block.
 
     Returns:
         `torch.Tensor`: Boolean, `True` where the key is visible.
 
-    Source: z-lab `dflash/model.py::_attention_mask`.
+    Source: z-lab `dflash/model.py::_attention_mask`; with an anchor, speculators
+    `models/dflash/attention.py::create_anchor_block_mask_mod`.
     """
     seen = key_position >= 0
     # Either way the result has the queries' shape too.
     seen = seen & (key_position <= query_position) if causal else seen & (query_position >= 0)
+    if window is not None and anchor is not None:
+        return seen & (anchor - key_position <= window)
     if window is not None:
         seen = seen & (query_position - key_position < window)
         if not causal:

@@ -6,10 +6,12 @@ The layouts themselves are tables in `dflash_hf.checkpoints`; files, devices and
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -18,6 +20,7 @@ from transformers.utils.hub import cached_file
 from dflash_hf.checkpoints import FIELDS, CheckpointFormat, detect_format, make_config
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.generation_config import DFlashGenerationConfig
+from dflash_hf.weight_files import FLOAT_DTYPES, StoredTensor, read_config, read_json, stored_tensors
 
 # The arguments of `from_pretrained` that say which files are meant.
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -31,6 +34,8 @@ class DFlashPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     main_input_name = "noise_embeds"
     supports_gradient_checkpointing = True
+    # Of speculators' layout; which weights a checkpoint may hold is checked before, layout by layout.
+    _keys_to_ignore_on_load_unexpected = [r"^t2d$", r"^d2t$", r"^verifier_"]  # noqa: RUF012
     _no_split_modules = ["DFlashDecoderLayer"]  # noqa: RUF012  (Transformers' own form)
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
@@ -41,7 +46,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | PathLike[str] | None, *model_args: Any, **kwargs: Any
     ) -> Self:
-        """Loads a draft in our own, z-lab's or Transformers' layout from a folder or the Hub.
+        """Loads a draft in any layout that `checkpoints` knows from a folder or the Hub.
 
         Args:
             pretrained_model_name_or_path (`str` or `os.PathLike`, *optional*): Folder or Hub id. `None` builds a draft
@@ -58,15 +63,24 @@ class DFlashPreTrainedModel(PreTrainedModel):
 
         Raises:
             ValueError: If the layout is unknown, its config has keys that are unknown or contradict each other, a
-                weight is missing, unknown or has the wrong shape, or the weights are not (whole) safetensors files.
+                weight is missing, unknown or has the wrong shape or type, a vocabulary map points outside the
+                vocabulary, or the weights are not (whole) safetensors files. All of it is found before any weight is
+                loaded.
         """
         if pretrained_model_name_or_path is None:
             return super().from_pretrained(None, *model_args, **kwargs)
         path = pretrained_model_name_or_path
         hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-        _check_safetensors(path, kwargs.pop("use_safetensors", None), hub.get("subfolder") or "")
+        if kwargs.pop("use_safetensors", None) is False:
+            raise ValueError("expected use_safetensors=True or nothing, got False; only safetensors are loaded")
+        stored = stored_tensors(path, kwargs.get("variant"), hub)
         given: PreTrainedConfig | str | PathLike[str] | None = kwargs.pop("config", None)
-        config, layout = _read_config(path, given, kwargs, hub)
+        config, layout = _read_config(path, given, kwargs, hub, stored)
+        if stored and not kwargs.get("key_mapping"):  # with one, the report below has to do
+            with torch.device("meta"):
+                expected = cls(copy.deepcopy(config), *model_args).state_dict()
+            _check_stored(stored, {name: tuple(tensor.shape) for name, tensor in expected.items()}, layout, path)
+            _check_vocabulary(stored, config, path)
         for ours in ("trust_remote_code", "ignore_mismatched_sizes"):
             kwargs.pop(ours, None)
         with_report = kwargs.pop("output_loading_info", False)
@@ -87,11 +101,14 @@ class DFlashPreTrainedModel(PreTrainedModel):
                 f"expected whole safetensors files in {path}, got one that cannot be read ({error}); download it again"
             ) from error
         draft, report = loaded
+        report["unexpected_keys"] = [
+            name for name in report["unexpected_keys"] if name not in _dropped(layout, config)
+        ]
         _check_report(report, layout, path)
         if generation_config is None and layout.name == DFlashConfig.model_type:
             generation_config = _read_generation_config(path, hub)
         draft.generation_config = generation_config or DFlashGenerationConfig()
-        draft.generation_config.validate_knobs(draft.config.block_size)
+        draft.generation_config.validate_knobs(draft.config.block_size, draft.config.sample_from_anchor)
         result: Any = (draft, report) if with_report else draft
         return result
 
@@ -120,32 +137,96 @@ def _read_config(
     given: PreTrainedConfig | str | PathLike[str] | None,
     kwargs: dict[str, Any],
     hub: dict[str, Any],
+    stored: Mapping[str, StoredTensor],
 ) -> tuple[DFlashConfig, CheckpointFormat]:
     """Returns the draft's config and the layout; takes overrides of config fields out of `kwargs`."""
     source = given if isinstance(given, str | PathLike) else path
-    raw, _ = DFlashConfig.get_config_dict(source, **hub)
-    layout = detect_format(raw)
-    fields = layout.read_config(raw)
-    if isinstance(given, PreTrainedConfig):
-        if not isinstance(given, DFlashConfig):
-            raise ValueError(f"expected a DFlashConfig as config, got a {type(given).__name__}; leave it out")
-        return copy.deepcopy(given), layout
-    # Not the draft's function, and still needed: what "auto" means.
-    fields["dtype"] = raw.get("dtype", raw.get("torch_dtype"))
-    overrides = {name: kwargs.pop(name) for name in FIELDS & kwargs.keys()}
-    return make_config(fields | overrides), layout
+    raw = read_config(source, hub)
+    try:
+        layout = detect_format(raw)
+        fields = layout.read_config(raw, frozenset(stored))
+        if isinstance(given, PreTrainedConfig):
+            if not isinstance(given, DFlashConfig):
+                raise ValueError(f"expected a DFlashConfig as config, got a {type(given).__name__}; leave it out")
+            return copy.deepcopy(given), layout
+        # Not the draft's function, and still needed: what "auto" means.
+        fields["dtype"] = raw.get("dtype", raw.get("torch_dtype"))
+        if not (fields["dtype"] is None or isinstance(_dtype_of(fields["dtype"]), torch.dtype)):
+            raise ValueError(f"expected the name of a torch dtype as dtype, got {fields['dtype']!r}; mend it")
+        overrides = {name: kwargs.pop(name) for name in FIELDS & kwargs.keys()}
+        return make_config(fields | overrides), layout
+    except ValueError as error:
+        raise ValueError(f"{error} (in config.json of {source})") from error
 
 
-def _check_safetensors(path: str | PathLike[str], use_safetensors: bool | None, subfolder: str) -> None:
-    """Refuses folders without safetensors in a sentence; for a Hub repository Transformers has one of its own."""
-    if use_safetensors is False:
-        raise ValueError("expected use_safetensors=True or nothing, got False; only safetensors are loaded")
-    folder = Path(path) / subfolder
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        files = sorted(file.name for file in folder.iterdir())
+def _dtype_of(name: object) -> object:
+    """The torch dtype of that name, if there is one."""
+    return getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
+
+
+def _dropped(layout: CheckpointFormat, config: DFlashConfig) -> frozenset[str]:
+    """Weights that are left out on load; with the whole vocabulary that is also the map of a reduced one."""
+    return layout.dropped | ({"d2t"} if layout.dropped and config.draft_vocab_size is None else set())
+
+
+def _check_stored(
+    stored: Mapping[str, StoredTensor],
+    expected: Mapping[str, tuple[int, ...]],
+    layout: CheckpointFormat,
+    path: str | PathLike[str],
+) -> None:
+    """Raises unless the files hold exactly the expected weights, in floating point (and maps in integers)."""
+    found = {layout.our_name(name): tensor for name, tensor in stored.items() if name not in layout.dropped}
+    if "d2t" not in expected and layout.dropped:
+        found.pop("d2t", None)
+    wrong = [f"missing {layout.their_name(name)}" for name in sorted(expected.keys() - found.keys())]
+    wrong += [f"unknown {found[name].name}" for name in sorted(found.keys() - expected.keys())]
+    for name, shape in sorted(expected.items()):
+        tensor = found.get(name)
+        if tensor is not None and tensor.shape != shape:
+            wrong.append(f"{tensor.name} of shape {tensor.shape} instead of {shape}")
+        elif tensor is not None and tensor.dtype not in (("I64",) if name == "d2t" else FLOAT_DTYPES):
+            wrong.append(f"{tensor.name} of type {tensor.dtype}")
+    if {"F16", "BF16"} <= {tensor.dtype for tensor in found.values()}:
+        wrong.append("weights of both types F16 and BF16")
+    if wrong:
         raise ValueError(
-            f"expected safetensors weights in {folder}, got {files}; convert the checkpoint: reading a pickle file "
-            "can run code, so none is loaded"
+            f"expected exactly the weights of a draft in the layout {layout.name!r} in {path}, got "
+            f"{'; '.join(wrong)}; check that its config.json belongs to these weights"
+        )
+
+
+def _check_vocabulary(stored: Mapping[str, StoredTensor], config: DFlashConfig, path: str | PathLike[str]) -> None:
+    """Raises unless `d2t` names different tokens of the target's vocabulary, and `t2d`, if there, the same ones."""
+    offsets = stored.get("d2t")
+    if offsets is None:
+        return
+    values = offsets.read()
+    if config.draft_vocab_size is None:
+        if bool(values.any()):
+            raise ValueError(
+                f"expected d2t in {offsets.file} absent or zero beside a draft_vocab_size of the whole vocabulary, "
+                "got offsets; make config and weights agree"
+            )
+        return
+    assert config.vocab_size is not None
+    ids = values + torch.arange(values.shape[0])
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+        raise ValueError(
+            f"expected d2t in {offsets.file} to point inside the vocabulary of {config.vocab_size} tokens (row i is "
+            f"token i + d2t[i]), got tokens from {int(ids.min())} to {int(ids.max())}; check that config.json in "
+            f"{path} belongs to these weights"
+        )
+    marks = torch.zeros(config.vocab_size, dtype=torch.bool)
+    marks[ids] = True
+    if int(marks.sum()) != ids.shape[0]:
+        raise ValueError(
+            f"expected d2t in {offsets.file} to name every token once, got repetitions; download it again"
+        )
+    theirs = stored.get("t2d")
+    if theirs is not None and not torch.equal(theirs.read().to(torch.bool), marks):
+        raise ValueError(
+            f"expected t2d in {theirs.file} to mark the tokens that d2t names, got others; download it again"
         )
 
 
@@ -176,6 +257,7 @@ def _read_generation_config(path: str | PathLike[str], hub: dict[str, Any]) -> D
     )
     if file is None:
         return None
+    read_json(Path(file))  # a damaged one is reported as such
     loaded = DFlashGenerationConfig.from_pretrained(str(Path(file).parent))
     assert isinstance(loaded, DFlashGenerationConfig)
     return loaded

@@ -1,8 +1,8 @@
 """Recording the outputs of chosen target layers with forward hooks, the same in decoding and in training.
 
 A tap on layer `i` records that layer's output: entry `i + 1` of Transformers' `hidden_states` for all but the last
-layer (whose entry is normed there and is not here). `output_hidden_states=[...]` is not used: its meaning shifted by
-one between Transformers 5.22 and 5.23.
+layer (whose entry is normed there and is not here). Tap -1 records what the first layer is given: entry 0.
+`output_hidden_states=[...]` is not used: its meaning shifted by one between Transformers 5.22 and 5.23.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Taps:
 
     Args:
         layers (sequence of `nn.Module`): Decoder layers of the target.
-        layer_ids (sequence of `int`): 0-based layers to tap, in the order they are concatenated.
+        layer_ids (sequence of `int`): 0-based layers to tap, -1 for the first one's input, in the order they are
+            concatenated.
         sink (callable, *optional*): Called with the concatenated states `[B, S, L * D]` as soon as a forward has
             passed the last tapped layer; nothing is kept then. Without it they wait for `take`.
     """
@@ -40,7 +41,12 @@ class Taps:
         self._thread = threading.get_ident()
 
     def __enter__(self) -> Taps:
-        self._handles = [self.layers[i].register_forward_hook(self._hook(i)) for i in sorted(set(self.layer_ids))]
+        self._handles = [
+            self.layers[i].register_forward_hook(self._hook(i))
+            if i >= 0
+            else self.layers[0].register_forward_pre_hook(self._input_hook, with_kwargs=True)
+            for i in sorted(set(self.layer_ids))
+        ]
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -66,18 +72,22 @@ class Taps:
         self._states = {}
         return joined
 
-    def _hook(self, layer_id: int) -> Callable[[nn.Module, Any, Any], None]:
-        last = max(self.layer_ids)
+    def _record(self, layer_id: int, states: Tensor) -> None:
+        # Another thread's forward of the same model is not ours to record.
+        if threading.get_ident() != self._thread:
+            return
+        self._states[layer_id] = states
+        if layer_id == max(self.layer_ids) and self.sink is not None:
+            self.sink(self.take())
 
+    def _hook(self, layer_id: int) -> Callable[[nn.Module, Any, Any], None]:
         def record(module: nn.Module, args: Any, output: Any) -> None:
-            # Another thread's forward of the same model is not ours to record.
-            if threading.get_ident() != self._thread:
-                return
-            self._states[layer_id] = output[0] if isinstance(output, tuple) else output
-            if layer_id == last and self.sink is not None:
-                self.sink(self.take())
+            self._record(layer_id, output[0] if isinstance(output, tuple) else output)
 
         return record
+
+    def _input_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._record(-1, args[0] if args else kwargs["hidden_states"])
 
 
 __all__ = ["Taps"]

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, Qwen3Model
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.checkpoints import FORMATS, detect_format, explain_foreign_draft, make_config
 from dflash_hf.drafts import load_draft, save_draft
+from tiny import DEPTH, VOCAB, tiny_draft, tiny_target
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 TINY: dict[str, Any] = {
@@ -29,6 +31,8 @@ TINY: dict[str, Any] = {
     "target_layer_ids": [0, 5],
 }
 MUSE_LIKE: dict[str, Any] = {"raw_input_embeddings": True, "is_causal": False}
+ANCHORED: dict[str, Any] = {"layer_types": [SLIDING, FULL], "sliding_window": 7, "window_from_anchor": True}
+OWN: dict[str, Any] = {"own_embed_tokens": True, "own_lm_head": True}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 5e5,
@@ -39,31 +43,49 @@ YARN = {
 
 # Configs, and the layouts (besides our own) that can express them.
 CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "plain": ({}, ["zlab"]),
+    "plain": ({}, ["zlab", "speculators"]),
     "sliding means causal": ({"layer_types": [SLIDING, FULL], "sliding_window": 7}, ["zlab"]),
     "all causal": ({"layer_types": [SLIDING, FULL], "sliding_window": 7, "is_causal": True}, ["zlab"]),
     "window, no causality": ({"layer_types": [SLIDING, FULL], "sliding_window": 7, **MUSE_LIKE}, ["zlab", "muse"]),
-    "muse-like, full": (MUSE_LIKE, ["zlab", "muse"]),
+    "muse-like, full": (MUSE_LIKE, ["zlab", "speculators", "muse", "zlab"]),
     "nothing stated": ({**MUSE_LIKE, "vocab_size": None, "num_target_layers": None}, ["muse"]),
-    "yarn": ({**MUSE_LIKE, "rope_parameters": YARN, "max_position_embeddings": 256}, ["zlab", "muse"]),
+    "yarn": (
+        {**MUSE_LIKE, "rope_parameters": YARN, "max_position_embeddings": 256},
+        ["zlab", "speculators", "muse", "zlab"],
+    ),
     "scales": (
         {"input_embedding_scale": 4.0, "output_multiplier": 0.5, "final_logit_softcapping": 30.0},
         ["zlab"],
     ),
-    "biases": ({"attention_bias": True}, ["zlab"]),
+    "biases": ({"attention_bias": True}, ["zlab", "speculators"]),
     "other details": (
         {**MUSE_LIKE, "hidden_act": "gelu", "rms_norm_eps": 1e-5, "attention_dropout": 0.1, "initializer_range": 0.1},
-        ["zlab", "muse"],
+        ["zlab", "speculators", "muse", "zlab"],
     ),
     "mixed causality": ({"layer_types": [FULL, FULL], "is_causal": [True, False]}, []),
     "wider target": ({**MUSE_LIKE, "target_hidden_size": 20}, []),
+    "window from the anchor": (ANCHORED, ["speculators"]),
+    "window from the anchor, no causality": ({**ANCHORED, "is_causal": False}, ["speculators"]),
+    "window from the anchor, all causal": ({**ANCHORED, "is_causal": True}, []),
+    "own embedding and head": (OWN, ["speculators"]),
+    "own head": ({"own_lm_head": True}, ["speculators"]),
+    "reduced vocabulary": ({**ANCHORED, "own_lm_head": True, "draft_vocab_size": 13}, ["speculators"]),
+    "from the anchor": ({"sample_from_anchor": True}, ["speculators"]),
+    "deepspec": (
+        {**OWN, "is_causal": False, "sample_from_anchor": True, "target_layer_ids": [-1, 2, 7]},
+        ["deepspec", "speculators", "deepspec"],
+    ),
+    "embedding tapped": ({"target_layer_ids": [-1, 2]}, ["zlab", "speculators"]),
 }
 
 
 def make_draft(**overrides: Any) -> DFlashDraftModel:
-    """A tiny random draft."""
+    """A tiny random draft; its reduced vocabulary, if it has one, is every third token from 5 on."""
     torch.manual_seed(0)
-    return DFlashDraftModel(DFlashConfig(**{**TINY, **overrides})).eval()
+    draft = DFlashDraftModel(DFlashConfig(**{**TINY, **overrides})).eval()
+    if draft.d2t is not None:
+        draft.d2t.copy_(5 + 2 * torch.arange(draft.d2t.shape[0]))
+    return draft
 
 
 def content(config: DFlashConfig) -> dict[str, Any]:
@@ -111,6 +133,28 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
         ("biases", "muse", "attention_bias = True"),
         ("scales", "muse", "input_embedding_scale = 4.0 .*; output_multiplier = 0.5 .*; final_logit_softcapping = 30"),
         ("wider target", "muse", "target_hidden_size = 20"),
+        *(
+            (name, layout, "window_from_anchor = True")
+            for name in ["reduced vocabulary"]
+            for layout in ("zlab", "muse")
+        ),
+        ("own embedding and head", "zlab", "own_embed_tokens = True .*; own_lm_head = True"),
+        ("own embedding and head", "muse", "own_embed_tokens = True .*; own_lm_head = True"),
+        ("reduced vocabulary", "zlab", "own_lm_head = True .*; draft_vocab_size = 13"),
+        ("reduced vocabulary", "deepspec", "draft_vocab_size = 13"),
+        ("from the anchor", "zlab", "sample_from_anchor = True"),
+        ("sliding means causal", "speculators", "sliding_window = 7 from each query"),
+        ("window from the anchor, all causal", "speculators", "is_causal"),
+        (
+            "scales",
+            "speculators",
+            "input_embedding_scale = 4.0 .*; output_multiplier = 0.5 .*; final_logit_softcapping",
+        ),
+        ("nothing stated", "speculators", "vocab_size = None"),
+        ("wider target", "speculators", "target_hidden_size = 20"),
+        ("mixed causality", "speculators", r"is_causal = \[True, False\]"),
+        ("plain", "deepspec", "own_embed_tokens = False .*; own_lm_head = False .*; sample_from_anchor = False"),
+        ("window from the anchor", "deepspec", "layer_types = .*; is_causal"),
     ],
 )
 def test_what_a_layout_cannot_express_is_refused(name: str, layout: Any, field: str, tmp_path: Path) -> None:
@@ -127,12 +171,15 @@ def test_unknown_layout_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
 def test_weight_table_is_complete(layout: Any) -> None:
-    draft = make_draft(attention_bias=layout.name != "muse")
+    own = {} if layout.has_vocabulary is False else OWN
+    reduced = {"draft_vocab_size": 13} if layout.has_vocabulary is None else {}
+    draft = make_draft(attention_bias=layout.name != "muse", **own, **reduced)
     ours = {name.replace(".0.", ".{}.").replace(".1.", ".{}.") for name in draft.state_dict()}
     assert set(layout.weights.values()) == ours
     assert len(set(layout.weights.values())) == len(layout.weights)
     for name in draft.state_dict():
         assert layout.their_name(name).count(".0.") == name.count(".0.")
+        assert layout.our_name(layout.their_name(name)) == name
 
 
 def test_block_size_in_either_place(tmp_path: Path) -> None:
@@ -246,12 +293,143 @@ def test_zlab_config_is_refused(change: dict[str, Any], message: str, tmp_path: 
     [
         {"model_type": "qwen3", "hidden_size": 16},
         {"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"]},
+        {"speculators_model_type": "eagle3", "transformer_layer_config": {}},
+        {"markov_rank": 0, "architectures": ["Qwen3DSparkModel"]},
         {"architectures": ["DFlashDraftModel"], "_name_or_path": "z-lab/Qwen3-8B-DFlash-b16"},
     ],
 )
 def test_other_configs_are_not_taken_for_drafts(config: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected a DFlash draft"):
         detect_format(config)
+
+
+def read(config: dict[str, Any], *weights: str) -> DFlashConfig:
+    """What a `config.json` means beside weights of these names."""
+    return make_config(detect_format(config).read_config(config, frozenset(weights)))
+
+
+def saved_config(path: Path, layout: Any, **overrides: Any) -> dict[str, Any]:
+    """A folder's `config.json` in a layout as a dictionary."""
+    save_draft(make_draft(**overrides), path, layout)
+    return json.loads((path / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("change", "inner", "weights", "expected"),
+    [
+        ({"aux_hidden_state_layer_ids": [0, 3]}, {}, [], {"target_layer_ids": [-1, 2]}),
+        ({}, {}, ["embed_tokens.weight"], {"own_embed_tokens": True}),
+        ({}, {}, ["embed_tokens.weight", "lm_head.weight"], OWN),
+        ({"draft_vocab_size": 9}, {}, [], {"own_lm_head": True, "draft_vocab_size": 9}),
+        ({"sample_from_anchor": True, "block_size": 1}, {}, [], {"sample_from_anchor": True, "block_size": 1}),
+        (
+            {"sliding_window_non_causal": False},
+            {"layer_types": [SLIDING, FULL], "sliding_window": 3, "use_sliding_window": True},
+            [],
+            {"layer_types": [SLIDING, FULL], "sliding_window": 3, "window_from_anchor": True},
+        ),
+        (
+            {"sliding_window_non_causal": True},
+            {"layer_types": None, "sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1},
+            [],
+            {
+                "layer_types": [FULL, SLIDING],
+                "sliding_window": 3,
+                "window_from_anchor": True,
+                "is_causal": False,
+            },
+        ),
+        ({}, {"model_type": "llama", "mlp_bias": False, "pretraining_tp": 1, "head_dim": None}, [], {"head_dim": 4}),
+        ({}, {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": None}, [], {"rope_theta": 5e5}),
+        ({"architectures": ["DFlashDraftModel"], "speculators_version": "0.4.0", "auto_map": {"": "x.Y"}}, {}, [], {}),
+    ],
+)
+def test_speculators_config(
+    change: dict[str, Any], inner: dict[str, Any], weights: list[str], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    config = saved_config(tmp_path, "speculators", raw_input_embeddings=True)
+    config = {**config, **change, "transformer_layer_config": {**config["transformer_layer_config"], **inner}}
+    wanted: dict[str, Any] = {**TINY, "is_causal": None, "raw_input_embeddings": True, **expected}
+    if theta := wanted.pop("rope_theta", None):
+        wanted["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+    assert content(read(config, *weights)) == content(DFlashConfig(**wanted))
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "message"),
+    [
+        ("speculators", {"markov_rank": 64, "aaa": 1}, r"layout 'speculators', got also \['aaa', 'markov_rank'\]"),
+        ("speculators", {"transformer_layer_config.bbb": 1}, r"got also \['transformer_layer_config.bbb'\]"),
+        ("speculators", {"transformer_layer_config.model_type": "qwen3_next"}, "model_type in .*got 'qwen3_next'"),
+        ("speculators", {"speculators_config": {"algorithm": "dflash2"}}, "algorithm 'dflash', got 'dflash2'"),
+        ("speculators", {"aux_hidden_state_layer_ids": None}, "expected aux_hidden_state_layer_ids in the"),
+        ("speculators", {"aux_hidden_state_layer_ids": [1, -1]}, "aux_hidden_state_layer_ids, integers from 0"),
+        ("speculators", {"draft_vocab_size": 49}, "draft_vocab_size below vocab_size = 48"),
+        ("speculators", {"draft_vocab_size": None}, "draft_vocab_size below vocab_size = 48, .*got 32000"),
+        ("speculators", {"sliding_window_non_causal": "no"}, "sliding_window_non_causal of type bool"),
+        ("speculators", {"transformer_layer_config.num_hidden_layers": 10**12}, "num_hidden_layers from 1 to 1024"),
+        ("speculators", {"mask_token_id": 48}, "mask_token_id in"),
+        ("deepspec", {"markov_rank": 256}, "markov_rank absent or in .0,. .* got 256"),
+        ("deepspec", {"enable_confidence_head": True}, "enable_confidence_head absent or in .False,"),
+        ("deepspec", {"model_type": "gemma4_text"}, "model_type 'qwen3' beside markov_rank, got 'gemma4_text'"),
+        ("deepspec", {"layer_types": [SLIDING, FULL], "sliding_window": 4}, "layer_types all full_attention"),
+        ("deepspec", {"target_layer_ids": [-2, 1]}, "all >= -1"),
+        ("deepspec", {"bbb": 1}, r"layout 'deepspec', got also \['bbb'\]"),
+    ],
+)
+def test_speculators_and_deepspec_configs_are_refused(
+    layout: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = saved_config(tmp_path, layout, **CONFIGS["deepspec"][0])
+    for key, value in change.items():
+        section, _, name = key.rpartition(".")
+        (config[section] if section else config)[name] = value
+    with pytest.raises(ValueError, match=message):
+        read(config, "embed_tokens.weight", "lm_head.weight")
+
+
+def test_speculators_maps_are_derived(tmp_path: Path) -> None:
+    save_draft(make_draft(own_lm_head=True, draft_vocab_size=13), tmp_path, "speculators")
+    weights = load_file(tmp_path / "model.safetensors")
+    assert weights["lm_head.weight"].shape == (13, 16)
+    assert weights["d2t"].dtype == torch.int64
+    assert (weights["d2t"] + torch.arange(13)).tolist() == list(range(5, 44, 3))
+    assert weights["t2d"].dtype == torch.bool
+    assert weights["t2d"].nonzero()[:, 0].tolist() == list(range(5, 44, 3))
+    assert "embed_tokens.weight" not in weights
+
+
+def test_what_a_target_completes(tmp_path: Path) -> None:
+    """Vocabulary and depth, copies of embedding and head, the name; and copies that a layout has no place for go."""
+    target = tiny_target("qwen3")
+    bare = tiny_draft(target, vocab_size=None, num_target_layers=None, sliding_window=None, layer_types=None)
+    with pytest.raises(ValueError, match=r"vocab_size = None .*; num_target_layers = None"):
+        save_draft(bare, tmp_path / "zlab", "zlab")
+    save_draft(bare, tmp_path / "zlab", "zlab", target)
+    completed = load_draft(tmp_path / "zlab").config
+    assert (completed.vocab_size, completed.num_target_layers) == (VOCAB, DEPTH)
+    assert (bare.config.vocab_size, bare.config.num_target_layers) == (None, None)
+
+    target.config._name_or_path = "some/target"
+    save_draft(bare, tmp_path / "speculators", "speculators", target)
+    verifier = json.loads((tmp_path / "speculators" / "config.json").read_text())["speculators_config"]["verifier"]
+    assert verifier == {"name_or_path": "some/target", "architectures": ["Qwen3ForCausalLM"]}
+
+    anchored = tiny_draft(target, sliding_window=None, layer_types=None, sample_from_anchor=True)
+    save_draft(anchored, tmp_path / "deepspec", "deepspec", target)
+    draft = load_draft(tmp_path / "deepspec")
+    assert torch.equal(draft.get_submodule("embed_tokens").weight, target.get_input_embeddings().weight)
+    assert torch.equal(draft.get_submodule("lm_head").weight, target.get_output_embeddings().weight)
+    assert torch.equal(draft.fc.weight, anchored.fc.weight)
+
+    draft.config.sample_from_anchor = False
+    save_draft(draft, tmp_path / "again", "zlab", target)
+    back = load_draft(tmp_path / "again")
+    assert set(back.state_dict()) == set(anchored.state_dict())
+    draft.get_submodule("lm_head").weight.data[0, 0] += 1
+    with pytest.raises(ValueError, match="got own_lm_head = True"):
+        save_draft(draft, tmp_path / "changed", "zlab", target)
+    assert not (tmp_path / "changed").exists()
 
 
 def test_dflash_config_reads_only_its_own_files(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ def images(book: nbformat.NotebookNode) -> int:
     return sum("image/png" in output.get("data", {}) for output in outputs)
 
 
+@pytest.mark.timeout(600)  # seconds on a free machine, minutes on a busy one
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = FOLDER.parents[1]

@@ -280,6 +280,12 @@ def test_prompt_files(tmp_path: Path) -> None:
             read_prompts(rows)
 
 
+def test_a_draft_that_predicts_from_its_anchor_is_not_measured() -> None:
+    target, draft, tokenizer = pair()
+    with pytest.raises(ValueError, match="got sample_from_anchor=True"):
+        diagnose(target, variant(draft, Setup(fields={"sample_from_anchor": True})), tokenizer)
+
+
 def test_without_template_and_prompts_there_is_nothing_to_measure_on() -> None:
     target, draft, tokenizer = pair()
     bare = copy.deepcopy(tokenizer)

@@ -6,6 +6,7 @@ Needs z-lab's package, whose pins we do not want in the development environment:
     /tmp/zlab/bin/pip install --no-deps dflash==0.1.0      # MIT, https://github.com/z-lab/dflash
     /tmp/zlab/bin/python tests/parity/make_goldens.py
 
+`scales.safetensors` holds what z-lab's code does around its model with the keys of `SCALES`.
 One set of weights serves all variants. Per variant: a `config.json` as z-lab's class saves it, and for each of three
 calls with a growing cache the inputs, the context features, every layer's output and the result.
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from dflash import DFlashDraftModel
+from dflash.model import _draft_value, _raw_input_embeddings
 from safetensors.torch import save_file
 from transformers import DynamicCache, Qwen3Config
 
@@ -39,6 +41,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
     },
 }
+
+
+SCALES = {"input_embedding_scale": 2.5, "output_multiplier": 0.3, "final_logit_softcapping": 1.5}
 
 
 def make_config(**overrides: Any) -> Qwen3Config:
@@ -107,6 +112,27 @@ def record(model: DFlashDraftModel) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in kept.items()}
 
 
+@torch.no_grad()
+def write_scales() -> None:
+    """Writes a config with scales, and a block's embeddings and logits by z-lab's functions."""
+    config = make_config()
+    config.dflash_config = {**config.dflash_config, **SCALES, "mask_token": "<|MASK|>"}
+    model = make_model(config).double()
+    generator = torch.Generator().manual_seed(2)
+    weights = {n: torch.randn(40, 16, generator=generator, dtype=torch.float64) for n in ("embedding", "head")}
+    target = torch.nn.Module()
+    target.get_input_embeddings = lambda: torch.nn.Embedding.from_pretrained(weights["embedding"])
+    head = torch.nn.Linear(16, 40, bias=False, dtype=torch.float64)
+    head.weight.data = weights["head"]
+    ids = torch.randint(0, 40, (1, 4), generator=generator)
+    hidden = torch.randn(1, 4, 16, generator=generator, dtype=torch.float64)
+    scale = float(_draft_value(config, "input_embedding_scale", 1.0))
+    kept = {"ids": ids, "hidden": hidden, "embedded": _raw_input_embeddings(target, ids, scale)}
+    save_file({**weights, **kept, "logits": model.compute_logits(hidden, head)}, GOLDENS / "scales.safetensors")
+    written = json.dumps(config.to_dict(), indent=1, sort_keys=True) + "\n"
+    (GOLDENS / "scales.json").write_text(written)
+
+
 def main() -> None:
     """Writes all variants, and checks that they share their weights and differ in their results."""
     GOLDENS.mkdir(parents=True, exist_ok=True)
@@ -121,6 +147,7 @@ def main() -> None:
         activations = record(model)
         save_file(activations, folder / "activations.safetensors")
         outs.append(activations[f"call_{len(CALLS) - 1}.out"])
+    write_scales()
     for index, out in enumerate(outs):
         assert all((out - other).abs().max() > 1e-3 for other in outs[:index]), "two variants compute the same"
 

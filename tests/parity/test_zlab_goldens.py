@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from dflash_hf import DFlashDraftModel
@@ -92,6 +92,22 @@ def test_combined_forward_without_a_cache(draft: DFlashDraftModel, calls: list[d
         taps = torch.cat([call["taps"] for call in calls[: index + 1]], dim=1)
         out = draft(golden["noise"], taps).last_hidden_state
         assert relative_error(out, golden["out"]) < TOLERANCE, f"call {index}"
+
+
+@torch.no_grad()
+def test_scales_of_embeddings_and_logits(tmp_path: Path) -> None:
+    """The keys that z-lab's code reads around its model: input_embedding_scale, output_multiplier, soft cap."""
+    shutil.copy(GOLDENS / "model.safetensors", tmp_path)
+    shutil.copy(GOLDENS / "scales.json", tmp_path / "config.json")
+    draft = DFlashDraftModel.from_pretrained(tmp_path, dtype=torch.float64)
+    golden = load_file(GOLDENS / "scales.safetensors")
+    head = nn.Linear(16, 40, bias=False, dtype=torch.float64)
+    head.weight.data = golden["head"]
+    embedded = draft.embed(golden["ids"], nn.Embedding.from_pretrained(golden["embedding"]))
+    assert relative_error(embedded, golden["embedded"]) < TOLERANCE
+    logits = draft.compute_logits(golden["hidden"], head)
+    assert float(logits.abs().max()) > 1.2  # the cap bends them
+    assert relative_error(logits, golden["logits"]) < TOLERANCE
 
 
 @torch.no_grad()

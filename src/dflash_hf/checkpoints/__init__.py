@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from dflash_hf.checkpoints.deepspec import DEEPSPEC
 from dflash_hf.checkpoints.mapping import CheckpointFormat, make_config
 from dflash_hf.checkpoints.muse import MUSE
 from dflash_hf.checkpoints.own import FIELDS, OWN
+from dflash_hf.checkpoints.speculators import SPECULATORS
 from dflash_hf.checkpoints.zlab import ZLAB
 
-Layout = Literal["dflash", "zlab", "muse"]
-FORMATS: tuple[CheckpointFormat, ...] = (OWN, ZLAB, MUSE)
+Layout = Literal["dflash", "zlab", "speculators", "muse", "deepspec"]
+FORMATS: tuple[CheckpointFormat, ...] = (OWN, ZLAB, SPECULATORS, MUSE, DEEPSPEC)
 
 
 def detect_format(config: Mapping[str, Any]) -> CheckpointFormat:
@@ -24,8 +26,9 @@ def detect_format(config: Mapping[str, Any]) -> CheckpointFormat:
         if candidate.matches(config):
             return candidate
     raise ValueError(
-        f"expected a DFlash draft (model_type 'dflash' or 'muse_glimmer_assistant', or a section dflash_config), got "
-        f"model_type {config.get('model_type')!r} with the keys {sorted(config)}; give the folder of the draft"
+        "expected a DFlash draft (model_type 'dflash' or 'muse_glimmer_assistant', a section dflash_config, "
+        "speculators_model_type 'dflash' with a transformer_layer_config, or markov_rank beside target_layer_ids), "
+        f"got model_type {config.get('model_type')!r} with the keys {sorted(config)}; give the folder of the draft"
     )
 
 

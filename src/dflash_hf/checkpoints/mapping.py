@@ -12,11 +12,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from types import UnionType
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
 
-from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.configuration_dflash import MAX_LAYERS, DFlashConfig
 
 
 class Stated(Enum):
@@ -55,19 +57,33 @@ class ConfigReader:
     Args:
         config (`Mapping`): The parsed file.
         section (`str`, *optional*): The one key whose value is a dictionary with keys of its own.
+        weights (`frozenset[str]`): Names of the checkpoint's weights, for layouts that say with a weight what others
+            say with a key.
     """
 
-    def __init__(self, config: Mapping[str, Any], section: str | None = None) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], section: str | None = None, weights: frozenset[str] = frozenset()
+    ) -> None:
+        self.weights = weights
         self._values = dict(config)
         inner = self._values.pop(section, None) if section is not None else None
+        if inner is not None and not isinstance(inner, Mapping):
+            raise ValueError(
+                f"expected {section} to be a dictionary in the checkpoint's config.json, got {inner!r}; mend it"
+            )
         self._values.update({f"{section}.{key}": value for key, value in (inner or {}).items()})
         self._unread = set(self._values)
 
-    def take(self, *places: str, default: Any = REQUIRED) -> Any:
+    def take(self, *places: str, default: Any = REQUIRED, kind: type | UnionType | None = None) -> Any:
         """Returns what the first of `places` that is present says; null means absent.
 
+        Args:
+            places (`str`): Where to look, in this order.
+            default: What is returned if it is nowhere.
+            kind (`type`, *optional*): What type it has to have. A field of `DFlashConfig` is checked there, too.
+
         Raises:
-            ValueError: If two places disagree, or none is there and there is no default.
+            ValueError: If two places disagree, none is there and there is no default, or the type is another.
         """
         self._unread -= set(places)
         stated = {place: self._values[place] for place in places if self._values.get(place) is not None}
@@ -81,7 +97,23 @@ class ConfigReader:
         value = next(iter(stated.values()))
         if any(other != value for other in stated.values()):
             raise ValueError(f"expected one value, got {stated}; make the checkpoint's config.json agree with itself")
+        if kind is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+            raise ValueError(
+                f"expected {' or '.join(places)} of type {getattr(kind, '__name__', kind)} in the checkpoint's "
+                f"config.json, got {value!r}; mend it"
+            )
         return value
+
+    def take_num_layers(self, *places: str, default: Any = REQUIRED) -> int:
+        """Returns the number of draft layers, which other fields are as long as.
+
+        Raises:
+            ValueError: As `take`, and if it is none that a draft can have.
+        """
+        number: int = self.take(*places, default=default, kind=int)
+        if not 1 <= number <= MAX_LAYERS:
+            raise ValueError(f"expected {' or '.join(places)} from 1 to {MAX_LAYERS}, got {number}; mend it")
+        return number
 
     def take_present(self, names: frozenset[str]) -> dict[str, Any]:
         """Returns what stands under those of `names` that are present, null included."""
@@ -134,6 +166,10 @@ class CheckpointFormat:
         refuse (`Callable`): Yields a sentence part `"field = value (reason)"` per field the layout cannot express.
         neutral (`Mapping[str, tuple]`): Keys of unsupported variants -> the values under which they do nothing.
         ignored (`frozenset[str]`): Keys that make no difference to a draft.
+        dropped (`frozenset[str]`): Weights that are not loaded: copies of the target's, or what follows from others.
+        derive (`Callable`): Returns, by the layout's names, weights that follow from the draft's, to be saved too.
+        has_vocabulary (`bool`, *optional*): Whether drafts bring an embedding and a head: all, none, or (`None`) some.
+        name_target (`Callable`, *optional*): Writes the target's name and architectures into a written config.
     """
 
     name: str
@@ -146,14 +182,22 @@ class CheckpointFormat:
     refuse: Callable[[DFlashConfig], Iterator[str]]
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
     ignored: frozenset[str] = frozenset()
+    dropped: frozenset[str] = frozenset()
+    derive: Callable[[DFlashConfig, Mapping[str, Tensor]], dict[str, Tensor]] = lambda config, weights: {}
+    has_vocabulary: bool | None = None
+    name_target: Callable[[dict[str, Any], str, list[str]], None] | None = None
 
-    def read_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def read_config(self, config: Mapping[str, Any], weights: frozenset[str] = frozenset()) -> dict[str, Any]:
         """Returns the fields of `DFlashConfig` that a parsed `config.json` of this layout states or implies.
+
+        Args:
+            config (`Mapping`): The parsed file.
+            weights (`frozenset[str]`): Names of the weights beside it.
 
         Raises:
             ValueError: If a key is unknown, missing, contradicts another or belongs to an unsupported variant.
         """
-        reader = ConfigReader(config, self.section)
+        reader = ConfigReader(config, self.section, weights)
         reader.discard(self.ignored)
         reader.check_neutral(self.neutral)
         fields = {key.ours: reader.take(*key.places, default=key.default) for key in self.keys}
@@ -184,7 +228,9 @@ class CheckpointFormat:
                 continue
             section, _, name = (key.written or key.places[-1]).rpartition(".")
             (out.setdefault(section, {}) if section else out)[name] = value
-        return {**out, **self.write_rest(config), "dtype": dtype}
+        for name, value in self.write_rest(config).items():
+            out[name] = {**out[name], **value} if name == self.section and name in out else value
+        return {**out, "dtype": dtype}
 
     def key_mapping(self) -> dict[str, str]:
         """Returns the renames that Transformers' `from_pretrained(key_mapping=...)` needs, as regular expressions."""
@@ -193,6 +239,13 @@ class CheckpointFormat:
             "^" + re.escape(theirs).replace(r"\{\}", r"(\d+)") + "$": ours.replace("{}", r"\1")
             for theirs, ours in renamed.items()
         }
+
+    def our_name(self, theirs: str) -> str:
+        """Returns our name of one of this layout's weights; names that it does not know stay as they are."""
+        index = re.search(r"(?<=\.)\d+(?=\.)", theirs)
+        pattern = theirs if index is None else f"{theirs[: index.start()]}{{}}{theirs[index.end() :]}"
+        name = self.weights.get(pattern)
+        return theirs if name is None else name.replace("{}", index.group() if index else "")
 
     def their_name(self, ours: str) -> str:
         """Returns this layout's name of one of our weights.
@@ -206,6 +259,17 @@ class CheckpointFormat:
             if name == pattern:
                 return theirs.replace("{}", index.group()) if index else theirs
         raise ValueError(f"expected a weight of the layout {self.name!r}, got {ours}; save it in the layout 'dflash'")
+
+
+def refuse_fields(config: DFlashConfig, *names: str) -> Iterator[str]:
+    """Yields a part of `CheckpointFormat.refuse` for each of these switches that is on."""
+    for name in names:
+        if value := getattr(config, name):
+            yield f"{name} = {value} (it has no place for it)"
+
+
+# What only drafts of speculators and DeepSpec have.
+FOREIGN_FIELDS = ("own_embed_tokens", "own_lm_head", "draft_vocab_size", "sample_from_anchor", "window_from_anchor")
 
 
 def make_config(fields: Mapping[str, Any]) -> DFlashConfig:
@@ -243,30 +307,37 @@ ROPE_KEYS = frozenset(
 IMAGE_ROPE_KEYS = frozenset({"mrope_section", "mrope_interleaved"})
 
 
-def read_rope(reader: ConfigReader, default_theta: float) -> dict[str, Any]:
+def read_rope(reader: ConfigReader, default_theta: float, prefix: str = "") -> dict[str, Any]:
     """Returns `rope_parameters`, from that key (Transformers 5) or from `rope_theta` and `rope_scaling` (before).
+
+    Args:
+        reader (`ConfigReader`): The config.
+        default_theta (`float`): What the layout means where it states none.
+        prefix (`str`): In front of the three keys, where they stand in a section.
 
     Raises:
         ValueError: If the two spellings disagree, or there is a parameter that is not known.
     """
-    scaling = {**reader.take("rope_parameters", "rope_scaling", default={})}
-    kinds = {scaling.pop(name) for name in ("type", "rope_type") if scaling.get(name) is not None}
-    if len(kinds) > 1:
-        raise ValueError(f"expected one rope_type, got {sorted(kinds)}; mend the checkpoint's config.json")
-    thetas = {theta for theta in (scaling.pop("rope_theta", None), reader.take("rope_theta", default=None)) if theta}
-    if len(thetas) > 1:
-        raise ValueError(f"expected one rope_theta, got {sorted(thetas)}; mend the checkpoint's config.json")
-    partial = {scaling.pop("partial_rotary_factor", None), reader.take("partial_rotary_factor", default=None)}
+    scaling = {**reader.take(f"{prefix}rope_parameters", f"{prefix}rope_scaling", default={}, kind=dict)}
+    kinds = [kind for name in ("type", "rope_type") if (kind := scaling.pop(name, None)) is not None]
+    if any(kind != kinds[0] for kind in kinds):
+        raise ValueError(f"expected one rope_type, got {kinds}; mend the checkpoint's config.json")
+    theta = reader.take(f"{prefix}rope_theta", default=None)
+    thetas = [value for value in (scaling.pop("rope_theta", None), theta) if value is not None]
+    if any(value != thetas[0] for value in thetas):
+        raise ValueError(f"expected one rope_theta, got {thetas}; mend the checkpoint's config.json")
+    partial = [scaling.pop("partial_rotary_factor", None), reader.take(f"{prefix}partial_rotary_factor", default=None)]
+    partial = [value for value in partial if value not in (None, 1.0)]
     unknown = sorted(scaling.keys() - ROPE_KEYS - IMAGE_ROPE_KEYS)
-    if unknown or partial - {None, 1.0}:
+    if unknown or partial:
         raise ValueError(
-            f"expected a RoPE over whole heads with known parameters, got partial_rotary_factor "
-            f"{sorted(partial - {None})} and the parameters {unknown}; this variant is not supported"
+            f"expected a RoPE over whole heads with known parameters, got partial_rotary_factor {partial} and the "
+            f"parameters {unknown}; this variant is not supported"
         )
     kept = {name: value for name, value in scaling.items() if name in ROPE_KEYS}
     return {
-        "rope_type": next(iter(kinds), "default"),
-        "rope_theta": next(iter(thetas), default_theta),
+        "rope_type": kinds[0] if kinds else "default",
+        "rope_theta": thetas[0] if thetas else default_theta,
         **kept,
     }
 
@@ -285,6 +356,8 @@ BODY_WEIGHTS = {
     )
 }
 BODY_BIASES = {name: name for name in (f"layers.{{}}.self_attn.{projection}_proj.bias" for projection in "qkvo")}
+# What a draft has that does not use the target's embedding and head.
+OWN_VOCABULARY_WEIGHTS = {name: name for name in ("embed_tokens.weight", "lm_head.weight", "d2t")}
 
 # What configs of Transformers carry about other things than a draft's function.
 COMMON_IGNORED = frozenset(

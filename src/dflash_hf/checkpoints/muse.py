@@ -14,10 +14,12 @@ from typing import Any
 from dflash_hf.checkpoints.mapping import (
     BODY_WEIGHTS,
     COMMON_IGNORED,
+    FOREIGN_FIELDS,
     CheckpointFormat,
     ConfigReader,
     Key,
     read_rope,
+    refuse_fields,
 )
 from dflash_hf.configuration_dflash import DFlashConfig
 
@@ -58,11 +60,11 @@ def _matches(config: Mapping[str, Any]) -> bool:
 
 
 def _read_rest(reader: ConfigReader) -> dict[str, Any]:
-    num_layers = reader.take("num_hidden_layers", default=5)
+    num_layers = reader.take_num_layers("num_hidden_layers", default=5)
     return {
         "num_hidden_layers": num_layers,
         "layer_types": reader.take("layer_types", default=["sliding_attention"] * num_layers),
-        "sliding_window": reader.take("sliding_window", default=DEFAULT_WINDOW) + 1,
+        "sliding_window": reader.take("sliding_window", default=DEFAULT_WINDOW, kind=int) + 1,
         "is_causal": False,
         "rope_parameters": read_rope(reader, DEFAULT_THETA),
         **FIXED,
@@ -81,6 +83,7 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _refuse(config: DFlashConfig) -> Iterator[str]:
+    yield from refuse_fields(config, *FOREIGN_FIELDS)
     assert isinstance(config.is_causal, list)
     for name, only in FIXED.items():
         if (value := getattr(config, name)) != only:
@@ -100,4 +103,5 @@ MUSE = CheckpointFormat(
     write_rest=_write_rest,
     refuse=_refuse,
     ignored=COMMON_IGNORED,
+    has_vocabulary=False,
 )

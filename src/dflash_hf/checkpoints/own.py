@@ -8,7 +8,14 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from dflash_hf.checkpoints.mapping import BODY_BIASES, BODY_WEIGHTS, COMMON_IGNORED, CheckpointFormat, ConfigReader
+from dflash_hf.checkpoints.mapping import (
+    BODY_BIASES,
+    BODY_WEIGHTS,
+    COMMON_IGNORED,
+    OWN_VOCABULARY_WEIGHTS,
+    CheckpointFormat,
+    ConfigReader,
+)
 from dflash_hf.configuration_dflash import DFlashConfig
 
 # What the class adds to Transformers' base config, so to say the schema.
@@ -34,7 +41,10 @@ def _refuse(config: DFlashConfig) -> Iterator[str]:
 OWN = CheckpointFormat(
     name="dflash",
     matches=_matches,
-    weights=BODY_WEIGHTS | BODY_BIASES | {"fc.weight": "fc.weight", "hidden_norm.weight": "hidden_norm.weight"},
+    weights=BODY_WEIGHTS
+    | BODY_BIASES
+    | OWN_VOCABULARY_WEIGHTS
+    | {"fc.weight": "fc.weight", "hidden_norm.weight": "hidden_norm.weight"},
     keys=(),
     read_rest=_read_rest,
     write_rest=_write_rest,

@@ -14,11 +14,13 @@ from dflash_hf.checkpoints.mapping import (
     BODY_BIASES,
     BODY_WEIGHTS,
     COMMON_IGNORED,
+    FOREIGN_FIELDS,
     REQUIRED,
     CheckpointFormat,
     ConfigReader,
     Key,
     read_rope,
+    refuse_fields,
 )
 from dflash_hf.configuration_dflash import DFlashConfig
 
@@ -91,13 +93,13 @@ def _matches(config: Mapping[str, Any]) -> bool:
 
 def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     """Reads RoPE and, per layer, the window and the causality: five keys that qualify each other."""
-    num_layers: int = reader.take("num_hidden_layers")
-    layer_types: list[str] | None = reader.take("layer_types", default=None)
+    num_layers: int = reader.take_num_layers("num_hidden_layers")
+    layer_types: list[str] | None = reader.take("layer_types", default=None, kind=list)
     window = reader.take(f"{SECTION}.swa_window_size", "sliding_window", default=None)
     is_causal = reader.take("is_causal", f"{SECTION}.is_causal", f"{SECTION}.causal", default=None)
     use_window = reader.take("use_sliding_window", default=None)
     use_swa = reader.take(f"{SECTION}.use_swa", "use_swa", default=False)
-    first_sliding = reader.take("max_window_layers", default=28)
+    first_sliding = reader.take("max_window_layers", default=28, kind=int)
     if layer_types is None:
         sliding = [bool(use_window) and window is not None and index >= first_sliding for index in range(num_layers)]
         layer_types = ["sliding_attention" if slides else "full_attention" for slides in sliding]
@@ -156,6 +158,7 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _refuse(config: DFlashConfig) -> Iterator[str]:
+    yield from refuse_fields(config, *FOREIGN_FIELDS)
     assert config.layer_types is not None
     by_rule = [kind == "sliding_attention" for kind in config.layer_types]
     if _uniform_causality(config) is None and config.is_causal != by_rule:
@@ -175,4 +178,5 @@ ZLAB = CheckpointFormat(
     refuse=_refuse,
     neutral=NEUTRAL,
     ignored=COMMON_IGNORED | {f"{SECTION}.mask_token", "mask_token"},
+    has_vocabulary=False,
 )

@@ -7,6 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from dflash_hf.cli.convert import convert
 from dflash_hf.cli.demo import demo
 from dflash_hf.cli.doctor import doctor
 from dflash_hf.cli.generate import generate
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(demo)
+app.command()(convert)
 app.command()(doctor)
 
 __all__ = ["app"]

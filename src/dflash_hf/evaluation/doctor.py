@@ -133,10 +133,16 @@ def diagnose(
         max_new_tokens (`int`): Longest answer in tokens.
 
     Raises:
-        ValueError: If the target cannot be drafted for at all, or there is nothing to measure on.
+        ValueError: If the target cannot be drafted for at all, there is nothing to measure on, or the draft predicts
+            from its anchor (`sample_from_anchor`), which is not measured yet.
     """
     target = find_target(model)
     check_target(target)
+    if draft.config.sample_from_anchor:
+        raise ValueError(
+            "expected a draft whose slots predict their own position, got sample_from_anchor=True; the doctor cannot "
+            "measure that kind yet, compare acceptance with generate"
+        )
     if prompts is None and tokenizer.chat_template is None:
         raise ValueError(
             "expected prompts for a tokenizer without a chat template, got none; give texts of the kind this target "

@@ -66,7 +66,8 @@ def variant(draft: DFlashDraftModel, setup: Setup) -> DFlashDraftModel:
     if setup.dtype is not None and setup.dtype != draft.dtype:
         twin = copy.deepcopy(twin)
         for tensor in (*twin.parameters(), *twin.buffers()):
-            tensor.data = tensor.data.to(setup.dtype)
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(setup.dtype)
     return twin.eval()
 
 
@@ -143,8 +144,8 @@ class Probe:
         return max(len(example.input_ids) for example in self.examples)
 
     def shifted(self, layer_id: int, shift: int) -> int:
-        """Returns a tapped layer's neighbour, within the target."""
-        return min(max(layer_id + shift, 0), self.depth - 1)
+        """Returns a tapped layer's neighbour, within the target; -1, the embedding, only where the draft taps it."""
+        return min(max(layer_id + shift, min(0, *self.layer_ids)), self.depth - 1)
 
     def measure(self, setup: Setup) -> Measurement:
         """Counts what a verify at every anchor would commit."""

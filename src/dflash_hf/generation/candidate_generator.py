@@ -27,10 +27,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     Args:
         draft (`DFlashDraftModel`): The draft.
-        target (`Target`): The target whose embedding and head it uses.
+        target (`Target`): The target, whose embedding and head serve drafts without their own.
         processors (`BlockProcessors`): The run's processors; their stateless warpers shape the proposals too.
         block_size (`int`): Width `K` of the draft's block.
-        verify_width (`int`): Tokens `W <= K` of it that will be verified.
+        verify_width (`int`): Tokens `W` that will be verified, the anchor included: at most `K`, or `K + 1` where the
+            anchor's slot proposes too.
         rule (`str`): How to propose when sampling.
         batch (`int`): Rows.
         max_length (`int`): Longest row the context cache must hold, one block included.
@@ -63,7 +64,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             draft.cache_shapes(),
             batch=batch,
             max_length=max_length,
-            block=block_size,
+            block=max(block_size, verify_width),
             dtype=draft.dtype,
             device=draft.device,
         )
@@ -117,7 +118,13 @@ class DFlashCandidateGenerator(CandidateGenerator):
         context, self._context = self._context, None
         hidden = draft.forward_block(noise_embeds.to(draft.device, draft.dtype), self.cache, context)
         self.num_forwards += 1
-        hidden = hidden[:, 1 : self.verify_width].to(noise_embeds.device, noise_embeds.dtype)
+        # The slots that propose, and how far ahead of each one's own position its token is.
+        ahead = int(draft.config.sample_from_anchor)
+        slots = slice(1 - ahead, self.verify_width - ahead)
+        hidden = hidden[:, slots]
+        if draft.lm_head is None:
+            like = noise_embeds if draft.embed_tokens is None else self.target.embedding_weight
+            hidden = hidden.to(like.device, like.dtype)
         logits = draft.compute_logits(hidden, self.target.head).to(device)
         self.logits = logits if self.keeps_logits else None
         if self.rule_of_user is not None:
@@ -126,7 +133,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if state.key is None or self.rule == "argmax":
             state.proposals.copy_(logits.argmax(dim=-1))
             return
-        positions = block.positions[:, 1 : self.verify_width]
+        positions = block.positions[:, slots] + ahead
         scores = self.processors.warp(logits)
         if self.rule == "sample":
             state.draft_probs = torch.softmax(scores, dim=-1)

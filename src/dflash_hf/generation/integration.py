@@ -56,6 +56,7 @@ def enable() -> None:
         extra = bound.pop("kwargs", {})
         arguments = {**bound, **extra}
         if _speculation_type(self, arguments) == "dflash":
+            _check_stock(draft)
             return original(self, *args, **kwargs)
         return original(self, **prepare(self, draft, arguments, decode))
 
@@ -76,6 +77,20 @@ def disable() -> None:
     if inspect.unwrap(current, stop=lambda f: f is original) is not original:
         raise RuntimeError("expected dflash_hf's generate, got one wrapped around it; undo that wrapping first")
     _mixin.generate = original
+
+
+def _check_stock(draft: DFlashDraftModel) -> None:
+    """Refuses drafts that Transformers' own DFlash path would run wrongly, with hardly a token accepted.
+
+    Raises:
+        ValueError: Naming the fields.
+    """
+    names = ("own_embed_tokens", "own_lm_head", "sample_from_anchor", "window_from_anchor")
+    if wrong := [name for name in names if getattr(draft.config, name)]:
+        raise ValueError(
+            f"expected a draft that Transformers' speculation_type='dflash' can run, got {', '.join(wrong)} in its "
+            "config; leave speculation_type out"
+        )
 
 
 def _speculation_type(model: Any, arguments: dict[str, Any]) -> str | None:
@@ -121,7 +136,7 @@ def prepare(
     target = find_target(model)
     check_target(target)
     check_pair(target, draft.config)
-    knobs.validate_knobs(draft.config.block_size)
+    knobs.validate_knobs(draft.config.block_size, draft.config.sample_from_anchor)
     _check_settings(model, config, arguments)
     _check_inputs(arguments, model_kwargs)
     if config.token_healing:

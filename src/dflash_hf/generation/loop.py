@@ -64,7 +64,7 @@ class Run:
         lengths, size, width = self.state.lengths, self.generator.block_size, self.generator.verify_width
         # With one row the longest row is the row.
         drafted = RaggedBlock(lengths, size, self.longest + size, is_exact=lengths.shape[0] == 1)
-        return drafted, drafted if width == size else RaggedBlock(lengths, width, self.longest + size)
+        return drafted, drafted if width == size else RaggedBlock(lengths, width, self.longest + max(size, width))
 
     def calls_out(self) -> bool:
         """Whether code of the user's runs between two verifies, which may want to use the target itself."""
@@ -167,7 +167,7 @@ def prefill(
         verify_width=width,
         rule=rule,
         batch=input_ids.shape[0],
-        max_length=longest + limit + block_size,
+        max_length=longest + limit + max(block_size, width),
     )
     outputs, cache = _fill(generator, input_ids, generation_config, model_kwargs, positions, longest + limit + width)
     state = DecodeState.start(
@@ -410,7 +410,7 @@ def _widths_and_rule(
     """Resolves the draft's knobs: block size, verify width, proposal rule."""
     knobs = draft.generation_config
     block_size = knobs.block_size or draft.config.block_size
-    width = knobs.verify_width or block_size
+    width = knobs.verify_width or draft.config.num_proposals(block_size) + 1
     rule: Rule = "argmax" if knobs.proposal == "auto" else knobs.proposal
     if rule == "sample" and generation_config.do_sample and not processors.is_stateless:
         raise ValueError(

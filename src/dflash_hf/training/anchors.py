@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from dflash_hf.positions import visible
 
-AttentionKind = tuple[int | None, bool]
+AttentionKind = tuple[int | None, bool, bool]
 Mask = Tensor | BlockMask
 
 
@@ -126,12 +126,15 @@ class BlockMaskRule:
 
         Args:
             row, query, key (`torch.Tensor`, integer): Below `B`, `Q` and `T`.
-            kind (`tuple`): `(window, causal)` of the layer.
+            kind (`tuple`): `(window, causal, from_anchor)` of the layer.
         """
         key_position, key_block = self.key_BT[row, key], self.key_block_T[key]
         in_context = (key_block < 0) & (key_position < self.anchor_BQ[row, query])
         in_block = key_block == query // self.block_size
-        return (in_context | in_block) & visible(self.query_BQ[row, query], key_position, *kind)
+        window, causal, from_anchor = kind
+        anchor = self.anchor_BQ[row, query]
+        seen = visible(self.query_BQ[row, query], key_position, window, causal, anchor if from_anchor else None)
+        return (in_context | in_block) & seen
 
     def dense(self, kind: AttentionKind) -> Tensor:
         """Returns the mask of a kind of layer as booleans `[B, 1, Q, T]`."""
@@ -151,7 +154,7 @@ class BlockMaskRule:
         """Returns one mask per kind of layer, as `DFlashDraftModel.forward` takes them.
 
         Args:
-            kinds (iterable of `tuple`): `(window, causal)` of each layer; repeats cost nothing.
+            kinds (iterable of `tuple`): `(window, causal, from_anchor)` of each layer; repeats cost nothing.
             flex (`bool`): Build `BlockMask`s (for CUDA) instead of dense booleans.
         """
         return {kind: self.block_mask(kind) if flex else self.dense(kind) for kind in set(kinds)}

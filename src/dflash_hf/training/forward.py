@@ -62,7 +62,7 @@ def target_features(
 
 
 def attention_kinds(draft: DFlashDraftModel) -> list[AttentionKind]:
-    """Returns `(window, causal)` of each draft layer."""
+    """Returns `(window, causal, from_anchor)` of each draft layer."""
     return [draft.config.attention_kind(index) for index in range(draft.config.num_hidden_layers)]
 
 

@@ -63,7 +63,8 @@ class DFlashTrainer:
         eval_dataset (sequence of [`Example`], *optional*): Held-out examples whose acceptance is walked.
 
     Raises:
-        ValueError: If draft and target do not fit, or there is nothing to train on.
+        ValueError: If draft and target do not fit, the draft brings its own embedding or head or samples from the
+            anchor, or there is nothing to train on.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class DFlashTrainer:
         target.requires_grad_(False)
         self.target = find_target(target.to(self.device).eval())
         check_pair(self.target, draft.config)
+        _check_trainable(draft)
         self.draft = draft
         self.block_size = args.block_size or draft.config.block_size
         self.gamma = args.gamma or default_gamma(self.block_size)
@@ -291,6 +293,20 @@ class DFlashTrainer:
             TimeRemainingColumn(),
             TextColumn("{task.fields[metrics]}"),
             disable=self.args.disable_tqdm or not self.accelerator.is_main_process,
+        )
+
+
+def _check_trainable(draft: DFlashDraftModel) -> None:
+    """Refuses drafts of other layouts: here slot `k` is trained on token `k`, with the target's embedding and head.
+
+    Raises:
+        ValueError: Naming the fields.
+    """
+    names = ("own_embed_tokens", "own_lm_head", "sample_from_anchor")
+    if wrong := [name for name in names if getattr(draft.config, name)]:
+        raise ValueError(
+            f"expected a draft without {', '.join(names)} to train, got {', '.join(wrong)} in its config; train a "
+            "draft that uses the target's embedding and head"
         )
 
 

@@ -1,0 +1,64 @@
+"""`dflash-hf convert`: a draft from one layout to another, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import torch
+import typer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from dflash_hf.checkpoints import Layout, get_format
+from dflash_hf.drafts import load_draft, save_draft
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.weight_files import stored_tensors, widest_dtype
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="Folder or Hub id of the draft, in any layout.")],
+    destination: Annotated[Path, typer.Argument(help="Folder to write.")],
+    to: Annotated[Layout, typer.Option("--to", help="Layout to write.")],
+    target: Annotated[
+        str | None, typer.Option(help="The draft's target, for layouts that need its vocabulary, depth, rows or name.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
+) -> None:
+    """Save a draft in another layout, so that vLLM, SGLang or Transformers can serve it. Weights stay as they are."""
+    if destination.exists() and not destination.is_dir():
+        raise ValueError(f"expected a folder to write, got the file {destination}; choose another")
+    if destination.is_dir() and any(destination.iterdir()) and not force:
+        raise ValueError(
+            f"expected a new or empty folder, got {destination} with files in it; pass --force to write there"
+        )
+    if destination.resolve() == Path(source).resolve():
+        raise ValueError(f"expected another folder than the draft's own, got {destination}; choose another")
+    logging.disable_progress_bar()
+    draft = load_draft(source, dtype=widest_dtype(stored_tensors(source, None, {})))
+    model = None if target is None else _load_target(target, draft, to)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    # Beside it first: a draft that the layout cannot express must not cost the one that is there.
+    with TemporaryDirectory(dir=destination.parent, prefix=".convert-") as fresh:
+        save_draft(draft, fresh, to, model)
+        destination.mkdir(exist_ok=True)
+        for stale in (*destination.glob("*.safetensors*"), *destination.glob("*config.json")):
+            stale.unlink()
+        for file in Path(fresh).iterdir():
+            file.replace(destination / file.name)
+    typer.echo(f"{destination}: layout {to}, {draft.num_parameters():,} parameters")
+
+
+def _load_target(target: str, draft: DFlashDraftModel, layout: Layout) -> PreTrainedModel:
+    """The target; without its weights where its config says all that is needed."""
+    has_vocabulary = get_format(layout).has_vocabulary
+    has_own = draft.config.own_embed_tokens or draft.config.own_lm_head
+    if has_vocabulary is None or has_vocabulary == has_own:
+        config = AutoConfig.from_pretrained(target)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+
+
+__all__ = ["convert"]

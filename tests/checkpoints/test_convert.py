@@ -1,0 +1,141 @@
+"""`dflash-hf convert`: the same bits in another layout, a folder that is never half overwritten by accident."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from dflash_hf.checkpoints import detect_format
+from dflash_hf.cli.main import app
+from dflash_hf.drafts import load_draft, save_draft
+from tiny import DEPTH, VOCAB, tiny_draft, tiny_target
+
+
+def convert(*arguments: object) -> tuple[int, str]:
+    """Runs the command; returns its status and what it printed."""
+    result = CliRunner().invoke(app, ["convert", *(str(argument) for argument in arguments)])
+    return result.exit_code, " ".join(result.output.split())
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """Folders of a target and of a draft in z-lab's layout, stored in bfloat16."""
+    target = tiny_target("qwen3")
+    target.to(torch.bfloat16).save_pretrained(tmp_path / "target")
+    draft = tiny_draft(target, layer_types=None, sliding_window=None).to(torch.bfloat16)
+    save_draft(draft, tmp_path / "zlab", "zlab")
+    return tmp_path / "target", tmp_path / "zlab"
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """What is stored in a folder."""
+    return load_file(folder / "model.safetensors")
+
+
+def test_around_every_layout(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target, source = pair
+    first = weights_of(source)
+    before = source
+    for step, layout in enumerate(["dflash", "speculators", "dflash", "muse", "zlab", "dflash", "zlab"]):
+        after = tmp_path / f"{step}-{layout}"
+        extra = ["--target", target] if layout in ("speculators", "muse") else []
+        status, printed = convert(before, after, "--to", layout, *extra)
+        assert status == 0, printed
+        assert f"layout {layout}" in printed
+        assert detect_format(json.loads((after / "config.json").read_text())).name == layout
+        before = after
+    last = weights_of(before)
+    assert last.keys() == first.keys()
+    for name, tensor in first.items():
+        assert torch.equal(last[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (source, before)]
+    # With the target at hand it is known that rows and module give the same, which Muse's layout asks for.
+    assert configs[1]["dflash_config"].pop("raw_input_embeddings") is True
+    assert configs[1].pop("is_causal") is False
+    assert configs[0].pop("is_causal") is False
+    assert configs[1] == configs[0]
+
+
+def test_deepspec_takes_and_gives_back_the_targets_rows(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target, source = pair
+    anchored = load_draft(source, sample_from_anchor=True)
+    anchored.save_pretrained(tmp_path / "anchored")
+    status, printed = convert(tmp_path / "anchored", tmp_path / "deepspec", "--to", "deepspec", "--target", target)
+    assert status == 0, printed
+    assert {"embed_tokens.weight", "lm_head.weight"} <= weights_of(tmp_path / "deepspec").keys()
+    own = load_draft(tmp_path / "deepspec")
+    own.config.sample_from_anchor = False
+    own.save_pretrained(tmp_path / "own")
+    status, printed = convert(tmp_path / "own", tmp_path / "bare", "--to", "zlab")
+    assert (status, "own_embed_tokens = True" in printed) == (2, True), printed
+    status, printed = convert(tmp_path / "own", tmp_path / "bare", "--to", "zlab", "--target", target)
+    assert status == 0, printed
+    assert weights_of(tmp_path / "bare").keys() == weights_of(source).keys()
+
+
+def test_a_target_states_what_muse_leaves_out(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target, source = pair
+    assert convert(source, tmp_path / "muse", "--to", "muse", "--target", target)[0] == 0
+    config: dict[str, Any] = json.loads((tmp_path / "muse" / "config.json").read_text())
+    del config["vocab_size"], config["num_target_layers"]  # as Transformers' own checkpoints
+    (tmp_path / "muse" / "config.json").write_text(json.dumps(config))
+    status, printed = convert(tmp_path / "muse", tmp_path / "back", "--to", "zlab")
+    assert status == 2
+    assert "vocab_size = None" in printed
+    assert "num_target_layers = None" in printed
+    assert not (tmp_path / "back").exists()
+    assert convert(tmp_path / "muse", tmp_path / "back", "--to", "zlab", "--target", target)[0] == 0
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (back["vocab_size"], back["num_target_layers"]) == (VOCAB, DEPTH)
+
+
+def test_speculators_config_names_the_target(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target, source = pair
+    assert convert(source, tmp_path / "out", "--to", "speculators", "--target", target)[0] == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == str(target)
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == config["block_size"] - 1
+
+
+def test_weights_keep_their_precision_whatever_the_config_says(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    source = pair[1]
+    mixed = {n: t.float() + (1e-6 if "norm" in n else 0) if "norm" in n else t for n, t in weights_of(source).items()}
+    save_file(mixed, source / "model.safetensors", metadata={"format": "pt"})
+    assert convert(source, tmp_path / "out", "--to", "dflash")[0] == 0
+    out = weights_of(tmp_path / "out")
+    assert all(torch.equal(out[name].double(), tensor.double()) for name, tensor in mixed.items())
+
+
+def test_a_folder_with_files_is_kept(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    source, out = pair[1], tmp_path / "out"
+    out.mkdir()
+    (out / "model.safetensors.index.json").write_text("{}")
+    (out / "notes.txt").write_text("mine")
+    status, printed = convert(source, out, "--to", "dflash")
+    assert status == 2
+    assert "expected a new or empty folder" in printed
+    assert "--force" in printed
+    assert sorted(file.name for file in out.iterdir()) == ["model.safetensors.index.json", "notes.txt"]
+    assert convert(source, out, "--to", "dflash", "--force")[0] == 0
+    assert (out / "notes.txt").read_text() == "mine"
+    assert load_draft(out).config.vocab_size == VOCAB  # the stale index is gone
+    assert convert(source, source, "--to", "dflash", "--force")[0] == 2
+    assert load_draft(source)
+    # What cannot be written leaves what was there.
+    biased = tiny_draft(tiny_target("qwen3"), attention_bias=True)
+    biased.save_pretrained(tmp_path / "biased")
+    assert convert(tmp_path / "biased", out, "--to", "muse", "--force")[0] == 2
+    assert load_draft(out).config.vocab_size == VOCAB
+
+
+def test_unknown_layout_is_a_usage_error(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    status, printed = convert(pair[1], tmp_path / "out", "--to", "gguf")
+    assert status == 2
+    assert "gguf" in printed
+    assert not (tmp_path / "out").exists()

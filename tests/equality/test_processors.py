@@ -1,0 +1,123 @@
+"""Every processor and warper that `generate` builds from its settings, each alone and mixed; one row and several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfig
+
+from tiny import oracle_draft, prompts, tiny_target, truth_of
+
+NEW = 24
+LENGTHS = [6, 4, 9, 5]
+
+
+class Shift(LogitsProcessor):
+    """One of the user's own, without state: prefers what follows the row's last token."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores.scatter_add_(1, (input_ids[:, -1:] + 1) % scores.shape[1], torch.full_like(scores[:, :1], 1.5))
+        return scores
+
+
+WARPERS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 7},
+    "top_p": {"top_k": 0, "top_p": 0.8},
+    "min_p": {"top_k": 0, "min_p": 0.1},
+    "typical": {"top_k": 0, "typical_p": 0.8},
+    "epsilon": {"top_k": 0, "epsilon_cutoff": 0.02},
+    "eta": {"top_k": 0, "eta_cutoff": 0.02},
+    "renormalised": {"top_k": 7, "renormalize_logits": True},
+    "all warpers": {
+        "temperature": 1.3,
+        "top_k": 30,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "typical_p": 0.97,
+        "eta_cutoff": 1e-3,
+    },
+}
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 1.4},
+    "prompt repetition": {"encoder_repetition_penalty": 1.4},
+    "ngram": {"no_repeat_ngram_size": 2},
+    "prompt ngram": {"encoder_no_repeat_ngram_size": 2},
+    "min_length": {"min_length": 20},
+    "min_new_tokens": {"min_new_tokens": 12},
+    "bad words": {"bad_words_ids": [[5], [7, 8], [11, 12, 13]]},
+    "sequence bias": {"sequence_bias": [[[4], 2.0], [[9, 10], -3.0]]},
+    "suppress": {"suppress_tokens": [1, 2, 4], "begin_suppress_tokens": [6, 7, 8, 9, 10, 11]},
+    "forced eos": {"forced_eos_token_id": 9},
+    "decay": {"exponential_decay_length_penalty": (3, 1.2)},
+    "invalid values": {"remove_invalid_values": True},
+    "prefix function": {
+        "prefix_allowed_tokens_fn": lambda row, ids: [t for t in range(64) if (t + int(ids[-1])) % 4 != row]
+    },
+    "watermark": {"watermarking_config": WatermarkingConfig(bias=2.5, seeding_scheme="selfhash", context_width=2)},
+    "own": {"logits_processor": LogitsProcessorList([Shift()])},
+    "mixed": {
+        "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 3,
+        "min_new_tokens": 9,
+        "bad_words_ids": [[5], [7, 8]],
+        "sequence_bias": [[[4], 2.0]],
+        "logits_processor": LogitsProcessorList([Shift()]),
+    },
+}
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("case", PROCESSORS)
+def test_greedy_text_is_plain_generates(case: str, rows: int) -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts(LENGTHS[:rows], 8)
+    settings = {
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "eos_token_id": [9, 33],
+        "pad_token_id": 0,
+        **PROCESSORS[case],
+    }
+    ref = target.generate(**inputs, **settings)
+    draft = oracle_draft(target, truth_of(inputs, ref), 1, 8)
+    assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
+    assert draft.last_stats.acceptance_length > 1
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("case", [*WARPERS, *PROCESSORS])
+def test_sampled_text_is_the_same_at_every_block_size(case: str, rows: int) -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts(LENGTHS[:rows], 8)
+    settings = {"max_new_tokens": NEW, "do_sample": True, "eos_token_id": [9], "pad_token_id": 0}
+    settings |= {**WARPERS, **PROCESSORS}[case]
+    truth, texts = [[5] * 60] * rows, []
+    for block_size in (1, 3, 8):
+        draft = oracle_draft(target, truth, 2, 8)
+        draft.generation_config.block_size = block_size
+        draft.generation_config.proposal = "argmax" if block_size == 3 else "shared_noise"
+        torch.manual_seed(7)
+        texts.append(target.generate(**inputs, **settings, assistant_model=draft))
+        # From here on the draft knows what will be sampled, but for a random part of each block.
+        truth = truth_of(inputs, texts[0])
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
+    assert draft.last_stats.acceptance_length > 1
+
+
+@pytest.mark.parametrize("case", ["temperature", "top_k", "min_p", "typical", "epsilon", "eta"])
+def test_a_warper_changes_what_is_sampled(case: str) -> None:
+    # Otherwise the test above would compare texts that the setting never touched.
+    target = tiny_target("qwen3")
+    inputs = prompts(LENGTHS, 8)
+    draft = oracle_draft(target, [[5] * 60] * 4, 2, 8)
+    texts = []
+    for settings in ({"top_k": 0}, WARPERS[case]):
+        torch.manual_seed(7)
+        texts.append(target.generate(**inputs, max_new_tokens=NEW, do_sample=True, **settings, assistant_model=draft))
+    assert not torch.equal(texts[0], texts[1])
