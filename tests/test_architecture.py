@@ -41,6 +41,7 @@ LEVELS = {
     "dflash_hf.positions": 1,
     "dflash_hf.weight_files": 1,
     "dflash_hf.attention": 2,
+    "dflash_hf.dflash2": 2,
     "dflash_hf.checkpoints": 2,
     "dflash_hf.ops": 2,
     "dflash_hf.cache": 3,
@@ -71,6 +72,7 @@ NOT_LOADED_BY_IMPORT = ("gradio", "datasets", "matplotlib", "pandas")
 HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.attention": set(),
     "dflash_hf.cache": set(),
+    "dflash_hf.dflash2": set(),
     "dflash_hf.generation.acceptance": set(),
     "dflash_hf.generation.steps": set(),
 }

@@ -29,6 +29,8 @@ COMMON: dict[str, Any] = {
     "initializer_range": 0.25,
 }
 
+# What makes a draft a DFlash 2 one.
+DFLASH2: dict[str, Any] = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 4, "selector_top_k": 6}
 MIXED = ["sliding_attention", "full_attention"] * (DEPTH // 2)
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -117,7 +119,16 @@ def draft_config(target: PreTrainedModel, block_size: int = 8, **overrides: Any)
 def tiny_draft(target: PreTrainedModel, block_size: int = 8, seed: int = 1, **overrides: Any) -> DFlashDraftModel:
     """Builds a random draft in the target's dtype: almost never right, but everything runs."""
     torch.manual_seed(seed)
-    return DFlashDraftModel(draft_config(target, block_size, **overrides)).to(target.dtype).eval()
+    draft = DFlashDraftModel(draft_config(target, block_size, **overrides)).to(target.dtype).eval()
+    randomise_dflash2(draft)
+    return draft
+
+
+def randomise_dflash2(draft: DFlashDraftModel) -> None:
+    """Gives a draft's convolutions and selector random weights: fresh ones do nothing."""
+    for name, parameter in draft.named_parameters():
+        if "_conv." in name or "candidate_selector." in name:
+            nn.init.normal_(parameter, std=0.5)
 
 
 class OracleDraft(DFlashDraftModel):
@@ -125,6 +136,9 @@ class OracleDraft(DFlashDraftModel):
 
     A random draft is never right and so never shows a rollback bug; a perfect one never rolls back.
     """
+
+    # The logit of the token it wants, all others being 0.
+    strength = 100.0
 
     def arm(self, truth: list[list[int]], seed: int) -> OracleDraft:
         """Sets what it knows: row -> all of the row's true tokens, prompt included and padding not."""
@@ -149,15 +163,18 @@ class OracleDraft(DFlashDraftModel):
                 index = int(self.positions[row, 0]) + 1 + slot
                 true = self.truth[row][index] if index < len(self.truth[row]) else 0
                 wanted[row, slot] = true if slot < good else (true + 1 + slot) % vocab
-        return nn.functional.one_hot(wanted, vocab).to(logits.dtype) * 100.0
+        return nn.functional.one_hot(wanted, vocab).to(logits.dtype) * self.strength
 
 
 def oracle_draft(
     target: PreTrainedModel, truth: list[list[int]], seed: int, block_size: int = 8, **overrides: Any
 ) -> OracleDraft:
-    """Builds an [`OracleDraft`] for a tiny target."""
+    """Builds an [`OracleDraft`] for a tiny target; with a selector, one whose pairs sometimes outvote the oracle."""
     torch.manual_seed(seed)
     draft = OracleDraft(draft_config(target, block_size, **overrides)).to(target.dtype).eval()
+    if draft.candidate_selector is not None:
+        draft.strength = 4.0
+    randomise_dflash2(draft)
     return draft.arm(truth, seed)
 
 

@@ -68,6 +68,10 @@ class DFlashConfig(PreTrainedConfig):
         input_embedding_scale (`float`): Factor on the block's embeddings.
         output_multiplier (`float`): Factor on the draft's logits.
         final_logit_softcapping (`float`, *optional*): Soft cap on the draft's logits.
+        conv_kernel_size, conv_group_size (`int`, *optional*): DFlash 2's convolution around each sublayer: its taps,
+            and the neighbouring channels that share a dynamic kernel. `None` means no convolution.
+        selector_rank, selector_top_k (`int`, *optional*): DFlash 2's selector of paths: the width of its codebooks,
+            and the candidates per slot. `None` means no selector.
         initializer_range (`float`): Standard deviation of fresh weights.
 
     Raises:
@@ -108,6 +112,10 @@ class DFlashConfig(PreTrainedConfig):
     input_embedding_scale: float | int = 1.0
     output_multiplier: float | int = 1.0
     final_logit_softcapping: float | int | None = None
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
+    selector_rank: int | None = None
+    selector_top_k: int | None = None
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
 
@@ -140,6 +148,7 @@ class DFlashConfig(PreTrainedConfig):
         """Raises unless every size and scale can be built with: the first thing, before any list is as long as one."""
         sizes = ("hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
         sizes += ("num_key_value_heads", "vocab_size", "draft_vocab_size", "max_position_embeddings", "block_size")
+        sizes += ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
         limits = {
             **dict.fromkeys(sizes, MAX_SIZE),
             "num_hidden_layers": MAX_LAYERS,
@@ -245,10 +254,53 @@ class DFlashConfig(PreTrainedConfig):
                 self.target_layer_ids,
                 "mend one of them",
             ),
+            *self._dflash2_checks(),
         ]
         for good, expected, got, action in checks:
             if not good:
                 raise ValueError(f"expected {expected}, got {got!r}; {action}")
+
+    def _dflash2_checks(self) -> list[tuple[bool, str, object, str]]:
+        """The checks of what DFlash 2 adds, in the form of those of `_check`."""
+        conv, selector = (
+            (self.conv_kernel_size, self.conv_group_size),
+            (self.selector_rank, self.selector_top_k),
+        )
+        together = "they only mean something together"
+        checks: list[tuple[bool, str, object, str]] = [
+            ((conv[0] is None) == (conv[1] is None), "conv_kernel_size and conv_group_size", conv, together),
+            ((selector[0] is None) == (selector[1] is None), "selector_rank and selector_top_k", selector, together),
+            (
+                self.hidden_size % (self.conv_group_size or 1) == 0,
+                f"conv_group_size that divides hidden_size = {self.hidden_size}",
+                self.conv_group_size,
+                "every group has as many channels",
+            ),
+            (
+                self.selector_top_k is None or self.vocab_size is not None,
+                "vocab_size beside selector_top_k",
+                self.vocab_size,
+                "the selector has a row per token",
+            ),
+            (
+                self.selector_top_k is None or self.selector_top_k <= (self.vocab_size or 0),
+                f"selector_top_k up to {self.vocab_size}",
+                self.selector_top_k,
+                "candidates are tokens of the vocabulary",
+            ),
+            (
+                self.selector_top_k is None or not (self.sample_from_anchor or self.draft_vocab_size),
+                "neither sample_from_anchor nor draft_vocab_size beside a selector",
+                (self.sample_from_anchor, self.draft_vocab_size),
+                "no published draft has both, and what they would mean together is open",
+            ),
+        ]
+        return checks
+
+    @property
+    def is_dflash2(self) -> bool:
+        """Whether the draft has what DFlash 2 adds: a convolution, a selector, or both."""
+        return self.conv_kernel_size is not None or self.selector_rank is not None
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:

@@ -25,7 +25,8 @@ class DFlashGenerationConfig(GenerationConfig):
         proposal (`str`, defaults to `"auto"`): How tokens are proposed when sampling. `"shared_noise"` adds to the
             draft's scores the very noise the target will sample with, `"argmax"` proposes the draft's most likely
             token, `"sample"` draws from the draft and accepts by rejection. All three are exact; `"auto"` is
-            `"argmax"`, measured better than `"shared_noise"` on the same texts of the bundled pair (docs/log.md).
+            `"argmax"`, measured better than `"shared_noise"` on the same texts of the bundled pair (docs/log.md). With
+            a DFlash 2 draft each rule chooses among the selector's candidates, behind the tokens proposed so far.
         synchronize (`bool`, defaults to `False`): Wait for the accelerator before each reading of the clock, so that
             the times in [`SpeculativeStats`] are each part's own. It slows decoding; a CPU has nothing to wait for.
         kwargs: Fields of [`~transformers.GenerationConfig`].

@@ -22,6 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dflash_hf.attention import RaggedBlock, attend, mask_repeats
 from dflash_hf.cache import LayerShape, RaggedCache
 from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.dflash2 import CandidateSelector, GroupedDynamicConvolution, convolved, follow_path
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.positions import visible
 from dflash_hf.pretrained import DFlashPreTrainedModel
@@ -145,22 +146,34 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         self.mlp = DFlashMLP(config)
         self.input_layernorm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
+        # DFlash 2 only.
+        self.attention_conv = GroupedDynamicConvolution.from_config(config)
+        self.mlp_conv = GroupedDynamicConvolution.from_config(config)
 
     def forward(
         self,
         hidden_states: Tensor,
         keys_and_values: Callable[[DFlashAttention, Tensor], tuple[Tensor, Tensor, Mask | None]],
         cos_sin: CosSin,
+        block_size: int,
     ) -> Tensor:
-        """Runs the layer on the block's states `[B, K, D]`.
+        """Runs the layer on the states `[B, K, D]` of one block, or of several of `block_size` slots each.
 
         `keys_and_values` turns the normed states into what there is to attend to, context included, and the mask: the
-        one place where decoding over the ragged cache and the combined forward differ.
+        one place where decoding over the ragged cache and the combined forward differ. Convolutions touch the
+        block's states only: the context's keys and values are projected from features that no layer changes.
         """
-        normed = self.input_layernorm(hidden_states)
-        key, value, mask = keys_and_values(self.self_attn, normed)
-        hidden_states = hidden_states + self.self_attn.attend_from(normed, cos_sin, key, value, mask)
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+        def attention(normed: Tensor) -> Tensor:
+            key, value, mask = keys_and_values(self.self_attn, normed)
+            return self.self_attn.attend_from(normed, cos_sin, key, value, mask)
+
+        hidden_states = hidden_states + convolved(
+            self.attention_conv, attention, self.input_layernorm(hidden_states), block_size
+        )
+        return hidden_states + convolved(
+            self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden_states), block_size
+        )
 
 
 class DFlashDraftModel(DFlashPreTrainedModel):
@@ -184,6 +197,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.layers = nn.ModuleList(DFlashDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = DFlashRotaryEmbedding(config)
+        self.candidate_selector = CandidateSelector.from_config(config)  # DFlash 2 only
         self.embed_tokens = (
             nn.Embedding(config.vocab_size or 0, config.hidden_size) if config.own_embed_tokens else None
         )
@@ -200,6 +214,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, DFlashRotaryEmbedding):
             module.inv_freq.copy_(module.frequencies(module.config)[0])
+        elif isinstance(module, GroupedDynamicConvolution | CandidateSelector):
+            module.reset_parameters()
 
     def cache_shapes(self) -> list[LayerShape]:
         """Returns the shape of each layer of the draft's cache."""
@@ -286,7 +302,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             repeats = mask_repeats(attention.repeats, key.device)
             return key, value, block.mask(key.shape[2], window, causal, repeats, normed.dtype, from_anchor)
 
-        return self._run_layers(noise_embeds, keys_and_values, (cos[:, earlier:], sin[:, earlier:]))
+        cos_sin = (cos[:, earlier:], sin[:, earlier:])
+        return self._run_layers(noise_embeds, keys_and_values, cos_sin, block.width)
 
     def forward(
         self,
@@ -295,6 +312,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | dict[AttentionKind, Mask] | None = None,
         past_key_values: Cache | None = None,
+        block_size: int | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Projects new context and runs blocks in one call: the contract of Transformers' DFlash path, and training.
@@ -309,6 +327,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 and the block; or one ready mask per kind of layer, `{(window, causal, from_anchor): mask}`,
                 boolean `[B, 1, Q, C + Q]` or a `BlockMask`, as training builds them.
             past_key_values (`Cache`, *optional*): Advanced in place by context and block; the caller crops the block.
+            block_size (`int`, *optional*): Slots per block where `noise_embeds` holds several; by default it is one
+                block. Masks do not follow from it.
 
         Returns:
             `BaseModelOutputWithPast`: `last_hidden_state` `[B, Q, D]` after the final norm.
@@ -346,7 +366,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 key, value = past_key_values.update(key, value, attention.layer_idx)
             return key, value, mask_of(attention, key.shape[2])
 
-        hidden = self._run_layers(noise_embeds, keys_and_values, (cos[:, -num_queries:], sin[:, -num_queries:]))
+        cos_sin = (cos[:, -num_queries:], sin[:, -num_queries:])
+        hidden = self._run_layers(noise_embeds, keys_and_values, cos_sin, block_size or num_queries)
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
 
     def compute_logits(self, hidden_states: Tensor, head: nn.Module) -> Tensor:
@@ -371,6 +392,22 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         everything = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
         target_ids = self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
         return everything.index_copy_(-1, target_ids, logits)
+
+    def best_path(self, hidden_states: Tensor, logits: Tensor, anchors: Tensor) -> Tensor:
+        """Returns the draft's own choice for a block, without noise: the greedy walk of its selector, or the argmaxes.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `[B, K, D]`): States of the slots after the anchor.
+            logits (`torch.Tensor` of shape `[B, K, V]`): Their logits, from [`compute_logits`].
+            anchors (`torch.Tensor` of shape `[B]`, int64): The anchors.
+
+        Returns:
+            `torch.Tensor` of shape `[B, K]`, int64, on the device of the logits.
+        """
+        if self.candidate_selector is None:
+            return logits.argmax(dim=-1)
+        candidates, scores = self.candidate_selector(hidden_states, logits, anchors)
+        return follow_path(candidates, scores, scores.argmax(dim=-1))[0]
 
     def embed(self, token_ids: Tensor, embedding: nn.Module) -> Tensor:
         """Looks ids `[B, K]` up in the draft's own embedding, or in the target's as this draft was trained with it."""
@@ -404,9 +441,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         hidden_states: Tensor,
         keys_and_values: Callable[[DFlashAttention, Tensor], tuple[Tensor, Tensor, Mask | None]],
         cos_sin: CosSin,
+        block_size: int,
     ) -> Tensor:
         for layer in self.layers:
-            hidden_states = layer(hidden_states, keys_and_values, cos_sin)
+            hidden_states = layer(hidden_states, keys_and_values, cos_sin, block_size)
         return self.norm(hidden_states)
 
 

@@ -30,6 +30,9 @@ TINY: dict[str, Any] = {
     "num_target_layers": 8,
     "target_layer_ids": [0, 5],
 }
+CONV: dict[str, Any] = {"conv_kernel_size": 2, "conv_group_size": 4}
+SELECTOR: dict[str, Any] = {"selector_rank": 3, "selector_top_k": 5}
+DFLASH2: dict[str, Any] = {**CONV, **SELECTOR}
 MUSE_LIKE: dict[str, Any] = {"raw_input_embeddings": True, "is_causal": False}
 ANCHORED: dict[str, Any] = {"layer_types": [SLIDING, FULL], "sliding_window": 7, "window_from_anchor": True}
 OWN: dict[str, Any] = {"own_embed_tokens": True, "own_lm_head": True}
@@ -64,6 +67,9 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "mixed causality": ({"layer_types": [FULL, FULL], "is_causal": [True, False]}, []),
     "wider target": ({**MUSE_LIKE, "target_hidden_size": 20}, []),
+    "dflash 2": ({**MUSE_LIKE, **DFLASH2}, ["zlab"]),
+    "convolution alone": (CONV, []),
+    "selector alone": (SELECTOR, []),
     "window from the anchor": (ANCHORED, ["speculators"]),
     "window from the anchor, no causality": ({**ANCHORED, "is_causal": False}, ["speculators"]),
     "window from the anchor, all causal": ({**ANCHORED, "is_causal": True}, []),
@@ -80,9 +86,15 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 def make_draft(**overrides: Any) -> DFlashDraftModel:
-    """A tiny random draft; its reduced vocabulary, if it has one, is every third token from 5 on."""
+    """A tiny random draft, random also where a fresh one has zeros or the identity.
+
+    Its reduced vocabulary, if it has one, is every third token from 5 on.
+    """
     torch.manual_seed(0)
     draft = DFlashDraftModel(DFlashConfig(**{**TINY, **overrides})).eval()
+    for name, parameter in draft.named_parameters():
+        if "_conv." in name or "selector." in name:
+            torch.nn.init.normal_(parameter)
     if draft.d2t is not None:
         draft.d2t.copy_(5 + 2 * torch.arange(draft.d2t.shape[0]))
     return draft
@@ -133,6 +145,11 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
         ("biases", "muse", "attention_bias = True"),
         ("scales", "muse", "input_embedding_scale = 4.0 .*; output_multiplier = 0.5 .*; final_logit_softcapping = 30"),
         ("wider target", "muse", "target_hidden_size = 20"),
+        ("dflash 2", "muse", "conv_kernel_size = 2 .*conv_group_size = 4 .*selector_rank = 3 .*selector_top_k = 5"),
+        ("convolution alone", "zlab", "selector_rank = selector_top_k = None"),
+        ("selector alone", "zlab", "conv_kernel_size = conv_group_size = None"),
+        ("dflash 2", "speculators", "conv_kernel_size = 2 .*selector_top_k = 5"),
+        ("dflash 2", "deepspec", "conv_kernel_size = 2 .*selector_top_k = 5"),
         *(
             (name, layout, "window_from_anchor = True")
             for name in ["reduced vocabulary"]
@@ -173,7 +190,8 @@ def test_unknown_layout_is_refused(tmp_path: Path) -> None:
 def test_weight_table_is_complete(layout: Any) -> None:
     own = {} if layout.has_vocabulary is False else OWN
     reduced = {"draft_vocab_size": 13} if layout.has_vocabulary is None else {}
-    draft = make_draft(attention_bias=layout.name != "muse", **own, **reduced)
+    second = DFLASH2 if layout.name in ("dflash", "zlab") else {}
+    draft = make_draft(attention_bias=layout.name != "muse", **own, **reduced, **second)
     ours = {name.replace(".0.", ".{}.").replace(".1.", ".{}.") for name in draft.state_dict()}
     assert set(layout.weights.values()) == ours
     assert len(set(layout.weights.values())) == len(layout.weights)
@@ -241,6 +259,9 @@ def test_fields_of_the_section_may_stand_at_the_top(tmp_path: Path) -> None:
         ({"head_dim": None}, {"head_dim": 128}),
         ({"dtype": "bfloat16", "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "eos_token_id": 3}, {}),
         ({"dflash_config": {"attention_sink_bias": False, "projector_type": "dflash"}, "logit_scale": 1.0}, {}),
+        # DFlash 2 is recognised by its fields, in either place, whatever the architecture is called.
+        ({"dflash_config": {**CONV, **SELECTOR}, "architectures": ["DFlash2DraftModel"]}, DFLASH2),
+        ({**CONV, "dflash_config": SELECTOR}, DFLASH2),
     ],
 )
 def test_zlab_config(change: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
@@ -253,8 +274,14 @@ def test_zlab_config(change: dict[str, Any], expected: dict[str, Any], tmp_path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dflash_config": {"conv_kernel_size": 2}}, "dflash_config.conv_kernel_size absent"),
-        ({"selector_rank": 256}, "selector_rank absent"),
+        ({"dflash_config": {"conv_kernel_size": 2}}, r"conv_kernel_size and conv_group_size, got \(2, None\)"),
+        ({"selector_rank": 256}, r"selector_rank and selector_top_k, got \(256, None\)"),
+        ({**SELECTOR, "dflash_config": {"selector_rank": 4}}, "expected one value, got .*selector_rank': 4"),
+        ({**CONV, "conv_group_size": 3}, "conv_group_size that divides hidden_size = 16, got 3"),
+        ({**CONV, "conv_kernel_size": 0}, "conv_kernel_size from 1 to .*, got 0"),
+        ({**SELECTOR, "selector_rank": 0}, "selector_rank from 1 to .*, got 0"),
+        ({**SELECTOR, "selector_top_k": 49}, "selector_top_k up to 48, got 49"),
+        ({**SELECTOR, "vocab_size": None}, "vocab_size beside selector_top_k, got None"),
         ({"dflash_config": {"attention_sink_bias": True}}, "attention_sink_bias absent or in .False,"),
         ({"dflash_config": {"projector_type": "domino"}}, "projector_type .* got 'domino'"),
         ({"dflash_config": {"markov_rank": 64}}, "markov_rank"),
@@ -286,6 +313,38 @@ def test_zlab_config_is_refused(change: dict[str, Any], message: str, tmp_path: 
     config["dflash_config"].update(section)
     with pytest.raises(ValueError, match=message):
         read_zlab(config)
+
+
+def test_dflash2_is_stored_under_zlabs_names(tmp_path: Path) -> None:
+    """The codebooks without `.weight`, and the architecture that tells vLLM which class to take."""
+    save_draft(make_draft(**DFLASH2), tmp_path / "two", "zlab")
+    save_draft(make_draft(), tmp_path / "one", "zlab")
+    names = [set(load_file(tmp_path / folder / "model.safetensors")) for folder in ("one", "two")]
+    convs = {f"layers.{i}.{place}_conv" for i in range(2) for place in ("attention", "mlp")}
+    assert names[1] - names[0] == {
+        "candidate_selector.hidden_projection.weight",
+        "candidate_selector.predecessor_codebook",
+        "candidate_selector.successor_codebook",
+        *(f"{conv}.{name}" for conv in convs for name in ("base_kernel", "kernel_projection.weight")),
+    }
+    configs = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("one", "two")]
+    assert [config["architectures"] for config in configs] == [["DFlashDraftModel"], ["DFlash2DraftModel"]]
+    assert DFLASH2.items() <= configs[1]["dflash_config"].items()
+    assert not DFLASH2.keys() & configs[0]["dflash_config"].keys()
+
+
+@pytest.mark.parametrize(("stored", "said"), [(DFLASH2, {}), ({}, DFLASH2)])
+def test_weights_of_the_other_generation_are_refused(
+    stored: dict[str, Any], said: dict[str, Any], tmp_path: Path
+) -> None:
+    save_draft(make_draft(**stored), tmp_path, "zlab")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in DFLASH2:
+        config["dflash_config"].pop(name, None)
+    config["dflash_config"].update(said)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"(unknown|missing) candidate_selector\.successor_codebook"):
+        load_draft(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dflash_hf import DFlashDraftModel
-from tiny import FAMILIES, MIXED, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import DFLASH2, FAMILIES, MIXED, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 NEW = 26
 LENGTHS = {"one": [9], "three": [4, 11, 7], "eight": [12, 3, 5, 9, 1, 7, 2, 8]}
@@ -44,6 +44,22 @@ def test_greedy_equals_plain_generate(family: str, batch: str) -> None:
         lengths = draft.last_stats.acceptance_length_per_row
         assert 1.0 < sum(lengths) / len(lengths) < width, "the oracle has to be partly right"
     assert len(seen) > 8, "texts that repeat themselves would hide errors"
+
+
+@pytest.mark.parametrize("family", ["qwen3-sliding", "llama", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("batch", ["one", "three"])
+def test_greedy_with_dflash2_equals_plain_generate(family: str, batch: str) -> None:
+    target = target_of(family)
+    for seed, (block_size, width) in enumerate([(2, 2), (5, 5), (8, 3), (16, 16)]):
+        inputs = prompts(LENGTHS[batch], seed)
+        ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+        draft = oracle_draft(target, truth_of(inputs, ref), seed, block_size, **DFLASH2)
+        draft.generation_config.verify_width = width
+        if block_size == 8:
+            draft.to(torch.bfloat16)  # the selector works in the draft's dtype, the head in the target's
+        check_same(target, draft, inputs, ref, max_new_tokens=NEW, do_sample=False)
+        lengths = draft.last_stats.acceptance_length_per_row
+        assert 1.0 < sum(lengths) / len(lengths) < width, "the oracle has to be partly right"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

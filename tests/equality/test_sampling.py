@@ -9,8 +9,10 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from dflash_hf.dflash2 import follow_path
+from dflash_hf.generation import candidate_generator
 from dflash_hf.generation.noise import exponential_noise, gumbel_noise
-from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import DFLASH2, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -20,15 +22,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+# The two generations of drafts.
+KINDS: dict[str, dict[str, Any]] = {"dflash": {}, "dflash 2": DFLASH2}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_the_same_text_at_every_block_size_and_width(setting: str) -> None:
+def test_the_same_text_at_every_block_size_and_width(setting: str, kind: str) -> None:
     target = tiny_target("qwen3")
     inputs = prompts([4, 9, 6], 3)
     texts = []
     for rule, (block_size, width) in itertools.product(
         ("shared_noise", "argmax"), [(1, 1), (4, 4), (16, 16), (16, 5)]
     ):
-        draft = tiny_draft(target, 16)
+        draft = tiny_draft(target, 16, **KINDS[kind])
         draft.generation_config.block_size = block_size
         draft.generation_config.verify_width = width
         draft.generation_config.proposal = rule
@@ -44,7 +51,8 @@ def test_the_same_text_at_every_block_size_and_width(setting: str) -> None:
     assert not torch.equal(texts[0], other)
 
 
-def test_the_same_text_with_a_draft_that_is_partly_right() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_text_with_a_draft_that_is_partly_right(kind: str) -> None:
     target = tiny_target("gemma3")
     inputs = prompts([4, 9, 6], 3)
     draft = tiny_draft(target, 16)
@@ -52,7 +60,7 @@ def test_the_same_text_with_a_draft_that_is_partly_right() -> None:
     torch.manual_seed(4)
     ref = target.generate(**inputs, max_new_tokens=40, do_sample=True, top_k=5, assistant_model=draft)
     for seed, block_size in enumerate((2, 7, 16)):
-        oracle = oracle_draft(target, truth_of(inputs, ref), seed, block_size)
+        oracle = oracle_draft(target, truth_of(inputs, ref), seed, block_size, **KINDS[kind])
         torch.manual_seed(4)
         out = target.generate(**inputs, max_new_tokens=40, do_sample=True, top_k=5, assistant_model=oracle)
         assert torch.equal(out, ref)
@@ -91,12 +99,11 @@ def joint_law(target: Any, prompt: list[int], temperature: float, top_k: int) ->
     return one[:, None, None] * two[:, :, None] * three
 
 
-@pytest.mark.parametrize("rule", ["shared_noise", "argmax", "sample"])
-@pytest.mark.parametrize("block_size", [2, 4])
-def test_three_tokens_follow_the_targets_joint_law(rule: str, block_size: int) -> None:
+def chi_square(rule: str, block_size: int, kind: str) -> tuple[float, int, float]:
+    """Samples 20,000 times; returns the statistic of three tokens, its degrees of freedom, and the acceptance."""
     # 20,000 rows of one call: rows are independent, and row numbers are part of the noise's key.
     target = tiny_target("qwen2", vocab_size=8)
-    draft = tiny_draft(target, block_size)
+    draft = tiny_draft(target, block_size, **KINDS[kind])
     draft.generation_config.proposal = rule  # type: ignore[assignment]
     rows = 20_000
     inputs = {"input_ids": torch.tensor([[3, 5, 4]]).repeat(rows, 1)}
@@ -111,9 +118,26 @@ def test_three_tokens_follow_the_targets_joint_law(rule: str, block_size: int) -
     observed = torch.cat([counts[big], counts[~big].sum()[None]])
     expected = torch.cat([law[big], law[~big].sum()[None]]).double() * rows
     statistic = float(((observed - expected) ** 2 / expected.clamp_min(1e-9)).sum())
-    freedom = len(observed) - 1
+    return statistic, len(observed) - 1, draft.last_stats.acceptance_length
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", ["shared_noise", "argmax", "sample"])
+@pytest.mark.parametrize("block_size", [2, 4])
+def test_three_tokens_follow_the_targets_joint_law(rule: str, block_size: int, kind: str) -> None:
+    statistic, freedom, acceptance = chi_square(rule, block_size, kind)
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5
-    assert 1.02 < draft.last_stats.acceptance_length < block_size
+    assert 1.02 < acceptance < block_size
+
+
+def test_a_law_that_forgets_the_drafted_prefix_fails_that_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The law of a path has to be conditional: that of the best predecessor is not what the tokens were drawn from.
+    def forgetful(candidates: torch.Tensor, scores: torch.Tensor, best: torch.Tensor) -> Any:
+        return follow_path(candidates, scores, best)[0], scores[:, :, 0]
+
+    monkeypatch.setattr(candidate_generator, "follow_path", forgetful)
+    statistic, freedom, _ = chi_square("sample", 4, "dflash 2")
+    assert statistic > freedom + 8 * (2 * freedom) ** 0.5
 
 
 def test_a_wrong_law_fails_that_test() -> None:

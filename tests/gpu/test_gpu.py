@@ -29,7 +29,7 @@ from dflash_hf.training.anchors import BlockMaskRule, sample_anchors
 from dflash_hf.training.collators import Batch, collate
 from dflash_hf.training.data import Example
 from dflash_hf.training.forward import attention_kinds, run_blocks, target_features
-from tiny import FAMILIES, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import DFLASH2, FAMILIES, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 CPU = "cpu"
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -65,12 +65,17 @@ def relative_error(ours: Tensor, reference: Tensor) -> float:
 
 
 def check_greedy(
-    target: PreTrainedModel, device: str, seed: int, draft_device: str | None = None, lengths: list[int] = LENGTHS
+    target: PreTrainedModel,
+    device: str,
+    seed: int,
+    draft_device: str | None = None,
+    lengths: list[int] = LENGTHS,
+    **overrides: Any,
 ) -> None:
     """Decodes a batch with a partly right draft and compares with plain `generate` on the same device."""
     inputs = on(device, prompts(lengths, seed))
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    draft = oracle_draft(target, truth_of(inputs, ref), seed, 8).to(draft_device or device)
+    draft = oracle_draft(target, truth_of(inputs, ref), seed, 8, **overrides).to(draft_device or device)
     out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
     assert out.device.type == torch.device(device).type
     assert torch.equal(out, ref)
@@ -93,8 +98,9 @@ def test_ragged_rows_give_the_plain_text(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_draft_on_another_device_gives_the_plain_text(device: str) -> None:
-    check_greedy(tiny_target("qwen3").to(device), device, seed=3, draft_device="cpu")
+@pytest.mark.parametrize("kind", [{}, DFLASH2], ids=["dflash", "dflash 2"])
+def test_a_draft_on_another_device_gives_the_plain_text(kind: dict[str, Any], device: str) -> None:
+    check_greedy(tiny_target("qwen3").to(device), device, seed=3, draft_device="cpu", **kind)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -208,13 +214,15 @@ def test_the_check_for_host_reads_finds_one(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("qwen3", {}), ("qwen3-sliding", {}), ("gemma3", {}), ("qwen3", DFLASH2)]
+)
 @pytest.mark.parametrize("proposal", ["greedy", "shared_noise", "argmax", "sample"])
 def test_steps_read_nothing_on_the_host(
-    proposal: Any, family: str, device: str, monkeypatch: pytest.MonkeyPatch
+    proposal: Any, family: str, kind: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny_target(family).to(device)
-    draft = tiny_draft(target, 6).to(device)
+    draft = tiny_draft(target, 6, **kind).to(device)
     settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": [2, 9], "pad_token_id": 0}
     if proposal != "greedy":
         draft.generation_config.proposal = proposal
@@ -239,7 +247,7 @@ def test_steps_read_nothing_on_the_host(
     def step(run: loop.Run, taps: Taps) -> None:
         drafted, block = run.next_blocks()
         steps.draft_step(run.state, run.generator, drafted)
-        logits = steps.verify_step(run.state, run.target, run.cache, block)
+        logits = steps.verify_step(run.state, run.target, run.cache, block).logits
         steps.select_step(run.state, logits, block, run.processors)
         steps.accept_step(run.state)
         steps.context_step(run.generator, taps, block)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from dflash_hf import DFlashDraftModel
-from tiny import draft_config, prompts, tiny_target
+from tiny import DFLASH2, draft_config, prompts, randomise_dflash2, tiny_target
 
 BLOCK = 6
 NEW = 40
@@ -69,13 +69,15 @@ def target() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("layers", ["sliding and full", "full"])
-def test_partly_right_draft_gives_the_plain_text(target: PreTrainedModel, seed: int, layers: str) -> None:
+@pytest.mark.parametrize("overrides", [{}, {"layer_types": None}, DFLASH2], ids=["mixed", "full", "dflash 2"])
+def test_partly_right_draft_gives_the_plain_text(
+    target: PreTrainedModel, seed: int, overrides: dict[str, Any]
+) -> None:
     inputs = prompts([9 + 7 * seed], seed)
     plain = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    overrides: dict[str, Any] = {} if layers != "full" else {"layer_types": None}
     config = draft_config(target, BLOCK, **overrides)
     draft = StockOracle(config).double().eval().arm(plain[0], target.get_output_embeddings().weight, seed)
+    randomise_dflash2(draft)
     out = target.generate(
         **inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft, speculation_type="dflash"
     )

@@ -3,6 +3,8 @@
 It is not among the development dependencies because of its pins: `pip install --no-deps dflash==0.1.0` is enough.
 """
 
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers import DynamicCache
 from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.drafts import load_draft, save_draft
 from helpers.activations import recorded, relative_error
+from tiny import DFLASH2, prompts, tiny_draft, tiny_target
 
 dflash = pytest.importorskip("dflash", reason="z-lab's package is not installed: pip install --no-deps dflash==0.1.0")
 
@@ -27,6 +30,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "output_multiplier": 0.5,
         "final_logit_softcapping": 3.0,
         "raw_input_embeddings": True,
+    },
+    "dflash 2": {
+        "layer_types": [SLIDING] * 2,
+        "sliding_window": 6,
+        "is_causal": False,
+        "conv_kernel_size": 2,
+        "conv_group_size": 4,
+        "selector_rank": 3,
+        "selector_top_k": 7,
     },
     "yarn": {
         "rope_parameters": {
@@ -63,8 +75,13 @@ def test_zlab_loads_our_export(name: str, tmp_path: Path) -> None:
     for parameter_name, parameter in ours.named_parameters():
         if "norm" in parameter_name or "bias" in parameter_name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif "_conv." in parameter_name or "selector." in parameter_name:
+            torch.nn.init.normal_(parameter, std=0.5)
     save_draft(ours, tmp_path, "zlab")
-    theirs, report = dflash.DFlashDraftModel.from_pretrained(tmp_path, output_loading_info=True)
+    # The class that its loader would choose.
+    architecture = json.loads((tmp_path / "config.json").read_text())["architectures"][0]
+    assert architecture == ("DFlash2DraftModel" if name == "dflash 2" else "DFlashDraftModel")
+    theirs, report = getattr(dflash, architecture).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     assert (theirs.dtype, theirs.block_size, theirs.mask_token_id) == (torch.float64, 4, 47)
     assert theirs.target_layer_ids == [0, 5]
@@ -91,7 +108,38 @@ def test_zlab_loads_our_export(name: str, tmp_path: Path) -> None:
 
     head = torch.nn.Linear(16, 48, bias=False, dtype=torch.float64)
     hidden = torch.randn(1, 3, 16, dtype=torch.float64)
-    assert relative_error(ours.compute_logits(hidden, head), theirs.compute_logits(hidden, head)) < 1e-12
+    logits = ours.compute_logits(hidden, head)
+    assert relative_error(logits, theirs.compute_logits(hidden, head)) < 1e-12
+    if name == "dflash 2":
+        for anchor in range(48):
+            path, _, _ = theirs.propose(hidden, torch.tensor([anchor]), head, 0.0)
+            assert torch.equal(ours.best_path(hidden, logits, torch.tensor([anchor])), path)
 
     back = load_draft(tmp_path)
     assert all(torch.equal(tensor, back.state_dict()[key]) for key, tensor in ours.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", [{}, DFLASH2], ids=["dflash", "dflash 2"])
+def test_zlabs_loop_commits_the_same_at_every_verify(
+    kind: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, one row: z-lab's own `dflash_generate` over the same pair, verify by verify."""
+    monkeypatch.setattr(dflash.model, "_cuda_time", lambda: 0.0)
+    target = tiny_target("qwen3")
+    with torch.no_grad():  # few tokens to choose from, so that a random draft is right now and then
+        target.get_output_embeddings().weight[6:] *= 0.05
+    draft = tiny_draft(target, 6, layer_types=None, raw_input_embeddings=True, **kind)
+    save_draft(draft, tmp_path, "zlab")
+    theirs = (dflash.DFlash2DraftModel if kind else dflash.DFlashDraftModel).from_pretrained(tmp_path)
+    counts: set[int] = set()
+    for seed in range(4):
+        ids = prompts([5 + 4 * seed], seed)["input_ids"]
+        out = dflash.model.dflash_generate(theirs, target, ids, 40, None, return_stats=True)
+        ours = target.generate(ids, max_new_tokens=40, do_sample=False, assistant_model=draft)
+        assert torch.equal(ours, out.output_ids)
+        # Near the limit z-lab drafts a shorter block, and other tokens with it: only whole blocks compare.
+        starts = [0, *itertools.accumulate(out.acceptance_lengths)]
+        whole = [count for count, start in zip(out.acceptance_lengths, starts, strict=False) if start + 6 <= 40]
+        assert draft.last_stats.num_committed[0][: len(whole)] == whole
+        counts |= set(whole)
+    assert len(counts) > 2, "the draft is never right: the case shows nothing"

@@ -10,6 +10,7 @@ from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.training.collators import Batch, collate
 from dflash_hf.training.data import Example
+from tiny import randomise_dflash2
 
 VOCAB, MASK, BLOCK, LAYERS = 48, 47, 6, 4
 
@@ -43,7 +44,7 @@ def target() -> Qwen3ForCausalLM:
 
 @pytest.fixture
 def make_draft() -> MakeDraft:
-    def make(**changes: object) -> DFlashDraftModel:
+    def make(fresh: bool = False, **changes: object) -> DFlashDraftModel:
         torch.manual_seed(1)
         fields: dict[str, object] = {
             "vocab_size": VOCAB,
@@ -60,7 +61,10 @@ def make_draft() -> MakeDraft:
             "max_position_embeddings": 128,
             "initializer_range": 0.2,
         }
-        return DFlashDraftModel(DFlashConfig(**{**fields, **changes}))
+        draft = DFlashDraftModel(DFlashConfig(**{**fields, **changes}))
+        if not fresh:
+            randomise_dflash2(draft)
+        return draft
 
     return make
 

@@ -10,11 +10,26 @@ from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import Target, find_target
 from dflash_hf.training.acceptance import accepted_at_anchors, walk, walked_acceptance
+from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import collate
 from dflash_hf.training.data import Example, regenerate_answers
-from dflash_hf.training.forward import target_features
+from dflash_hf.training.forward import run_blocks, target_features
+from dflash_hf.training.loss import block_labels, block_loss, decay_weights
+from tiny import DFLASH2
 
 MakeDraft = Callable[..., DFlashDraftModel]
+
+
+def propose(draft: DFlashDraftModel, hidden: torch.Tensor, target: Target, anchor: int) -> list[int]:
+    """The draft's greedy proposals for slots `[1, K, D]`, one slot after another."""
+    before, path = torch.tensor([anchor]), []
+    for states, logits in zip(hidden[0], draft.compute_logits(hidden[0], target.head), strict=True):
+        candidates, scores = logits.argmax(dim=-1, keepdim=True), torch.zeros(1, 1)
+        if draft.candidate_selector is not None:
+            candidates, scores = draft.candidate_selector.score(states, before, logits)
+        before = candidates[scores[0].argmax()][None]
+        path.append(int(before))
+    return path
 
 
 def simulate(
@@ -32,7 +47,7 @@ def simulate(
         hidden = draft(
             noise_embeds=draft.embed(ids, target.embedding), context_hidden_states=features[:, :anchor]
         ).last_hidden_state
-        proposals = draft.compute_logits(hidden[0, 1:width], target.head).argmax(dim=-1).tolist()
+        proposals = propose(draft, hidden[:, 1:width], target, tokens[-1])
         best = model(torch.tensor([tokens + proposals])).logits[0, anchor:].argmax(dim=-1).tolist()
         accepted = 0
         while accepted < len(proposals) and proposals[accepted] == best[accepted]:
@@ -47,10 +62,12 @@ def simulate(
     return committed
 
 
-@pytest.fixture
-def pair(target: Qwen3ForCausalLM, make_draft: MakeDraft) -> tuple[DFlashDraftModel, Target]:
+@pytest.fixture(params=[{}, DFLASH2], ids=["dflash", "dflash 2"])
+def pair(
+    request: pytest.FixtureRequest, target: Qwen3ForCausalLM, make_draft: MakeDraft
+) -> tuple[DFlashDraftModel, Target]:
     """A target whose greedy text is repetitive enough that a random draft is sometimes right."""
-    draft = make_draft().double().eval()
+    draft = make_draft(**request.param).double().eval()
     # A strong bias towards a few tokens makes a random draft right now and then, and lets some answers end.
     with torch.no_grad():
         target.lm_head.weight[6:] *= 0.05
@@ -96,6 +113,27 @@ def test_walk_equals_generate(block: int, width: int, pair: tuple[DFlashDraftMod
     target.model.generate(input_ids=ids, attention_mask=mask, do_sample=False, assistant_model=draft, **options)
     assert walked.committed == draft.last_stats.num_committed
     assert walked.acceptance_length == draft.last_stats.acceptance_length
+
+
+@torch.no_grad()
+def test_the_loss_counts_what_the_walk_would_accept(pair: tuple[DFlashDraftModel, Target]) -> None:
+    """The loss scores a selector behind right tokens, the walk behind its own: the same until the first wrong one."""
+    draft, target = pair
+    generator = torch.Generator().manual_seed(6)
+    prompts = [torch.randint(0, 47, (length,), generator=generator).tolist() for length in (3, 8, 1, 5)]
+    answers = regenerate_answers(target.model, prompts, max_new_tokens=21, eos_token_id=3, pad_token_id=0)
+    examples = [Example.from_pair(*row) for row in zip(prompts, answers, strict=True)]
+    batch = collate(examples)
+    anchors = all_anchors(batch.loss_mask, 6)
+    features = target_features(target, draft.config.target_layer_ids, batch).taps
+    result = block_loss(
+        run_blocks(draft, target, batch, features, anchors),
+        block_labels(batch.input_ids, batch.loss_mask, anchors),
+        decay_weights(6, 3.0),
+        lambda hidden: draft.compute_logits(hidden, target.head),
+        selector=draft.candidate_selector,
+    )
+    assert int(result.accepted) == int(accepted_at_anchors(draft, target, examples).sum()) > 3
 
 
 def test_the_cases_of_the_walk() -> None:

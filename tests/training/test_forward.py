@@ -15,13 +15,21 @@ from dflash_hf.training.anchors import Anchors, BlockMaskRule, all_anchors, samp
 from dflash_hf.training.collators import Batch
 from dflash_hf.training.forward import attention_kinds, block_inputs, run_blocks, target_features
 from dflash_hf.training.loss import block_labels, block_loss, decay_weights
+from tiny import DFLASH2
 
 SLIDING = {
     "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     "sliding_window": 4,
     "is_causal": [False, True, False],
 }
-VARIANTS = [{}, SLIDING, {"is_causal": True}, {"input_embedding_scale": 2.0, "raw_input_embeddings": True}]
+VARIANTS = [
+    {},
+    SLIDING,
+    {**SLIDING, "window_from_anchor": True},
+    {"is_causal": True},
+    {"input_embedding_scale": 2.0, "raw_input_embeddings": True},
+    {**SLIDING, **DFLASH2},
+]
 
 MakeDraft = Callable[..., DFlashDraftModel]
 
@@ -47,13 +55,14 @@ def decode_block(
 
 
 @pytest.mark.parametrize("changes", VARIANTS)
+@pytest.mark.parametrize("block_size", [6, 4])
 @torch.no_grad()
 def test_training_forward_equals_decoding(
-    changes: dict[str, object], target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch
+    block_size: int, changes: dict[str, object], target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch
 ) -> None:
     found, draft = find_target(target.double()), make_draft(**changes).double().eval()
     taps = target_features(found, [0, 2], batch).taps
-    anchors = all_anchors(batch.loss_mask, 6)
+    anchors = all_anchors(batch.loss_mask, block_size)
     trained = run_blocks(draft, found, batch, taps, anchors)
     decoded = decode_block(draft, found, batch, taps, anchors)
     assert (trained - decoded).abs().max() < 1e-9

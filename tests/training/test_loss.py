@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dflash_hf.dflash2 import CandidateSelector
 from dflash_hf.training.anchors import Anchors, sample_anchors
 from dflash_hf.training.collators import Batch
 from dflash_hf.training.config import DFlashTrainingConfig, default_gamma
@@ -65,6 +66,56 @@ def test_loss_equals_the_loop(chunk_blocks: int, case: tuple[Tensor, Anchors, nn
     assert 0 < int(result.accepted) == accepted < sum(correct)
     assert int(result.blocks) == int(case[1].keep.sum())
     assert result.count[0] == 0
+
+
+@pytest.fixture
+def selector() -> CandidateSelector:
+    """A random selector over the head's vocabulary."""
+    torch.manual_seed(4)
+    selector = CandidateSelector(VOCAB, WIDTH, 4, 3, 1.0).double()
+    nn.init.normal_(selector.successor_codebook)
+    return selector
+
+
+@pytest.mark.parametrize("chunk_blocks", [1, 128])
+def test_selector_loss_equals_the_loop(
+    chunk_blocks: int, case: tuple[Tensor, Anchors, nn.Linear], batch: Batch, selector: CandidateSelector
+) -> None:
+    hidden, anchors, head = case
+    labels = block_labels(batch.input_ids, batch.loss_mask, anchors)
+    weights = decay_weights(BLOCK, GAMMA)
+    result = block_loss(hidden, labels, weights, head, chunk_blocks, selector)
+    loss, right, missing = 0.0, torch.zeros(BLOCK, dtype=torch.long), 0
+    for row, number, slot in labels.mask.nonzero().tolist():
+        at = int(anchors.indices[row, number]) + slot
+        state = hidden.detach()[row, number * BLOCK + slot]
+        logits = head(state)
+        candidates = logits.topk(3).indices
+        gate = selector.predecessor_codebook[batch.input_ids[row, at - 1]] * selector.hidden_projection(state)
+        scores = logits[candidates] + selector.successor_codebook[candidates] @ gate
+        token = int(batch.input_ids[row, at])
+        right[slot] += int(candidates[scores.argmax()]) == token
+        if token in candidates.tolist():
+            loss -= (weights[slot] * torch.log_softmax(scores, dim=0)[candidates.tolist().index(token)]).item()
+        else:
+            missing += 1
+    assert missing > 0, "a token that is no candidate has to occur"
+    torch.testing.assert_close(result.selector_loss.item(), loss, rtol=1e-12, atol=0)
+    assert result.correct.tolist() == right.tolist()
+    plain = losses_of(case, batch, chunk_blocks)
+    assert torch.equal(result.loss, plain.loss)
+    assert plain.selector_loss == 0
+    assert result.correct.tolist() != plain.correct.tolist()
+
+
+def test_the_token_before_a_slot_is_what_the_target_was_shown() -> None:
+    """Also where the labels are not the text: the anchor is always the text's."""
+    shown, labels = torch.arange(10, 18)[None], torch.arange(30, 38)[None]
+    anchors = Anchors(indices=torch.tensor([[2]]), keep=torch.tensor([[True]]), block_size=4)
+    result = block_labels(labels, torch.ones(1, 8).bool(), anchors, shown)
+    assert result.ids[0, 0, 1:].tolist() == [33, 34, 35]
+    assert result.before[0, 0, 1:].tolist() == [12, 13, 14]
+    assert block_labels(labels, torch.ones(1, 8).bool(), anchors).before[0, 0, 1:].tolist() == [32, 33, 34]
 
 
 def test_chunks_do_not_change_the_gradient(case: tuple[Tensor, Anchors, nn.Linear], batch: Batch) -> None:

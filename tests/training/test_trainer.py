@@ -9,6 +9,8 @@ from transformers import Qwen3ForCausalLM
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.training import DFlashTrainer, DFlashTrainingConfig, Example, regenerate_answers, walked_acceptance
+from dflash_hf.training.optimizer import make_optimizers
+from tiny import DFLASH2
 
 
 def draws(count: int) -> list[Example]:
@@ -146,16 +148,51 @@ def test_misfits_are_refused(target, make_draft, tmp_path: Path) -> None:
         DFlashTrainer(target, make_draft(), [Example.from_pair([1, 2], [])], options(tmp_path))
     with pytest.raises(ValueError, match="expected a draft for hidden size 32"):
         DFlashTrainer(target, make_draft(hidden_size=16), draws(3), options(tmp_path))
+    foreign = make_draft(own_lm_head=True, sample_from_anchor=True)
+    with pytest.raises(ValueError, match="to train, got own_lm_head, sample_from_anchor in its config"):
+        DFlashTrainer(target, foreign, draws(3), options(tmp_path))
     with pytest.raises(ValueError, match=r"expected a checkpoint folder with trainer_state\.pt"):
         run(target, make_draft(), options(tmp_path, resume_from_checkpoint=str(tmp_path / "none")))
 
 
-def test_a_draft_memorises_a_sequence(target, make_draft, tmp_path: Path) -> None:
+def test_muon_leaves_codebooks_to_adamw(make_draft, tmp_path: Path) -> None:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch before 2.9 has no Muon")
+    draft = make_draft(**DFLASH2)
+    muon, adamw = make_optimizers(draft, options(tmp_path, optim="muon"))
+    names = {id(parameter): name for name, parameter in draft.named_parameters()}
+    by_muon, by_adamw = (
+        {names[id(p)] for group in optimizer.param_groups for p in group["params"]} for optimizer in (muon, adamw)
+    )
+    assert by_muon | by_adamw == set(names.values())
+    assert {name for name in by_adamw if draft.get_parameter(name).ndim != 1} == {
+        "candidate_selector.predecessor_codebook",
+        "candidate_selector.successor_codebook",
+        *(f"layers.{i}.{place}_conv.base_kernel" for i in range(3) for place in ("attention", "mlp")),
+    }
+
+
+def test_a_dflash2_draft_learns_in_both_losses(target, make_draft, tmp_path: Path) -> None:
+    """From a fresh one: every weight that DFlash 2 adds moves, both losses fall, and records tell of both."""
+    draft = make_draft(fresh=True, **DFLASH2)
+    before = {name: p.detach().clone() for name, p in draft.named_parameters()}
+    args = options(tmp_path, max_steps=40, logging_steps=10, num_anchors=16, learning_rate=5e-3)
+    first, *_, last = run(target, draft, args, count=3).reports
+    assert last.loss < 0.8 * first.loss
+    assert first.selector_loss is not None
+    assert 0 < last.selector_loss < 0.8 * first.selector_loss
+    assert not [name for name, p in draft.named_parameters() if torch.equal(p, before[name])]
+    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert record["selector_loss"] == pytest.approx(last.selector_loss, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", [{}, DFLASH2], ids=["dflash", "dflash 2"])
+def test_a_draft_memorises_a_sequence(kind, target, make_draft, tmp_path: Path) -> None:
     """Loss falls, and the walked acceptance of the memorised text rises above three tokens per verify."""
     prompts = [example.input_ids for example in draws(4)]
     answers = regenerate_answers(target, prompts, max_new_tokens=30, eos_token_id=46, pad_token_id=0)
     data = [Example.from_pair(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    draft = make_draft(initializer_range=0.05)
+    draft = make_draft(fresh=True, initializer_range=0.05, **kind)
     args = options(
         tmp_path, max_steps=120, per_device_train_batch_size=4, num_anchors=16, learning_rate=5e-3, logging_steps=20
     )

@@ -15,10 +15,12 @@ from dflash_hf.checkpoints.mapping import (
     BODY_BIASES,
     BODY_WEIGHTS,
     COMMON_IGNORED,
+    DFLASH2_FIELDS,
     CheckpointFormat,
     ConfigReader,
     Key,
     read_rope,
+    refuse_fields,
 )
 from dflash_hf.configuration_dflash import DFlashConfig
 
@@ -95,6 +97,7 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _refuse(config: DFlashConfig) -> Iterator[str]:
+    yield from refuse_fields(config, *DFLASH2_FIELDS)
     assert config.layer_types is not None
     assert isinstance(config.is_causal, list)
     for name, only in FIXED.items():

@@ -359,6 +359,22 @@ BODY_BIASES = {name: name for name in (f"layers.{{}}.self_attn.{projection}_proj
 # What a draft has that does not use the target's embedding and head.
 OWN_VOCABULARY_WEIGHTS = {name: name for name in ("embed_tokens.weight", "lm_head.weight", "d2t")}
 
+# What DFlash 2 adds. Named alike wherever it is known; the codebooks are bare parameters, without `.weight`.
+DFLASH2_WEIGHTS = {
+    name: name
+    for name in (
+        *(
+            f"layers.{{}}.{place}_conv.{weight}"
+            for place in ("attention", "mlp")
+            for weight in ("base_kernel", "kernel_projection.weight")
+        ),
+        "candidate_selector.hidden_projection.weight",
+        "candidate_selector.predecessor_codebook",
+        "candidate_selector.successor_codebook",
+    )
+}
+DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
 # What configs of Transformers carry about other things than a draft's function.
 COMMON_IGNORED = frozenset(
     {

@@ -14,6 +14,7 @@ from typing import Any
 from dflash_hf.checkpoints.mapping import (
     BODY_WEIGHTS,
     COMMON_IGNORED,
+    DFLASH2_FIELDS,
     FOREIGN_FIELDS,
     CheckpointFormat,
     ConfigReader,
@@ -83,7 +84,7 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _refuse(config: DFlashConfig) -> Iterator[str]:
-    yield from refuse_fields(config, *FOREIGN_FIELDS)
+    yield from refuse_fields(config, *FOREIGN_FIELDS, *DFLASH2_FIELDS)
     assert isinstance(config.is_causal, list)
     for name, only in FIXED.items():
         if (value := getattr(config, name)) != only:

@@ -12,6 +12,7 @@ from dflash_hf.checkpoints.mapping import (
     BODY_BIASES,
     BODY_WEIGHTS,
     COMMON_IGNORED,
+    DFLASH2_WEIGHTS,
     OWN_VOCABULARY_WEIGHTS,
     CheckpointFormat,
     ConfigReader,
@@ -43,6 +44,7 @@ OWN = CheckpointFormat(
     matches=_matches,
     weights=BODY_WEIGHTS
     | BODY_BIASES
+    | DFLASH2_WEIGHTS
     | OWN_VOCABULARY_WEIGHTS
     | {"fc.weight": "fc.weight", "hidden_norm.weight": "hidden_norm.weight"},
     keys=(),

@@ -20,6 +20,7 @@ from dflash_hf.checkpoints.mapping import (
     BODY_BIASES,
     BODY_WEIGHTS,
     COMMON_IGNORED,
+    DFLASH2_FIELDS,
     OWN_VOCABULARY_WEIGHTS,
     CheckpointFormat,
     ConfigReader,
@@ -183,7 +184,7 @@ def _refuse(config: DFlashConfig) -> Iterator[str]:
         yield f"input_embedding_scale = {config.input_embedding_scale} (only 1.0)"
     if config.output_multiplier != 1.0:
         yield f"output_multiplier = {config.output_multiplier} (only 1.0)"
-    yield from refuse_fields(config, "final_logit_softcapping")
+    yield from refuse_fields(config, "final_logit_softcapping", *DFLASH2_FIELDS)
 
 
 def _derive(config: DFlashConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,7 +2,8 @@
 
 A Qwen3 config with a section `dflash_config`, and the bare draft without embedding and head. Conventions: layer ids
 are 0-based layers whose output is tapped, `block_size` counts the anchor, a window of `w` means `q - k < w`. Sources:
-z-lab `dflash/model.py` 0.1.0; Model-Optimizer's `hf_spec_export.py::DFlashExporter` for `use_swa` and `causal`.
+z-lab `dflash/model.py` 0.1.0, both classes; Model-Optimizer's `hf_spec_export.py::DFlashExporter` for `use_swa` and
+`causal`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dflash_hf.checkpoints.mapping import (
     BODY_BIASES,
     BODY_WEIGHTS,
     COMMON_IGNORED,
+    DFLASH2_FIELDS,
+    DFLASH2_WEIGHTS,
     FOREIGN_FIELDS,
     REQUIRED,
     CheckpointFormat,
@@ -58,6 +61,7 @@ KEYS = (
     _inner("final_logit_softcapping", None, optional=True),
     # Our own addition; z-lab's code always looks rows up in the weight and ignores the key.
     _inner("raw_input_embeddings", False, optional=True),
+    *(_inner(name, None, optional=True) for name in DFLASH2_FIELDS),
 )
 
 
@@ -65,7 +69,7 @@ def _both(*names: str) -> tuple[str, ...]:
     return tuple(place for name in names for place in (f"{SECTION}.{name}", name))
 
 
-# DFlash 2, Domino, DSpark, sinks and others; each with the values under which the draft is a plain DFlash one.
+# Domino, DSpark, sinks and others; each with the values under which the draft is a plain DFlash one.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         _both(
@@ -79,7 +83,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
         (False,),
     ),
     **dict.fromkeys(_both("attention_value_scale", "logit_scale"), (1.0,)),
-    **dict.fromkeys(_both("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"), ()),
     **dict.fromkeys(_both("markov_rank"), (0,)),
     **dict.fromkeys(_both("is_neox_style"), (True,)),
     f"{SECTION}.attention_mode": ("gqa", "mha"),
@@ -142,7 +145,8 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
     slides = "sliding_attention" in config.layer_types
     causal = _uniform_causality(config)
     return {
-        "architectures": ["DFlashDraftModel"],
+        # The readers choose their class by it.
+        "architectures": ["DFlash2DraftModel" if config.is_dflash2 else "DFlashDraftModel"],
         "model_type": "qwen3",
         "num_hidden_layers": config.num_hidden_layers,
         "layer_types": config.layer_types,
@@ -165,12 +169,18 @@ def _refuse(config: DFlashConfig) -> Iterator[str]:
         yield f"is_causal = {config.is_causal} (only all, none, or exactly the sliding layers)"
     if config.target_hidden_size != config.hidden_size:
         yield f"target_hidden_size = {config.target_hidden_size} (its readers take hidden_size)"
+    missing = [name for name in DFLASH2_FIELDS if getattr(config, name) is None]
+    if config.is_dflash2 and missing:
+        yield f"{' = '.join(missing)} = None (its readers know DFlash 2 only with convolution and selector)"
 
 
 ZLAB = CheckpointFormat(
     name="zlab",
     matches=_matches,
-    weights=BODY_WEIGHTS | BODY_BIASES | {"fc.weight": "fc.weight", "hidden_norm.weight": "hidden_norm.weight"},
+    weights=BODY_WEIGHTS
+    | BODY_BIASES
+    | DFLASH2_WEIGHTS
+    | {"fc.weight": "fc.weight", "hidden_norm.weight": "hidden_norm.weight"},
     keys=KEYS,
     section=SECTION,
     read_rest=_read_rest,

@@ -11,7 +11,9 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache import RaggedCache
+from dflash_hf.dflash2 import follow_path
 from dflash_hf.generation.acceptance import DRAFT_STREAM, TARGET_STREAM, choose
+from dflash_hf.generation.noise import gumbel_noise
 from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -121,25 +123,49 @@ class DFlashCandidateGenerator(CandidateGenerator):
         # The slots that propose, and how far ahead of each one's own position its token is.
         ahead = int(draft.config.sample_from_anchor)
         slots = slice(1 - ahead, self.verify_width - ahead)
-        hidden = hidden[:, slots]
+        hidden = states = hidden[:, slots]
         if draft.lm_head is None:
             like = noise_embeds if draft.embed_tokens is None else self.target.embedding_weight
-            hidden = hidden.to(like.device, like.dtype)
-        logits = draft.compute_logits(hidden, self.target.head).to(device)
+            states = hidden.to(like.device, like.dtype)
+        logits = draft.compute_logits(states, self.target.head).to(device)
         self.logits = logits if self.keeps_logits else None
         if self.rule_of_user is not None:
             state.proposals.copy_(self.rule_of_user(logits, state.anchor))
             return
         if state.key is None or self.rule == "argmax":
-            state.proposals.copy_(logits.argmax(dim=-1))
+            state.proposals.copy_(draft.best_path(hidden, logits, state.anchor))
             return
         positions = block.positions[:, slots] + ahead
+        if draft.candidate_selector is not None:
+            candidates, scores = draft.candidate_selector(hidden, logits, state.anchor)
+            self._propose_path(state, candidates, scores, positions, logits.shape[-1])
+            return
         scores = self.processors.warp(logits)
         if self.rule == "sample":
             state.draft_probs = torch.softmax(scores, dim=-1)
             state.proposals.copy_(choose(scores, state.key, positions, DRAFT_STREAM))
         else:
             state.proposals.copy_(choose(scores, state.key, positions, TARGET_STREAM))
+
+    def _propose_path(
+        self, state: DecodeState, candidates: Tensor, scores: Tensor, positions: Tensor, vocab_size: int
+    ) -> None:
+        """Draws a path through the selector's candidates `[B, K, C]`, whose scores are `[B, K, C, C]`.
+
+        The run's warpers and the noise go over all transitions at once, whatever path they lead to; the noise of a
+        token at a position is the same behind every predecessor, and a path uses it once. So the law of a token is
+        the softmax over the candidates behind the tokens drawn before it.
+        """
+        assert state.key is not None
+        stream = DRAFT_STREAM if self.rule == "sample" else TARGET_STREAM
+        noise = gumbel_noise(state.key, positions, vocab_size, stream).gather(-1, candidates)
+        # Warpers work on rows of scores; here a row is what may follow one predecessor.
+        scores = self.processors.warp(scores.flatten(1, 2)).view_as(scores)
+        path, path_scores = follow_path(candidates, scores, (scores + noise[:, :, None]).argmax(dim=-1))
+        state.proposals.copy_(path)
+        if self.rule == "sample":
+            probs = torch.softmax(path_scores, dim=-1)
+            state.draft_probs = probs.new_zeros(*path.shape, vocab_size).scatter_(-1, candidates, probs)
 
     # Upstream's own generators also return no logits, whatever the base class is annotated with.
     def get_candidates(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -83,8 +83,8 @@ def iterate(
     Args:
         model (`PreTrainedModel`): The target.
         draft (`DFlashDraftModel`): Its draft.
-        propose (callable, *optional*): `propose(logits, anchor) -> proposals` instead of the draft's argmax: the
-            draft's logits `[B, W - 1, V]` and the token before them `[B]` to int64 `[B, W - 1]`. Any rule keeps the
+        propose (callable, *optional*): `propose(logits, anchor) -> proposals` instead of the draft's own rule: its
+            logits `[B, W - 1, V]` and the token before them `[B]` to int64 `[B, W - 1]`. Any rule keeps the
             text exact.
         accept (callable, *optional*): `accept(proposals, tokens, logits) -> num_accepted` instead of the longest
             matching prefix: proposals `[B, W - 1]`, the target's tokens `[B, W]` and its unprocessed logits

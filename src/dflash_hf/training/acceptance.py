@@ -92,6 +92,8 @@ def accepted_at_anchors(
         )
     device = draft.fc.weight.device
     batch = collate(examples)
+    if verify_width == 1:  # nothing is proposed
+        return torch.zeros_like(batch.input_ids)
     batch = batch.to(device)
     assert draft.config.target_layer_ids is not None
     features = target_features(target, draft.config.target_layer_ids, batch).taps
@@ -124,11 +126,13 @@ def accepted_with_features(
         part = anchors.select(start, start + chunk_anchors)
         labels = block_labels(batch.input_ids, batch.loss_mask, part)
         hidden = run_blocks(draft, target, batch, features, part)
-        # Only as many slots as a verify would look at go through the head.
-        hidden = hidden.view(*labels.ids.shape, -1)[:, :, 1:verify_width]
-        # As in decoding: the head sees the target's dtype, whatever the draft's is.
-        hidden = hidden.to(target.embedding_weight.dtype)
-        proposals = draft.compute_logits(hidden, target.head).argmax(dim=-1)
+        # Only as many slots as a verify would look at go through the head; every block is a row of its own.
+        hidden = states = hidden.view(-1, block_size, hidden.shape[-1])[:, 1:verify_width]
+        if draft.lm_head is None:  # as in decoding: the head sees the target's dtype, whatever the draft's is
+            states = hidden.to(target.embedding_weight.dtype)
+        heads = batch.input_ids.gather(1, part.indices).flatten()
+        proposals = draft.best_path(hidden, draft.compute_logits(states, target.head), heads)
+        proposals = proposals.view(*part.indices.shape, verify_width - 1)
         right = (proposals == labels.ids[:, :, 1:verify_width]) & labels.mask[:, :, 1:verify_width]
         accepted.scatter_add_(1, part.indices, right.cumprod(dim=-1).sum(dim=-1) * part.keep)
     return accepted.cpu()

@@ -107,6 +107,7 @@ def run_blocks(
         context_hidden_states=features.to(dtype),
         position_ids=torch.cat([context_positions, anchors.positions.flatten(1)], dim=1),
         attention_mask=BlockMaskRule(batch.attention_mask, anchors).masks(attention_kinds(draft), flex),
+        block_size=anchors.block_size,
     )
     return output.last_hidden_state
 

@@ -16,13 +16,14 @@ from dflash_hf.training.config import DFlashTrainingConfig
 def make_optimizers(draft: nn.Module, args: DFlashTrainingConfig) -> list[Optimizer]:
     """Returns AdamW for all trainable parameters, or Muon for the matrices and AdamW for the rest.
 
-    Norms and biases have no weight decay.
+    Norms, biases and a selector's codebooks (rows per token, not a map between states) go to AdamW, without decay.
 
     Raises:
         ValueError: If Muon is asked for and this torch has none.
     """
-    parameters = [p for p in draft.parameters() if p.requires_grad]
-    matrices, others = [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
+    named = [(p, p.ndim == 2 and not name.endswith("_codebook")) for name, p in draft.named_parameters()]
+    matrices = [p for p, is_matrix in named if is_matrix and p.requires_grad]
+    others = [p for p, is_matrix in named if not is_matrix and p.requires_grad]
     groups = [{"params": others, "weight_decay": 0.0}]
     optimizers: list[Optimizer] = []
     if args.optim == "muon":

@@ -37,11 +37,13 @@ class StepReport:
 
     Args:
         step (`int`): Steps done.
-        loss (`float`): Weighted mean cross entropy.
-        accuracy (`list[float]`): Share of right argmaxes in slots 1, 2, ...
+        loss (`float`): Weighted mean cross entropy, of the logits alone.
+        accuracy (`list[float]`): Share of right argmaxes in slots 1, 2, ...; with a selector, of its own.
         block_acceptance (`float`): Mean of 1 + right argmaxes before the first wrong one, over the sampled anchors.
         learning_rate (`float`): Of the last step.
         grad_norm (`float`): Before clipping, of the last step.
+        selector_loss (`float`, *optional*): Weighted cross entropy of a DFlash 2 draft's selector; 0 for slots whose
+            token is no candidate.
     """
 
     step: int
@@ -50,6 +52,7 @@ class StepReport:
     block_acceptance: float
     learning_rate: float
     grad_norm: float
+    selector_loss: float | None = None
 
 
 class DFlashTrainer:
@@ -150,10 +153,11 @@ class DFlashTrainer:
         sums: list[BlockLoss] = []
         for batch, anchors, labels in work:
             result = self._batch_loss(batch, anchors, labels)
-            self.accelerator.backward(result.loss / total.clamp_min(1e-9))
+            self.accelerator.backward((result.loss + result.selector_loss) / total.clamp_min(1e-9))
             sums.append(
                 BlockLoss(
                     loss=result.loss.detach(),
+                    selector_loss=result.selector_loss.detach(),
                     weight=result.weight,
                     correct=result.correct,
                     count=result.count,
@@ -233,7 +237,7 @@ class DFlashTrainer:
             features = target_features(self.target, self.draft.config.target_layer_ids, batch, with_head=with_head)
             if features.next_ids is not None:
                 ids = torch.cat([batch.input_ids[:, :1], features.next_ids[:, :-1]], dim=1)
-                labels = block_labels(ids, batch.loss_mask, anchors)
+                labels = block_labels(ids, batch.loss_mask, anchors, batch.input_ids)
             hidden = run_blocks(
                 self.draft,
                 self.target,
@@ -243,7 +247,8 @@ class DFlashTrainer:
                 flex=self.device.type == "cuda",
                 module=self.module,
             )
-            return block_loss(hidden, labels, self.weights, self._logits, self.args.chunk_blocks)
+            selector = self.draft.candidate_selector
+            return block_loss(hidden, labels, self.weights, self._logits, self.args.chunk_blocks, selector)
 
     def _autocast(self) -> torch.autocast:
         """Our own, not accelerate's: that one is fixed for the whole process by whoever comes first."""
@@ -257,13 +262,16 @@ class DFlashTrainer:
         count = torch.stack([part.count for part in window]).sum(dim=0)
         correct = torch.stack([part.correct for part in window]).sum(dim=0)
         blocks = int(sum(int(part.blocks) for part in window))
+        weight = max(sum(float(part.weight) for part in window), 1e-9)
+        selector_loss = sum(float(part.selector_loss) for part in window) / weight
         report = StepReport(
             step=self.step,
-            loss=float(sum(float(part.loss) for part in window) / max(sum(float(p.weight) for p in window), 1e-9)),
+            loss=sum(float(part.loss) for part in window) / weight,
             accuracy=[round(float(share), 4) for share in (correct / count.clamp_min(1))[1:]],
             block_acceptance=1 + sum(int(part.accepted) for part in window) / max(blocks, 1),
             learning_rate=float(self.schedulers[0].get_last_lr()[0]),
             grad_norm=grad_norm,
+            selector_loss=None if self.draft.candidate_selector is None else selector_loss,
         )
         self.reports.append(report)
         return report
@@ -281,6 +289,8 @@ class DFlashTrainer:
             "grad_norm": round(report.grad_norm, 4),
             "seconds": round(seconds, 1),
         }
+        if report.selector_loss is not None:
+            record["selector_loss"] = round(report.selector_loss, 4)
         append_record(Path(self.args.output_dir) / "metrics.jsonl", record)
 
     def _progress(self) -> Progress:
