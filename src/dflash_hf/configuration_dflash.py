@@ -288,12 +288,6 @@ class DFlashConfig(PreTrainedConfig):
                 self.selector_top_k,
                 "candidates are tokens of the vocabulary",
             ),
-            (
-                self.selector_top_k is None or not (self.sample_from_anchor or self.draft_vocab_size),
-                "neither sample_from_anchor nor draft_vocab_size beside a selector",
-                (self.sample_from_anchor, self.draft_vocab_size),
-                "no published draft has both, and what they would mean together is open",
-            ),
         ]
         return checks
 
