@@ -58,6 +58,7 @@ LEVELS = {
     "dflash_hf": 7,
     "dflash_hf.integration": 7,
     "dflash_hf.generation.integration": 7,
+    "dflash_hf.generation.iterate": 7,
     "dflash_hf.cli": 7,
     "demos": 7,
     "benchmarks": 7,
@@ -66,7 +67,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_JIT_LINES = 120
 OPTIONAL_DEPENDENCIES = ("triton", "gradio", "datasets", "matplotlib", "PIL", "pandas")
-NOT_LOADED_BY_IMPORT = ("gradio", "datasets", "matplotlib")
+NOT_LOADED_BY_IMPORT = ("gradio", "datasets", "matplotlib", "pandas")
 
 # Modules that must not wait for the device -> their functions that may (they run once, before or after the loop).
 HOT_MODULES: dict[str, set[str]] = {

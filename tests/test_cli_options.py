@@ -12,6 +12,16 @@ import typer
 CLI_OPTIONS: dict[str, list[str]] = {
     "convert": ["--force", "--target", "--to", "destination", "source"],
     "demo": ["--json", "--max-new-tokens", "--pair", "--per-kind", "--threads"],
+    "doctor": [
+        "--device",
+        "--draft",
+        "--dtype",
+        "--json",
+        "--max-new-tokens",
+        "--num-prompts",
+        "--prompts",
+        "--target",
+    ],
     "generate": [
         "--block-size",
         "--device",

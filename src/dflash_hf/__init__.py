@@ -4,6 +4,7 @@ from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.drafts import load_draft, save_draft
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.integration import disable, enable
+from dflash_hf.generation.iterate import DFlashStep, iterate
 from dflash_hf.generation.outputs import DFlashGenerateOutput
 from dflash_hf.generation.stats import SpeculativeStats
 from dflash_hf.generation_config import DFlashGenerationConfig
@@ -17,9 +18,11 @@ __all__ = [
     "DFlashDraftModel",
     "DFlashGenerateOutput",
     "DFlashGenerationConfig",
+    "DFlashStep",
     "SpeculativeStats",
     "disable",
     "enable",
+    "iterate",
     "load_draft",
     "save_draft",
 ]

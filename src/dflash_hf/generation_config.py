@@ -27,6 +27,8 @@ class DFlashGenerationConfig(GenerationConfig):
             token, `"sample"` draws from the draft and accepts by rejection. All three are exact; `"auto"` is
             `"argmax"`, measured better than `"shared_noise"` on the same texts of the bundled pair (docs/log.md). With
             a DFlash 2 draft each rule chooses among the selector's candidates, behind the tokens proposed so far.
+        synchronize (`bool`, defaults to `False`): Wait for the accelerator before each reading of the clock, so that
+            the times in [`SpeculativeStats`] are each part's own. It slows decoding; a CPU has nothing to wait for.
         kwargs: Fields of [`~transformers.GenerationConfig`].
 
     Raises:
@@ -38,11 +40,12 @@ class DFlashGenerationConfig(GenerationConfig):
         self.verify_width: int | None = kwargs.pop("verify_width", None)
         self.engine: Engine = kwargs.pop("engine", "auto")
         self.proposal: Proposal = kwargs.pop("proposal", "auto")
+        self.synchronize: bool = kwargs.pop("synchronize", False)
         super().__init__(**kwargs)
         self.validate_knobs()
 
     def validate_knobs(self, max_block_size: int | None = None, sample_from_anchor: bool = False) -> None:
-        """Checks the four knobs, also against a checkpoint's block size.
+        """Checks the knobs, also against a checkpoint's block size.
 
         Args:
             max_block_size (`int`, *optional*): The block size the draft was trained with.

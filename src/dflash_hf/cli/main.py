@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from dflash_hf.cli.convert import convert
 from dflash_hf.cli.demo import demo
+from dflash_hf.cli.doctor import doctor
 from dflash_hf.cli.generate import generate
 
 
@@ -33,5 +34,6 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(demo)
 app.command()(convert)
+app.command()(doctor)
 
 __all__ = ["app"]

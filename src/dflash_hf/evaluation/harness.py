@@ -41,7 +41,9 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain values, for JSON."""
+        # The statistics first: their draft_seconds is a part of the one here.
         return {
+            **self.stats.to_dict(),
             "kind": self.kind,
             "text": self.text,
             "identical": self.identical,
@@ -49,26 +51,32 @@ class Comparison:
             "plain_seconds": self.plain_seconds,
             "draft_seconds": self.draft_seconds,
             "ratio": self.plain_seconds / self.draft_seconds,
-            **self.stats.to_dict(),
         }
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Message], device: torch.device
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | Sequence[Message],
+    device: torch.device,
+    *,
+    template: bool = True,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Turns a text or a conversation into model inputs of one row.
 
-    A conversation, and a text where the tokenizer has a chat template, goes through `apply_chat_template`.
+    A conversation, and a text where the tokenizer has a chat template, goes through `apply_chat_template`, with
+    `options`; under `template=False` neither does, and a conversation is its messages' texts, one per line.
 
     Returns:
         `dict[str, torch.Tensor]`: `input_ids` and `attention_mask`, both `[1, S]`.
     """
-    if isinstance(prompt, str) and tokenizer.chat_template is None:
-        encoded: Any = tokenizer(prompt, return_tensors="pt")
+    if not template or (isinstance(prompt, str) and tokenizer.chat_template is None):
+        text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+        encoded: Any = tokenizer(text, return_tensors="pt")
     else:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
         encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **options
         )
     return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import torch
@@ -20,6 +21,8 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import Target
 
 Rule = Literal["argmax", "shared_noise", "sample"]
+# See `iterate`: the draft's logits [B, W - 1, V] and the token before the proposals [B] -> proposals [B, W - 1].
+Propose = Callable[[Tensor, Tensor], Tensor]
 
 
 class DFlashCandidateGenerator(CandidateGenerator):
@@ -57,6 +60,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.rule = rule
         self.num_forwards = 0
         self.device = execution_device(draft)
+        # Only `iterate` sets these: a proposal rule of the user's, and whether the last block's logits are kept.
+        self.rule_of_user: Propose | None = None
+        self.keeps_logits = False
+        self.logits: Tensor | None = None
         self.cache = RaggedCache(
             draft.cache_shapes(),
             batch=batch,
@@ -104,6 +111,12 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.cache.begin(block)
         self.draft.write_context(states, self.cache)
 
+    @property
+    def context_hidden_states(self) -> Tensor:
+        """Tapped states `[B, W, L * D]` of the block that was verified last, rejected rows included."""
+        assert self._context is not None
+        return self._context[0]
+
     def propose(self, state: DecodeState, block: RaggedBlock) -> None:
         """Drafts a block in one forward and writes `state.proposals` (and `draft_probs` under rejection).
 
@@ -128,6 +141,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
             dtype = noise_embeds.dtype if draft.embed_tokens is None else self.target.model.dtype
             states = hidden.to(device, dtype)
         logits = draft.compute_logits(states, self.target.head).to(device)
+        self.logits = logits if self.keeps_logits else None
+        if self.rule_of_user is not None:
+            state.proposals.copy_(self.rule_of_user(logits, state.anchor))
+            return
         if state.key is None or self.rule == "argmax":
             state.proposals.copy_(draft.best_path(hidden, logits, state.anchor))
             return

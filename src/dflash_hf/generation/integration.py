@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,7 +61,7 @@ def enable() -> None:
         if _speculation_type(self, arguments) == "dflash":
             _check_stock(draft)
             return original(self, *args, **kwargs)
-        return original(self, **_prepare(self, draft, arguments))
+        return original(self, **prepare(self, draft, arguments, decode))
 
     setattr(generate, _MARK, original)
     _mixin.generate = generate
@@ -101,10 +103,23 @@ def _speculation_type(model: Any, arguments: dict[str, Any]) -> str | None:
     return next((value for value in found if value is not None), None)
 
 
-def _prepare(model: Any, draft: DFlashDraftModel, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Checks the call and turns it into one for the original `generate`."""
+def prepare(
+    model: Any, draft: DFlashDraftModel, arguments: dict[str, Any], engine: Callable[..., Any]
+) -> dict[str, Any]:
+    """Checks a call with a draft and turns it into one for the original `generate`.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        draft (`DFlashDraftModel`): The draft.
+        arguments (`dict`): What the user passed to `generate`.
+        engine (callable): What `generate` calls once everything is prepared: `decode`, or what takes the same.
+
+    Raises:
+        ValueError: If something in the call cannot be honoured.
+    """
+    started = time.perf_counter()
     arguments = dict(arguments)
-    arguments.pop("assistant_model")
+    arguments.pop("assistant_model", None)
     # Pipelines pass one on where they cannot see that a draft reads and writes the target's tokens.
     arguments.pop("assistant_tokenizer", None)
     if arguments.get("custom_generate") is not None:
@@ -142,10 +157,11 @@ def _prepare(model: Any, draft: DFlashDraftModel, arguments: dict[str, Any]) -> 
     # The streamer goes both ways: `generate` puts the prompt into it, `decode` the rest. The cache goes as an argument
     # and says here that it is the caller's, not one that `generate` prepared.
     arguments["custom_generate"] = functools.partial(
-        decode,
+        engine,
         draft=draft,
         streamer=arguments.get("streamer"),
         given_cache=model_kwargs.get("past_key_values"),
+        started=started,
     )
     return arguments
 
@@ -265,4 +281,4 @@ def _add_stop_strings(config: GenerationConfig, arguments: dict[str, Any]) -> No
     arguments["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, config.stop_strings)])
 
 
-__all__ = ["disable", "enable"]
+__all__ = ["disable", "enable", "prepare"]

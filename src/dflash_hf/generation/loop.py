@@ -7,7 +7,7 @@ tensors on the host, once per step.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -39,10 +39,13 @@ from dflash_hf.generation.outputs import DFlashGenerateOutput, Recorder
 from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.prompts import extra_inputs, position_delta, prompt_positions, run_prefill
 from dflash_hf.generation.state import DecodeState
-from dflash_hf.generation.stats import SpeculativeStats
+from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.taps import Taps
 from dflash_hf.target import Target, check_length, find_target, ragged_attention
+
+# See `iterate`: proposals [B, W - 1], the target's tokens [B, W] and logits [B, W, V] -> number accepted [B].
+Accept = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(slots=True)
@@ -57,11 +60,13 @@ class Run:
     criteria: list[StoppingCriteria]
     streamer: BaseStreamer | None
     stats: SpeculativeStats
+    watch: Stopwatch
     recorder: Recorder
     lockstep: Lockstep | None
     longest: int
     extra: dict[str, Any]
     kept: KeptCache | None = None
+    accept: Accept | None = None
     finished: bool = False
 
     def next_blocks(self) -> tuple[RaggedBlock, RaggedBlock]:
@@ -86,6 +91,7 @@ def decode(
     draft: DFlashDraftModel,
     streamer: BaseStreamer | None = None,
     given_cache: Cache | None = None,
+    started: float | None = None,
     **model_kwargs: Any,
 ) -> DFlashGenerateOutput | torch.LongTensor:
     """Decodes with a draft; called by `generate` through `custom_generate` with everything prepared.
@@ -97,11 +103,13 @@ def decode(
         draft (`DFlashDraftModel`): The draft; `draft.generation_config` holds its knobs.
         streamer (`BaseStreamer`, *optional*): Gets every accepted run; `generate` has put the prompt.
         given_cache (`Cache`, *optional*): `past_key_values` that the caller passed; advanced in place.
+        started (`float`, *optional*): `time.perf_counter()` at the user's call; default now.
         model_kwargs: Forwarded to the target's prefill.
 
     Returns:
         `torch.LongTensor` `[B, S + new]`, or a [`DFlashGenerateOutput`].
     """
+    started = time.perf_counter() if started is None else started
     draft.last_stats = None
     target = find_target(model)
     given_on, device = input_ids.device, target.device
@@ -117,6 +125,7 @@ def decode(
             draft,
             streamer,
             model_kwargs,
+            started,
             kept,
         )
         try:
@@ -129,6 +138,7 @@ def decode(
     if streamer is not None:
         streamer.end()
     sequences = cast(torch.LongTensor, sequences.to(given_on))
+    run.watch.lap("rest")
     if not generation_config.return_dict_in_generate:
         return sequences
     return DFlashGenerateOutput(
@@ -148,6 +158,7 @@ def prefill(
     draft: DFlashDraftModel,
     streamer: BaseStreamer | None,
     model_kwargs: dict[str, Any],
+    started: float,
     kept: KeptCache | None = None,
 ) -> Run:
     """Runs the target over the prompts with taps on, moves its cache into the ragged one, commits the first token.
@@ -158,7 +169,10 @@ def prefill(
         ValueError: If the run would cross a boundary of the target's RoPE.
         RuntimeError: If the taps did not fire.
     """
-    start = time.perf_counter()
+    stats = SpeculativeStats()
+    waits = draft.generation_config.synchronize
+    watch = Stopwatch(stats, started, (input_ids.device, draft.device) if waits else ())
+    watch.lap("prepare")
     pad = generation_config._pad_token_tensor
     processors = BlockProcessors(logits_processor, 0 if pad is None else int(pad))
     block_size, width, rule = _widths_and_rule(draft, generation_config, processors)
@@ -189,14 +203,10 @@ def prefill(
         eos_ids=_eos_ids(stopping_criteria, input_ids.device),
         key=new_key(input_ids.device) if generation_config.do_sample else None,
     )
-    stats = SpeculativeStats(
-        num_committed=[[] for _ in range(input_ids.shape[0])],
-        num_accepted=[[] for _ in range(input_ids.shape[0])],
-        num_proposed=width - 1,
-        num_target_forwards=1,
-        proposal=rule if state.key is not None else "greedy",
-        cache_bytes=cache.num_bytes() + generator.cache.num_bytes(),
-    )
+    stats.num_committed, stats.num_accepted = ([[] for _ in range(input_ids.shape[0])] for _ in range(2))
+    stats.num_proposed, stats.num_target_forwards = width - 1, 1
+    stats.proposal = rule if state.key is not None else "greedy"
+    stats.cache_bytes = cache.num_bytes() + generator.cache.num_bytes()
     criteria = [c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
     recorder = Recorder(generation_config, input_ids.shape[0])
     run = Run(
@@ -208,6 +218,7 @@ def prefill(
         criteria=criteria,
         streamer=streamer,
         stats=stats,
+        watch=watch,
         recorder=recorder,
         lockstep=Lockstep.if_needed(processors, criteria, streamer, state, [] if recorder.has_scores else None),
         longest=longest,
@@ -217,7 +228,6 @@ def prefill(
     recorder.add_prefill(outputs)
     assert outputs.logits is not None
     _commit_first(run, outputs.logits[:, -1:])
-    stats.prefill_seconds = time.perf_counter() - start
     return run
 
 
@@ -287,7 +297,7 @@ def _commit_first(run: Run, logits: Tensor) -> None:
         state.num_accepted.zero_()
         steps.accept_step(state)
     state.lengths = lengths
-    committed = _read(run, count=False)
+    committed = _read(run, is_prefill=True)
     run.recorder.add(scores, logits, None, committed)
 
 
@@ -304,23 +314,27 @@ def advance(run: Run) -> None:
             step(run, held)
 
 
-def step(run: Run, held: Taps | None = None) -> None:
-    """Runs one draft, verify and accept.
+def step(run: Run, held: Taps | None = None) -> tuple[Tensor, RaggedBlock, list[int]]:
+    """Runs one draft, verify and accept: what `generate` repeats, and what `iterate` does between two yields.
 
     Args:
         run (`Run`): Changed in place.
         held (`Taps`, *optional*): Taps of a target whose attention is switched already; without them the target is
             tapped and switched for no longer than the verify.
+
+    Returns:
+        `tuple[torch.Tensor, RaggedBlock, list[int]]`: The target's logits `[B, W, V]`, the block they belong to, and
+        the number of tokens that each row has committed.
     """
     generator, state, stats = run.generator, run.state, run.stats
-    started = time.perf_counter()
     drafted_block, block = run.next_blocks()
     steps.draft_step(state, generator, drafted_block)
     stats.num_draft_forwards = generator.num_forwards
-    drafted = time.perf_counter()
+    run.watch.lap("draft")
     with nullcontext(held) if held is not None else _tapped(run) as taps:
         outputs = _verify(run, block, taps)
     stats.num_target_forwards += 1
+    run.watch.lap("verify")
     assert outputs.logits is not None
     logits = outputs.logits.to(state.ids.device)  # where the head is need not be where ids go in
     if run.lockstep is not None:
@@ -328,9 +342,9 @@ def step(run: Run, held: Taps | None = None) -> None:
     else:
         scores = _select(run, logits, block)
         steps.accept_step(state)
-    run.recorder.add(scores, logits, outputs.get("hidden_states"), _read(run))
-    stats.draft_seconds += drafted - started
-    stats.verify_seconds += time.perf_counter() - drafted
+    committed = _read(run)
+    run.recorder.add(scores, logits, outputs.get("hidden_states"), committed)
+    return logits, block, committed
 
 
 def keep(run: Run, sequences: Tensor) -> None:
@@ -376,7 +390,10 @@ def _select(run: Run, logits: Tensor, block: RaggedBlock) -> Tensor:
     """Chooses tokens, counts matches, returns scores; processors that read the prefix go position by position."""
     state = run.state
     if run.processors.is_stateless:
-        return steps.select_step(state, logits, block, run.processors)
+        scores = steps.select_step(state, logits, block, run.processors)
+        if run.accept is not None:
+            steps.accept_by(state, run.accept(state.proposals, state.tokens, logits))
+        return scores
     positions = block.positions + 1
 
     def choose_at(scores: Tensor, index: int) -> Tensor:
@@ -393,25 +410,27 @@ def _select(run: Run, logits: Tensor, block: RaggedBlock) -> Tensor:
     return scores
 
 
-def _read(run: Run, count: bool = True) -> list[int]:
+def _read(run: Run, is_prefill: bool = False) -> list[int]:
     """Reads one step's outcome on the host, in one transfer: stopping criteria, streamer, statistics.
 
-    Returns the number of tokens each row has committed.
+    Returns the number of tokens that each row has committed.
     """
     state = run.state
     rows = torch.stack([state.num_committed, state.num_accepted, state.lengths, state.done.long(), state.num_new])
     committed, accepted, lengths, done, num_new = rows.tolist()
+    run.watch.lap("prefill" if is_prefill else "accept")
     if run.criteria and run.lockstep is None:
         _apply_criteria(run, committed, done, num_new)
     if run.streamer is not None and run.lockstep is None and committed[0]:
         # A copy: the next step writes into the same memory, and a streamer may keep what it gets.
         run.streamer.put(state.tokens[0, : committed[0]].to("cpu", copy=True))
     for row, num in enumerate(committed):
-        if num and count:
+        if num and not is_prefill:
             run.stats.num_committed[row].append(num)
             run.stats.num_accepted[row].append(accepted[row])
     run.longest = max(lengths)
     run.finished = all(done)
+    run.watch.lap("rest")
     return committed
 
 
@@ -475,4 +494,4 @@ def _sequences(state: DecodeState, generation_config: GenerationConfig) -> torch
     return cast(torch.LongTensor, ids)
 
 
-__all__ = ["Run", "advance", "decode", "keep", "prefill"]
+__all__ = ["Accept", "Run", "advance", "decode", "keep", "prefill", "step"]

@@ -1,4 +1,4 @@
-"""How a run went: tokens committed at every verify, per row, and what follows from them.
+"""How a run went: tokens committed at every verify, per row, where the time went, and what follows from them.
 
 Definitions. A *verify* is one forward of the target over a block, counted for every row that was still running. It
 *accepts* the longest prefix of the proposals that equals what the target says, and *commits* that plus one token of
@@ -6,14 +6,27 @@ the target's own (the bonus), cut at an end-of-sequence token and at the length 
 number committed per verify, the bonus included, pooled over rows. The first token of an answer comes from the prefill
 and belongs to no verify.
 
-z-lab reports the mean over responses of per-response means; vLLM `1 + accepted / drafts` (before the cut at the end);
-SGLang `completion_tokens / verify_ct` (the prefill's token included).
+Others publish the same name for other numbers; [`SpeculativeStats.acceptance_length_as`] computes theirs from the
+same counts, row by row a *response* or *request* of theirs:
+
+| who | acceptance length | differs from ours in |
+|---|---|---|
+| z-lab `dflash` 0.1.0 | mean over responses of the mean committed per verify | short answers weigh the same |
+| vLLM | `1 + accepted / drafts`, over all verifies | accepted tokens beyond the end of the answer count |
+| SGLang | `completion_tokens / verify_ct` | the prefill's token counts, its forward does not |
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
+
+import torch
+
+Definition = Literal["zlab", "vllm", "sglang"]
+Part = Literal["prepare", "prefill", "draft", "verify", "accept", "rest"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,9 +39,15 @@ class SpeculativeStats:
         num_proposed (`int`): Proposals checked per verify (`verify_width - 1`).
         num_target_forwards (`int`): Forwards of the target, the prefill's included.
         num_draft_forwards (`int`): Block forwards of the draft.
-        prefill_seconds, draft_seconds, verify_seconds (`float`): Wall time of the prefill (first token included), of
-            drafting, and of verify with acceptance and writing the next context. On an accelerator work is queued, not
-            waited for, so only their sum over a whole run is exact.
+        prepare_seconds (`float`): Wall time in seconds from the call to the prefill: Transformers' preparation.
+        prefill_seconds (`float`): The prefill, up to the first token.
+        draft_seconds (`float`): Forwards of the draft, the newest context included.
+        verify_seconds (`float`): Forwards of the target over blocks.
+        accept_seconds (`float`): Logits processors, choosing and accepting tokens, reading the counts on the host.
+        rest_seconds (`float`): Streamer and other stopping criteria (where rows advance together they count under
+            `accept_seconds`), putting the output together. The six parts follow one another without gaps. On an
+            accelerator work is queued, not waited for: without `draft.generation_config.synchronize` only their sum
+            means something there.
         engine (`str`): Engine that ran.
         proposal (`str`): Proposal rule that ran; `"greedy"` without sampling.
         cache_bytes (`int`): Size of the target's and the draft's K/V buffers, in bytes.
@@ -39,9 +58,12 @@ class SpeculativeStats:
     num_proposed: int = 0
     num_target_forwards: int = 0
     num_draft_forwards: int = 0
+    prepare_seconds: float = 0.0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    accept_seconds: float = 0.0
+    rest_seconds: float = 0.0
     engine: str = "eager"
     proposal: str = "greedy"
     cache_bytes: int = 0
@@ -59,44 +81,165 @@ class SpeculativeStats:
     @property
     def acceptance_length(self) -> float:
         """Mean tokens committed per verify, the bonus included, pooled over rows; 0 if nothing was verified."""
-        verifies = self.num_verifies
-        return sum(sum(row) for row in self.num_committed) / verifies if verifies else 0.0
+        return _mean([count for row in self.num_committed for count in row])
 
     @property
     def acceptance_length_per_row(self) -> list[float]:
         """The same for each row on its own."""
-        return [sum(row) / len(row) if row else 0.0 for row in self.num_committed]
+        return [_mean(row) for row in self.num_committed]
 
-    def acceptance_per_position(self, conditional: bool = False) -> list[float]:
+    @property
+    def time_to_first_token(self) -> float:
+        """Seconds from the call of `generate` to its first token (TTFT)."""
+        return self.prepare_seconds + self.prefill_seconds
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of the whole call: the sum of the six parts."""
+        return sum(getattr(self, f"{part}_seconds") for part in get_args(Part))
+
+    def acceptance_length_as(self, definition: Definition) -> float:
+        """Computes the acceptance length as another project defines it, from the same counts.
+
+        Args:
+            definition (`str`): `"zlab"`, `"vllm"` or `"sglang"`; the table at the top of this module says how they
+                differ from `acceptance_length`.
+
+        Returns:
+            `float`: Tokens per verify; 0 if nothing was verified.
+
+        Raises:
+            ValueError: If the definition is not known.
+        """
+        if definition not in get_args(Definition):
+            raise ValueError(f"expected a definition in {get_args(Definition)}, got {definition!r}; name one of them")
+        if not self.num_verifies:
+            return 0.0
+        if definition == "zlab":  # dflash/benchmark.py::_print_decode_summary
+            return _mean([_mean(row) for row in self.num_committed if row])
+        if definition == "vllm":  # vllm/v1/spec_decode/metrics.py
+            return 1.0 + _mean([count for row in self.num_accepted for count in row])
+        return self.num_new_tokens / self.num_verifies
+
+    def acceptance_per_position(self, conditional: bool = False, row: int | None = None) -> list[float]:
         """Share of verifies in which the proposal at each position was accepted, first proposal first.
+
+        The joint shares (the default) are what vLLM reports per position.
 
         Args:
             conditional (`bool`): Divide by the verifies that accepted everything before it instead of by all of them.
+            row (`int`, *optional*): One row; default all of them pooled.
 
         Returns:
             `list[float]`: `num_proposed` values; a conditional one with nothing to divide by is 0.
         """
-        counts = [accepted for row in self.num_accepted for accepted in row]
+        counts = _pooled(self.num_accepted, row)
         reached = [sum(count > position for count in counts) for position in range(self.num_proposed)]
         tried = [len(counts), *reached] if conditional else [len(counts)] * self.num_proposed
         return [hit / base if base else 0.0 for hit, base in zip(reached, tried, strict=False)]
 
+    def acceptance_histogram(self, row: int | None = None) -> list[int]:
+        """Counts verifies by the number of tokens that they committed.
+
+        Args:
+            row (`int`, *optional*): One row; default all of them pooled.
+
+        Returns:
+            `list[int]`: `num_proposed + 2` counts; the `n`-th is of verifies that committed `n` tokens, so the first
+            is always 0.
+        """
+        counts = _pooled(self.num_committed, row)
+        return [counts.count(length) for length in range(self.num_proposed + 2)]
+
     def to_dict(self) -> dict[str, Any]:
-        """Returns the summary as plain numbers, for JSON."""
+        """Returns everything as plain numbers, for JSON: counts per row and verify, and what follows from them."""
         return {
             "acceptance_length": self.acceptance_length,
+            "acceptance_length_per_row": self.acceptance_length_per_row,
+            "acceptance_length_as": {name: self.acceptance_length_as(name) for name in get_args(Definition)},
             "acceptance_per_position": self.acceptance_per_position(),
+            "conditional_acceptance_per_position": self.acceptance_per_position(conditional=True),
+            "acceptance_histogram": self.acceptance_histogram(),
+            "num_committed": [list(row) for row in self.num_committed],
+            "num_accepted": [list(row) for row in self.num_accepted],
+            "num_proposed": self.num_proposed,
             "num_verifies": self.num_verifies,
             "num_new_tokens": self.num_new_tokens,
             "num_target_forwards": self.num_target_forwards,
             "num_draft_forwards": self.num_draft_forwards,
-            "prefill_seconds": self.prefill_seconds,
-            "draft_seconds": self.draft_seconds,
-            "verify_seconds": self.verify_seconds,
+            **{f"{part}_seconds": getattr(self, f"{part}_seconds") for part in get_args(Part)},
+            "time_to_first_token": self.time_to_first_token,
+            "total_seconds": self.total_seconds,
             "engine": self.engine,
             "proposal": self.proposal,
             "cache_bytes": self.cache_bytes,
         }
 
+    def to_frame(self) -> Any:
+        """Returns one line per row and verify as a `pandas.DataFrame`.
 
-__all__ = ["SpeculativeStats"]
+        Columns `row`, `verify` (both from 0), `num_accepted`, `num_committed`, `num_new` (tokens of the row after
+        this verify, the prefill's included).
+
+        Raises:
+            ImportError: Without pandas; `pip install 'dflash-hf[research]'`.
+        """
+        from dflash_hf.generation import figures
+
+        return figures.verify_frame(self.num_accepted, self.num_committed)
+
+    def plot(self) -> Any:
+        """Draws acceptance per position (joint and conditional) beside the histogram of acceptance lengths.
+
+        Returns:
+            `matplotlib.figure.Figure`: Not registered with pyplot: a notebook shows it once, as a cell's value.
+
+        Raises:
+            ImportError: Without matplotlib; `pip install 'dflash-hf[research]'`.
+        """
+        from dflash_hf.generation import figures
+
+        joint, conditional = self.acceptance_per_position(), self.acceptance_per_position(conditional=True)
+        return figures.acceptance_figure(joint, conditional, self.acceptance_histogram(), self.acceptance_length)
+
+
+class Stopwatch:
+    """Books wall time on the parts of a run: each `lap` takes all that has passed since the last one, so that the
+    parts sum to the whole and nothing is counted twice.
+
+    Args:
+        stats (`SpeculativeStats`): Whose `*_seconds` it advances.
+        started (`float`, *optional*): `time.perf_counter()` at the start of the call; default now.
+        devices (sequence of `torch.device`): Accelerators to wait for before the clock is read; none by default.
+    """
+
+    def __init__(
+        self, stats: SpeculativeStats, started: float | None = None, devices: Sequence[torch.device] = ()
+    ) -> None:
+        self.stats = stats
+        self.devices = [device for device in devices if device.type != "cpu"]
+        self.last = time.perf_counter() if started is None else started
+
+    def lap(self, part: Part) -> None:
+        """Books everything since the last lap on one part."""
+        for device in self.devices:
+            torch.accelerator.synchronize(device)
+        now = time.perf_counter()
+        name = f"{part}_seconds"
+        setattr(self.stats, name, getattr(self.stats, name) + now - self.last)
+        self.last = now
+
+    def skip(self) -> None:
+        """Drops the time since the last lap: it was the user's own, between two steps."""
+        self.last = time.perf_counter()
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _pooled(counts: list[list[int]], row: int | None) -> list[int]:
+    return [count for one in counts for count in one] if row is None else list(counts[row])
+
+
+__all__ = ["SpeculativeStats", "Stopwatch"]

@@ -76,6 +76,18 @@ def accept_scores(state: DecodeState, scores_BWV: Tensor, block: RaggedBlock, to
     state.num_accepted.copy_(accept_matching(state.proposals, state.tokens))
 
 
+def accept_by(state: DecodeState, num_accepted: Tensor) -> None:
+    """Keeps as many proposals as a rule of the user's says; behind them stands the target's own token.
+
+    Args:
+        state (`DecodeState`): Its `tokens` are the target's after each verified token; changed in place.
+        num_accepted (`torch.Tensor` of shape `[B]`, integer): In `[0, W - 1]`.
+    """
+    state.num_accepted.copy_(num_accepted)
+    kept = torch.arange(state.proposals.shape[1], device=state.tokens.device) < state.num_accepted[:, None]
+    state.tokens[:, :-1] = torch.where(kept, state.proposals, state.tokens[:, :-1])
+
+
 def accept_step(state: DecodeState) -> None:
     """Commits what was accepted: cuts at EOS and at the limit, moves lengths and anchor, appends to `ids`."""
     num_committed, done = clamp_commit(
@@ -104,4 +116,13 @@ def context_step(generator: DFlashCandidateGenerator, taps: Taps, block: RaggedB
     generator.observe_block(taps.take(), block)
 
 
-__all__ = ["accept_scores", "accept_step", "commit_step", "context_step", "draft_step", "select_step", "verify_step"]
+__all__ = [
+    "accept_by",
+    "accept_scores",
+    "accept_step",
+    "commit_step",
+    "context_step",
+    "draft_step",
+    "select_step",
+    "verify_step",
+]

@@ -15,7 +15,7 @@ from torch import Tensor
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import Target
 from dflash_hf.training.anchors import all_anchors
-from dflash_hf.training.collators import collate
+from dflash_hf.training.collators import Batch, collate
 from dflash_hf.training.data import Example
 from dflash_hf.training.forward import run_blocks, target_features
 from dflash_hf.training.loss import block_labels
@@ -94,19 +94,44 @@ def accepted_at_anchors(
     batch = collate(examples)
     if verify_width == 1:  # nothing is proposed
         return torch.zeros_like(batch.input_ids)
-    anchors = all_anchors(batch.loss_mask, block_size).to(device)
     batch = batch.to(device)
     assert draft.config.target_layer_ids is not None
     features = target_features(target, draft.config.target_layer_ids, batch).taps
+    return accepted_with_features(draft, target, batch, features, block_size, verify_width, chunk_anchors)
+
+
+@torch.no_grad()
+def accepted_with_features(
+    draft: DFlashDraftModel,
+    target: Target,
+    batch: Batch,
+    features: Tensor,
+    block_size: int,
+    verify_width: int,
+    chunk_anchors: int = 32,
+) -> Tensor:
+    """Does what `accepted_at_anchors` does with tapped states that are there already.
+
+    Args:
+        batch (`Batch`): The examples, on the draft's device.
+        features (`torch.Tensor` of shape `[B, S, L * D]`): Tapped states of the batch.
+        draft, target, block_size, verify_width, chunk_anchors: See `accepted_at_anchors`.
+
+    Returns:
+        `torch.Tensor` of shape `[B, S]`, int64, on the CPU: See `accepted_at_anchors`.
+    """
+    anchors = all_anchors(batch.loss_mask.cpu(), block_size).to(batch.input_ids.device)
     accepted = torch.zeros_like(batch.input_ids)
     for start in range(0, anchors.indices.shape[1], chunk_anchors):
         part = anchors.select(start, start + chunk_anchors)
         labels = block_labels(batch.input_ids, batch.loss_mask, part)
         hidden = run_blocks(draft, target, batch, features, part)
         # Only as many slots as a verify would look at go through the head; every block is a row of its own.
-        hidden = hidden.view(-1, block_size, hidden.shape[-1])[:, 1:verify_width]
+        hidden = states = hidden.view(-1, block_size, hidden.shape[-1])[:, 1:verify_width]
+        if draft.lm_head is None:  # as in decoding: the head sees the target's dtype, whatever the draft's is
+            states = hidden.to(target.model.dtype)
         heads = batch.input_ids.gather(1, part.indices).flatten()
-        proposals = draft.best_path(hidden, draft.compute_logits(hidden, target.head), heads)
+        proposals = draft.best_path(hidden, draft.compute_logits(states, target.head), heads)
         proposals = proposals.view(*part.indices.shape, verify_width - 1)
         right = (proposals == labels.ids[:, :, 1:verify_width]) & labels.mask[:, :, 1:verify_width]
         accepted.scatter_add_(1, part.indices, right.cumprod(dim=-1).sum(dim=-1) * part.keep)
@@ -153,4 +178,4 @@ def walked_acceptance(
     return WalkedAcceptance(committed=committed)
 
 
-__all__ = ["WalkedAcceptance", "accepted_at_anchors", "walk", "walked_acceptance"]
+__all__ = ["WalkedAcceptance", "accepted_at_anchors", "accepted_with_features", "walk", "walked_acceptance"]

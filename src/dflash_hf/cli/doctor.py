@@ -1,0 +1,86 @@
+"""`dflash-hf doctor`: what silently ruins the acceptance of a draft, measured and explained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dflash_hf.cli.pair import BUNDLED, load_pair
+from dflash_hf.evaluation.doctor import Diagnosis, Prompt, diagnose
+
+COLOURS = {"ok": "green", "finding": "bold red", "skipped": "dim"}
+
+
+def doctor(
+    target: Annotated[str, typer.Option(help="Folder or Hub id of the target.")] = str(BUNDLED / "target"),
+    draft: Annotated[str, typer.Option(help="Folder or Hub id of its draft.")] = str(BUNDLED / "draft"),
+    prompts: Annotated[
+        Path | None, typer.Option(help="Prompts: one text per line, or .jsonl with prompt or messages.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="How many of them to use.", min=1)] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=2)] = 96,
+    dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Find what ruins a draft's acceptance. Status 0: nothing found, 1: findings, 2: cannot be examined."""
+    given = None if prompts is None else read_prompts(prompts)[:num_prompts]
+    model, assistant, tokenizer = load_pair(target, draft, dtype, device)
+    diagnosis = diagnose(model, assistant, tokenizer, given, max_new_tokens=max_new_tokens)
+    if as_json:
+        typer.echo(json.dumps(diagnosis.to_dict()))
+    else:
+        _show(Console(), diagnosis)
+    if diagnosis.findings:
+        raise typer.Exit(1)
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Reads prompts: the lines of a text file, or `"messages"` or else `"prompt"` of the objects of a `.jsonl` one.
+
+    Raises:
+        ValueError: If there is no prompt in the file, or a line holds none.
+    """
+    lines = [(n, line) for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if line.strip()]
+    if not lines:
+        raise ValueError(f"expected prompts in {path}, got none; write one per line")
+    if path.suffix != ".jsonl":
+        return [line for _, line in lines]
+    prompts: list[Prompt] = []
+    for number, line in lines:
+        try:
+            row: Any = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"expected JSON in line {number} of {path}, got {error}; mend the line") from error
+        prompt = row.get("messages") or row.get("prompt") if isinstance(row, dict) else None
+        if not prompt:
+            raise ValueError(f"expected messages or prompt in line {number} of {path}, got {line[:60]!r}; add one")
+        prompts.append(prompt)
+    return prompts
+
+
+def _show(console: Console, diagnosis: Diagnosis) -> None:
+    """Prints the table, and one line under it."""
+    table = Table(title="what could ruin acceptance", show_lines=False)
+    for heading in ("check", "result", "what it means"):
+        table.add_column(heading)
+    for check in diagnosis.checks:
+        colour = COLOURS[check.status]
+        # Sentences quote lists, whose brackets are no markup.
+        meaning = escape(check.sentence) + (f"\n[bold]{escape(check.advice)}" if check.advice else "")
+        table.add_row(check.name, f"[{colour}]{check.status}", meaning)
+    console.print(table)
+    console.print(
+        f"acceptance length {diagnosis.acceptance_length:.2f} as configured, over {diagnosis.num_prompts} prompts and "
+        f"{diagnosis.num_tokens} tokens; {len(diagnosis.findings)} findings",
+        highlight=False,
+    )
+
+
+__all__ = ["doctor", "read_prompts"]

@@ -1,0 +1,408 @@
+"""What silently ruins acceptance: a wrong setting never changes a text, it only makes the draft guess badly.
+
+`diagnose` looks at config, weights and tokenizer, and measures: each setting is tried in other plausible forms on the
+target's own answers, and what accepts clearly more than the draft as configured is a finding. The best change is
+adopted and the rest tried again on top of it, so that one mistake does not look like several.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dflash_hf.configuration_dflash import ROPE_TYPES
+from dflash_hf.evaluation.harness import Message, encode_prompt
+from dflash_hf.evaluation.probe import Measurement, Probe, Setup
+from dflash_hf.modeling_dflash import DFlashDraftModel, DFlashRMSNorm
+from dflash_hf.target import Target, check_pair, check_target, find_target
+from dflash_hf.training.data import Example
+
+logger = logging.getLogger(__name__)
+
+Status = Literal["ok", "finding", "skipped"]
+Prompt = str | Sequence[Message]
+
+# For a target with a chat template and no prompts of the user's own.
+PROMPTS: tuple[str, ...] = (
+    "Hello! How are you today?",
+    "What is 17 + 25 - 9? Show the steps.",
+    "Write a Python function that returns the largest number in a list.",
+    "Name the days of the week as a JSON list.",
+    "Explain in three sentences why the sky is blue.",
+    "Karin has 81 shells and gives away 32. How many are left?",
+)
+# Below this many tokens per verify next to nothing is accepted.
+NEAR_RANDOM = 1.3
+MAX_MASK_CANDIDATES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was looked at.
+
+    Args:
+        name (`str`): What: `"tap_offset"`, `"mask_token"`, `"causality"`, `"sliding_window"`, `"rope"`, `"dtype"`,
+            `"weights"`, `"vocabulary"`, `"chat_template"`, `"thinking"` or `"other_target"`.
+        status (`str`): `"ok"`, `"finding"` or `"skipped"`.
+        sentence (`str`): What was found.
+        advice (`str`): What to do about a finding.
+        measured (`dict[str, float]`): Setting -> mean tokens that a verify would commit, over all anchors.
+    """
+
+    name: str
+    status: Status
+    sentence: str
+    advice: str = ""
+    measured: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What `diagnose` found.
+
+    Args:
+        acceptance_length (`float`): Tokens per verify that greedy decoding has on the prompts, as configured; 0 where
+            nothing could be measured.
+        num_prompts, num_tokens (`int`): What it was measured on: prompts, tokens of their answers.
+        checks (`list[Check]`): Everything that was looked at.
+    """
+
+    acceptance_length: float
+    num_prompts: int
+    num_tokens: int
+    checks: list[Check]
+
+    @property
+    def findings(self) -> list[Check]:
+        """The checks that found something."""
+        return [check for check in self.checks if check.status == "finding"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as plain values, for JSON."""
+        return {
+            "healthy": not self.findings,
+            "findings": [check.name for check in self.findings],
+            "acceptance_length": self.acceptance_length,
+            "num_prompts": self.num_prompts,
+            "num_tokens": self.num_tokens,
+            "checks": [
+                {
+                    "name": check.name,
+                    "status": check.status,
+                    "sentence": check.sentence,
+                    "advice": check.advice,
+                    "measured": check.measured,
+                }
+                for check in self.checks
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Another plausible form of one setting: what it is called, and the change."""
+
+    check: str
+    label: str
+    change: Setup
+    advice: str
+
+
+def diagnose(
+    model: PreTrainedModel,
+    draft: DFlashDraftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt] | None = None,
+    *,
+    max_new_tokens: int = 96,
+) -> Diagnosis:
+    """Finds what keeps a draft from being accepted; target and draft are left as they are.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        draft (`DFlashDraftModel`): Its draft.
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        prompts (sequence of texts or conversations, *optional*): What to measure on: the more, the smaller the
+            differences that count as clear. By default a few built-in ones, if the tokenizer has a chat template.
+        max_new_tokens (`int`): Longest answer in tokens.
+
+    Raises:
+        ValueError: If the target cannot be drafted for at all, there is nothing to measure on, or the draft predicts
+            from its anchor (`sample_from_anchor`), which is not measured yet.
+    """
+    target = find_target(model)
+    check_target(target)
+    if draft.config.sample_from_anchor:
+        raise ValueError(
+            "expected a draft whose slots predict their own position, got sample_from_anchor=True; the doctor cannot "
+            "measure that kind yet, compare acceptance with generate"
+        )
+    if prompts is None and tokenizer.chat_template is None:
+        raise ValueError(
+            "expected prompts for a tokenizer without a chat template, got none; give texts of the kind this target "
+            "is used for"
+        )
+    prompts = PROMPTS if prompts is None else prompts
+    if not prompts:
+        raise ValueError("expected at least one prompt, got none; give texts of the kind this target is used for")
+    static = [_check_vocabulary(target, draft, tokenizer), _check_weights(draft)]
+    try:
+        check_pair(target, draft.config)
+    except ValueError as error:
+        advice = "load the draft that was trained for this target"
+        static.append(Check(name="other_target", status="finding", sentence=str(error), advice=advice))
+        return Diagnosis(acceptance_length=0.0, num_prompts=0, num_tokens=0, checks=static)
+    examples = write_answers(model, [encode_prompt(tokenizer, p, model.device) for p in prompts], max_new_tokens)
+    probe = Probe(target, draft, examples)
+    setup, measured = _try_settings(probe, tokenizer)
+    checks = static + measured
+    checks += _check_prompts(model, draft, tokenizer, prompts, setup, probe.measure(setup), max_new_tokens)
+    checks.append(_check_fit(probe, setup, [check.name for check in checks if check.status == "finding"]))
+    return Diagnosis(
+        acceptance_length=probe.walked(Setup()),
+        num_prompts=len(prompts),
+        num_tokens=sum(len(e.input_ids) - e.prompt_length() for e in examples),
+        checks=checks,
+    )
+
+
+@torch.no_grad()
+def write_answers(model: PreTrainedModel, inputs: Sequence[dict[str, Tensor]], max_new_tokens: int) -> list[Example]:
+    """Answers prompts of one row each with plain greedy `generate`, and returns prompt and answer together."""
+    examples: list[Example] = []
+    target: Any = model
+    for row in inputs:
+        columns = row["input_ids"].shape[1]
+        ids = target.generate(**row, do_sample=False, max_new_tokens=max_new_tokens)[0].tolist()
+        examples.append(Example.from_pair(ids[:columns], ids[columns:]))
+    return examples
+
+
+def _try_settings(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> tuple[Setup, list[Check]]:
+    """Tries every other form of every setting; adopts the best clear gain and goes on until there is none.
+
+    Returns the setup that was reached, and one check per setting.
+    """
+    setup, base = Setup(), probe.measure(Setup())
+    found: dict[str, Check] = {}
+    while True:
+        best: tuple[Trial, Measurement] | None = None
+        results: dict[str, dict[str, float]] = {}
+        for trial in _trials(probe, tokenizer, skip=found):
+            result = probe.measure(setup.adopt(trial.change))
+            results.setdefault(trial.check, {})[trial.label] = round(result.mean, 3)
+            # The more plausible forms come first: a later one has to be better by more than chance.
+            if result.beats(base) and (best is None or result.mean > 1.02 * best[1].mean):
+                best = trial, result
+        if best is None:
+            return setup, [found.get(name) or _unchanged(probe, name, base, results) for name in EXPLAINED]
+        trial, result = best
+        sentence = f"{trial.label} accepts {result.mean:.2f} tokens per verify, as configured {base.mean:.2f}"
+        measured = {"as configured": round(base.mean, 3), **results[trial.check]}
+        found[trial.check] = Check(
+            name=trial.check, status="finding", sentence=sentence, advice=trial.advice, measured=measured
+        )
+        setup, base = setup.adopt(trial.change), result
+        logger.info("adopted %s: %s", trial.check, sentence)
+
+
+# Measured settings in the order of the report -> what there is to say where nothing could be tried.
+EXPLAINED = {
+    "tap_offset": "no neighbouring layers to tap",
+    "mask_token": "no other special or unused token to try",
+    "causality": "nothing to flip",
+    "sliding_window": "no text is longer than a window to try; give longer prompts to see a difference",
+    "rope": "the draft's RoPE is the target's",
+    "dtype": "the draft runs in float32 or wider already",
+}
+
+
+def _unchanged(probe: Probe, name: str, base: Measurement, results: dict[str, dict[str, float]]) -> Check:
+    """The check of a setting of which no other form is clearly better."""
+    if name not in results:
+        status: Status = "ok" if name in ("rope", "dtype") else "skipped"
+        return Check(name=name, status=status, sentence=EXPLAINED[name])
+    tried = results[name]
+    best = max(tried, key=lambda label: tried[label])
+    sentence = f"nothing tried is clearly better: {best} {tried[best]:.2f}, as configured {base.mean:.2f}"
+    return Check(name=name, status="ok", sentence=sentence, measured={"as configured": round(base.mean, 3), **tried})
+
+
+def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase, skip: Iterable[str]) -> list[Trial]:
+    """Every other plausible form of every setting that has not been changed yet, the likelier ones first."""
+    config = probe.draft.config
+    trials: list[Trial] = []
+
+    def add(check: str, label: str, advice: str, tap_shift: int = 0, **fields: Any) -> None:
+        change = Setup(fields=fields, tap_shift=tap_shift)
+        trials.append(Trial(check=check, label=label, change=change, advice=advice))
+
+    for shift in (1, -1):
+        ids = [probe.shifted(i, shift) for i in probe.layer_ids]
+        advice = f"set target_layer_ids to {ids}: 0-based layers whose output is tapped, hidden_states[i + 1]"
+        add("tap_offset", f"taps {shift:+d}", advice, tap_shift=shift)
+    for token_id in mask_candidates(probe.target, probe.draft, tokenizer):
+        advice = f"set mask_token_id to {token_id}, the token that the draft's blocks were filled with in training"
+        add("mask_token", f"mask {token_id}", advice, mask_token_id=token_id)
+    now = list(config.is_causal) if isinstance(config.is_causal, list) else []
+    for flags in ([not flag for flag in now], [False] * len(now), [True] * len(now)):
+        if flags != now and not any(t.change.fields.get("is_causal") == flags for t in trials):
+            add("causality", f"is_causal {_short(flags)}", f"set is_causal to {flags}", is_causal=flags)
+    _add_windows(probe, add)
+    _add_rope(probe, add)
+    if probe.draft.dtype in (torch.float16, torch.bfloat16):
+        advice = "load the draft with dtype=torch.float32, or bfloat16 where it is float16 now"
+        change = Setup(dtype=torch.float32)
+        trials.append(Trial(check="dtype", label="draft in float32", change=change, advice=advice))
+    return [trial for trial in trials if trial.check not in skip]
+
+
+def _add_windows(probe: Probe, add: Any) -> None:
+    """Without a window where layers slide; with one where none does. Only where the texts are longer than it."""
+    config = probe.draft.config
+    count = config.num_hidden_layers
+    if config.sliding_window is not None:
+        if probe.longest > config.sliding_window:
+            kinds = ["full_attention"] * count
+            advice = "set every entry of layer_types to 'full_attention'"
+            flags = {"is_causal": config.is_causal}
+            add("sliding_window", "no window", advice, layer_types=kinds, sliding_window=None, **flags)
+        return
+    window = getattr(probe.target.config, "sliding_window", None) or 2048
+    if probe.longest > window:
+        kinds = ["sliding_attention"] * count
+        advice = f"set layer_types to 'sliding_attention' with sliding_window {window}"
+        add("sliding_window", f"window {window}", advice, layer_types=kinds, sliding_window=window)
+
+
+def _add_rope(probe: Probe, add: Any) -> None:
+    """The target's RoPE, whole and with the draft's type kept, where it differs from the draft's."""
+    config = probe.draft.config
+    own: dict[str, Any] = dict(config.rope_parameters or {})
+    theirs: dict[str, Any] = dict(getattr(probe.target.config, "rope_parameters", None) or {})
+    if "full_attention" in theirs:  # one entry per kind of layer
+        theirs = dict(theirs["full_attention"])
+    theta = theirs.get("rope_theta")
+    if theta is not None and theta != own.get("rope_theta"):
+        advice = f"set rope_parameters['rope_theta'] to {theta:g}, the target's"
+        add("rope", f"theta {theta:g}", advice, rope_parameters={**own, "rope_theta": theta})
+    kind = theirs.get("rope_type", "default")
+    if kind != own.get("rope_type", "default") and kind in ROPE_TYPES and theta is not None:
+        advice = f"set rope_parameters to the target's, {theirs}"
+        add("rope", f"the target's {kind} RoPE", advice, rope_parameters=theirs)
+
+
+def mask_candidates(target: Target, draft: DFlashDraftModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that could have filled the blocks in training: the mask token, unused rows, other special tokens."""
+    unused = [len(tokenizer), len(tokenizer) + 1, target.vocab_size - 1]
+    special = sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}, reverse=True)
+    ordered = [tokenizer.mask_token_id, *unused, tokenizer.pad_token_id, tokenizer.unk_token_id, *special]
+    usable = [i for i in dict.fromkeys(ordered) if isinstance(i, int) and 0 <= i < (draft.config.vocab_size or i + 1)]
+    return [i for i in usable if i < target.vocab_size and i != draft.config.mask_token_id][:MAX_MASK_CANDIDATES]
+
+
+def _check_vocabulary(target: Target, draft: DFlashDraftModel, tokenizer: PreTrainedTokenizerBase) -> Check:
+    """Whether tokenizer, target and draft can mean the same ids."""
+    rows = target.vocab_size
+    beyond = sorted(i for i in tokenizer.all_special_ids if i >= rows)
+    eos: int | list[int] | None = target.model.generation_config.eos_token_id
+    ends: list[int] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    wrong: list[str] = []
+    if len(tokenizer) > rows:
+        wrong.append(f"the tokenizer has {len(tokenizer)} ids, the target's embedding {rows} rows")
+    if beyond:
+        wrong.append(f"special ids {beyond} lie outside the target's embedding")
+    if ends and draft.config.mask_token_id in ends:
+        wrong.append(f"the mask token {draft.config.mask_token_id} is an end-of-sequence token")
+    if wrong:
+        advice = "use the tokenizer and the draft that belong to this target"
+        return Check(name="vocabulary", status="finding", sentence="; ".join(wrong), advice=advice)
+    sentence = f"{len(tokenizer)} ids of the tokenizer within {rows} rows of the embedding"
+    return Check(name="vocabulary", status="ok", sentence=sentence)
+
+
+def _check_weights(draft: DFlashDraftModel) -> Check:
+    """Whether weights look trained: no NaN or infinity, no empty projection, no norm as it is initialised."""
+    wrong: list[str] = []
+    for name, tensor in draft.named_parameters():
+        if not bool(torch.isfinite(tensor).all()):
+            wrong.append(f"{name} has NaN or infinite values")
+        elif not bool(tensor.any()) and not name.endswith("bias"):
+            wrong.append(f"{name} is all zeros")
+    unit = [n for n, m in draft.named_modules() if isinstance(m, DFlashRMSNorm) and bool((m.weight == 1).all())]
+    if unit:
+        wrong.append(f"{', '.join(unit)} are ones everywhere, as before any training")
+    if wrong:
+        advice = "the checkpoint was not (wholly) trained, or lost weights on the way; export or download it again"
+        return Check(name="weights", status="finding", sentence="; ".join(wrong), advice=advice)
+    count = sum(1 for _ in draft.parameters())
+    return Check(name="weights", status="ok", sentence=f"{count} tensors, all finite, no norm as initialised")
+
+
+def _check_prompts(
+    model: PreTrainedModel,
+    draft: DFlashDraftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    setup: Setup,
+    base: Measurement,
+    max_new_tokens: int,
+) -> list[Check]:
+    """Acceptance without the chat template, and with thinking on and off where the template knows it."""
+    template = tokenizer.chat_template
+    if template is None:
+        skipped = "the tokenizer has no chat template"
+        return [Check(name=name, status="skipped", sentence=skipped) for name in ("chat_template", "thinking")]
+    target: Target = find_target(model)
+
+    def measure(**options: Any) -> Measurement:
+        inputs = [encode_prompt(tokenizer, prompt, model.device, **options) for prompt in prompts]
+        return Probe(target, draft, write_answers(model, inputs, max_new_tokens)).measure(setup)
+
+    def judge(name: str, results: dict[str, Measurement], advice: str) -> Check:
+        measured = {"as configured": round(base.mean, 3), **{k: round(v.mean, 3) for k, v in results.items()}}
+        best = max(results, key=lambda label: results[label].mean)
+        # Other texts, not the same ones: only a gain that no choice of texts explains counts.
+        bad = results[best].mean > 1.25 * base.mean + 0.5
+        sentence = f"{best} {measured[best]:.2f} tokens per verify, as the prompts are {base.mean:.2f}"
+        return Check(
+            name=name,
+            status="finding" if bad else "ok",
+            sentence=sentence,
+            advice=advice.format(best=best) if bad else "",
+            measured=measured,
+        )
+
+    advice = "the draft was trained on texts without the chat template; use it on those, or one trained with it"
+    checks = [judge("chat_template", {"without the template": measure(template=False)}, advice)]
+    if "enable_thinking" not in str(template):
+        sentence = "the chat template has no enable_thinking"
+        return [*checks, Check(name="thinking", status="skipped", sentence=sentence)]
+    modes = {f"enable_thinking={mode}": measure(enable_thinking=mode) for mode in (False, True)}
+    advice = "the draft was trained on answers with {best}; pass that to apply_chat_template"
+    return [*checks, judge("thinking", modes, advice)]
+
+
+def _check_fit(probe: Probe, setup: Setup, findings: list[str]) -> Check:
+    """Whether the draft predicts this target at all, once its settings are as good as they get."""
+    reached = probe.measure(setup).mean
+    measured = {"best setup": round(reached, 3)}
+    if reached >= NEAR_RANDOM or "weights" in findings:
+        sentence = f"{reached:.2f} tokens per verify over all anchors, with the best settings found"
+        return Check(name="other_target", status="ok", sentence=sentence, measured=measured)
+    sentence = f"{reached:.2f} tokens per verify with the best settings found: next to nothing is accepted"
+    advice = "the draft was trained for another target (or other weights of it), or hardly at all; load the right one"
+    return Check(name="other_target", status="finding", sentence=sentence, advice=advice, measured=measured)
+
+
+def _short(flags: list[bool]) -> str:
+    return str(flags[0]) if len(set(flags)) == 1 else str(flags)
+
+
+__all__ = ["PROMPTS", "Check", "Diagnosis", "Prompt", "Trial", "diagnose", "mask_candidates", "write_answers"]

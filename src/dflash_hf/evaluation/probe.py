@@ -1,0 +1,184 @@
+"""Acceptance of a draft under changed settings, without decoding again: the target's own answers are written once.
+
+Every answer token is taken as an anchor, so that one forward of the draft tells how far its proposals go there; a
+change of the draft's settings costs forwards of the draft only. The user's draft is never touched: a variant is a
+second model over the same weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.modeling_dflash import DFlashAttention, DFlashDraftModel, DFlashRotaryEmbedding
+from dflash_hf.target import Target
+from dflash_hf.training.acceptance import accepted_with_features, walk
+from dflash_hf.training.collators import Batch, collate
+from dflash_hf.training.data import Example
+from dflash_hf.training.forward import target_features
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Settings that a draft is measured with, as differences from its own.
+
+    Args:
+        fields (`dict`): Fields of [`DFlashConfig`] with other values.
+        tap_shift (`int`): Added to every tapped layer; clamped to the target's layers.
+        dtype (`torch.dtype`, *optional*): To run the draft in.
+    """
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    tap_shift: int = 0
+    dtype: torch.dtype | None = None
+
+    def adopt(self, change: Setup) -> Setup:
+        """Returns this setup with another one's differences on top."""
+        return replace(
+            self,
+            fields={**self.fields, **change.fields},
+            tap_shift=self.tap_shift + change.tap_shift,
+            dtype=change.dtype or self.dtype,
+        )
+
+
+def variant(draft: DFlashDraftModel, setup: Setup) -> DFlashDraftModel:
+    """Builds a second model over the same weights, with other settings (with another dtype over copies of them).
+
+    Raises:
+        ValueError: If the settings contradict each other.
+    """
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in draft.parameters()}
+    twin = copy.deepcopy(draft, shared)
+    config = DFlashConfig.from_dict({**draft.config.to_dict(), **setup.fields})
+    twin.config = config
+    twin.rotary_emb = DFlashRotaryEmbedding(config).to(draft.device)
+    for module in twin.modules():
+        if isinstance(module, DFlashAttention):
+            module.kind = config.attention_kind(module.layer_idx)
+    if setup.dtype is not None and setup.dtype != draft.dtype:
+        twin = copy.deepcopy(twin)
+        for tensor in (*twin.parameters(), *twin.buffers()):
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(setup.dtype)
+    return twin.eval()
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """How a setup did.
+
+    Args:
+        groups (`tuple[float, ...]`): Mean tokens that a verify would commit, over each run of `block_size` anchors:
+            neighbouring anchors see nearly the same tokens, runs are about independent.
+        weights (`tuple[int, ...]`): Anchors in each.
+    """
+
+    groups: tuple[float, ...]
+    weights: tuple[int, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean tokens that a verify would commit, over every anchor of every text; 1 is nothing accepted.
+
+        Not the mean that decoding sees, which visits fewer anchors (see `Probe.walked`); but there is more to average
+        here, and only differences count.
+        """
+        total = sum(self.weights)
+        return sum(g * w for g, w in zip(self.groups, self.weights, strict=True)) / total if total else 1.0
+
+    def beats(self, other: Measurement, margin: float = 0.03, errors: float = 3.0) -> bool:
+        """Whether this setup is clearly better on the same texts.
+
+        Args:
+            other (`Measurement`): Of the other setup.
+            margin (`float`): Least gain, as a share of the other's mean.
+            errors (`float`): Least gain in standard errors of the paired difference.
+        """
+        gain, count = self.mean - other.mean, len(self.groups)
+        if count < 3 or gain < margin * other.mean:  # two runs of anchors say nothing about chance
+            return False
+        total = sum(self.weights)
+        pairs = zip(self.groups, other.groups, self.weights, strict=True)
+        variance = sum((w / total * (mine - theirs - gain)) ** 2 for mine, theirs, w in pairs)
+        return gain >= errors * math.sqrt(variance * count / (count - 1))
+
+
+class Probe:
+    """A pair on fixed texts: `measure` says how a setup does on them.
+
+    Runs the target once over each text and keeps the outputs of the tapped layers and their neighbours.
+
+    Args:
+        target (`Target`): The target, in eval mode.
+        draft (`DFlashDraftModel`): The draft as it is configured.
+        examples (sequence of [`Example`]): The target's own greedy answers.
+    """
+
+    def __init__(self, target: Target, draft: DFlashDraftModel, examples: Sequence[Example]) -> None:
+        assert draft.config.target_layer_ids is not None
+        self.target = target
+        self.draft = draft
+        self.examples = list(examples)
+        self.layer_ids = draft.config.target_layer_ids
+        self.depth = len(target.layers)
+        near = sorted({self.shifted(i, shift) for i in self.layer_ids for shift in (-2, -1, 0, 1, 2)})
+        self.texts: list[tuple[Batch, dict[int, Tensor]]] = []
+        self._counted: dict[str, list[list[int]]] = {}
+        for example in self.examples:
+            batch = collate([example]).to(target.device)
+            taps = target_features(target, near, batch).taps
+            states = dict(zip(near, taps.chunk(len(near), dim=-1), strict=True))
+            self.texts.append((batch.to(draft.device), states))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text."""
+        return max(len(example.input_ids) for example in self.examples)
+
+    def shifted(self, layer_id: int, shift: int) -> int:
+        """Returns a tapped layer's neighbour, within the target; -1, the embedding, only where the draft taps it."""
+        return min(max(layer_id + shift, min(0, *self.layer_ids)), self.depth - 1)
+
+    def measure(self, setup: Setup) -> Measurement:
+        """Counts what a verify at every anchor would commit."""
+        size = self.draft.config.block_size
+        runs = [
+            accepted[start : start + size]
+            for accepted in self._accepted(setup)
+            for start in range(0, len(accepted), size)
+        ]
+        return Measurement(tuple(1.0 + sum(run) / len(run) for run in runs), tuple(len(run) for run in runs))
+
+    def walked(self, setup: Setup) -> float:
+        """Returns the acceptance length that greedy `generate` would have on these texts."""
+        committed: list[int] = []
+        for example, accepted in zip(self.examples, self._accepted(setup), strict=True):
+            first = example.prompt_length()
+            committed += walk([0] * first + accepted, first, len(example.input_ids) - 1)
+        return sum(committed) / len(committed) if committed else 0.0
+
+    def _accepted(self, setup: Setup) -> list[list[int]]:
+        """Per text, the accepted proposals at each anchor: all answer tokens but the last. Counted once per setup."""
+        if (known := self._counted.get(repr(setup))) is not None:
+            return known
+        draft = variant(self.draft, setup)
+        found: list[list[int]] = []
+        width = draft.config.block_size
+        layer_ids = [self.shifted(i, setup.tap_shift) for i in self.layer_ids]
+        for example, (batch, states) in zip(self.examples, self.texts, strict=True):
+            features = torch.cat([states[i] for i in layer_ids], dim=-1).to(draft.device)
+            accepted = accepted_with_features(draft, self.target, batch, features, width, width)
+            found.append(accepted[0, example.prompt_length() : -1].tolist())
+        self._counted[repr(setup)] = found
+        return found
+
+
+__all__ = ["Measurement", "Probe", "Setup", "variant"]

@@ -1,0 +1,262 @@
+"""Decoding one verify at a time, to look at it and to try other rules: `for step in iterate(target, draft, ...)`.
+
+The run is `generate`'s own: the same preparation, prefill and step function, with a pause after each step. Nothing is
+held during a pause: no lock, no hook, no switched attention.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from dflash_hf.devices import eagerly
+from dflash_hf.generation.candidate_generator import Propose
+from dflash_hf.generation.integration import prepare
+from dflash_hf.generation.loop import Accept, Run, prefill, step
+from dflash_hf.generation.processors import BlockProcessors
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target import find_target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DFlashStep:
+    """What one step did. `B` rows, `W` verified tokens; copies, on the target's device, that may be kept.
+
+    Step 0 is the prefill: it commits one token of the target's own and has no proposals (`W` is 1).
+
+    Args:
+        index (`int`): Number of the step.
+        anchor (`torch.Tensor` of shape `[B]`, int64): The committed token that the block begins with.
+        proposals (`torch.Tensor` of shape `[B, W - 1]`, int64): What the draft proposed after it.
+        tokens (`torch.Tensor` of shape `[B, W]`, int64): The target's token after the anchor and after each proposal.
+            Under `proposal="sample"`, what rejection sampling left: the proposals, and at `num_accepted` the redrawn
+            token. With processors that read the prefix, or where rows advance together (stopping criteria, processors
+            of the user's own), only as far as something was decided; zeros or leftovers behind it.
+        positions (`torch.Tensor` of shape `[B, W]`, int64): Index of each of `tokens` in its row, padding not counted.
+        num_accepted (`torch.Tensor` of shape `[B]`, int64): Proposals that stand, before any cut; 0 in finished rows.
+        committed (`list[torch.Tensor]`): Per row, the tokens that were committed `[n]`, int64; empty in finished rows.
+        done (`torch.Tensor` of shape `[B]`, bool): Rows that have finished, this step included.
+        logits (`torch.Tensor` of shape `[B, W, V]`, *optional*): The target's, unprocessed; with `output_logits`, not
+            of the prefill.
+        draft_logits (`torch.Tensor` of shape `[B, W - 1, V]`, *optional*): The draft's; with `output_logits`.
+        hidden_states (`torch.Tensor` of shape `[B, W, L * D]`, *optional*): Tapped states of the anchor and the
+            proposals, as the draft gets them; with `output_hidden_states`, not of the prefill.
+    """
+
+    index: int
+    anchor: Tensor
+    proposals: Tensor
+    tokens: Tensor
+    positions: Tensor
+    num_accepted: Tensor
+    committed: list[Tensor]
+    done: Tensor
+    logits: Tensor | None = None
+    draft_logits: Tensor | None = None
+    hidden_states: Tensor | None = None
+
+
+def iterate(
+    model: PreTrainedModel,
+    draft: DFlashDraftModel,
+    *,
+    propose: Propose | None = None,
+    accept: Accept | None = None,
+    output_logits: bool = False,
+    output_hidden_states: bool = False,
+    **kwargs: Any,
+) -> Generator[DFlashStep]:
+    """Does what `model.generate(**kwargs, assistant_model=draft)` does, one [`DFlashStep`] at a time.
+
+    Checks and prefill happen at the call, each verify when the next step is asked for. The committed tokens of all
+    steps, joined row by row, are the new tokens of `generate`. Statistics are in `draft.last_stats`, up to date at
+    every pause and without the time spent in pauses. Closing the iterator early, or dropping it, needs no clean-up.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        draft (`DFlashDraftModel`): Its draft.
+        propose (callable, *optional*): `propose(logits, anchor) -> proposals` instead of the draft's own rule: its
+            logits `[B, W - 1, V]` and the token before them `[B]` to int64 `[B, W - 1]`. Any rule keeps the
+            text exact.
+        accept (callable, *optional*): `accept(proposals, tokens, logits) -> num_accepted` instead of the longest
+            matching prefix: proposals `[B, W - 1]`, the target's tokens `[B, W]` and its unprocessed logits
+            `[B, W, V]` to integers `[B]` in `[0, W - 1]`. That many proposals are committed, then the target's token
+            behind them: a rule that keeps more than the matching prefix is lossy.
+        output_logits, output_hidden_states (`bool`): Also give out logits, and tapped states. They cost memory.
+        kwargs: Arguments of `generate`: inputs, settings, processors, criteria, streamer.
+
+    Returns:
+        An iterator of [`DFlashStep`]; rows, dtypes and devices as in `generate`.
+
+    Raises:
+        ValueError: For what `generate` with a draft refuses; for a rule of one's own under `proposal="sample"`; for
+            `accept` beside processors that read the prefix or criteria of one's own; for rules that return another
+            shape, dtype or range; for a cache in `past_key_values`.
+    """
+    given: Any = draft
+    if not isinstance(given, DFlashDraftModel):
+        raise ValueError(f"expected a DFlashDraftModel as draft, got a {type(given).__name__}; use load_draft")
+    if "assistant_model" in kwargs:
+        raise ValueError("expected the draft as second argument, got assistant_model; drop that keyword")
+    if (propose or accept) and getattr(draft.generation_config, "proposal", None) == "sample":
+        raise ValueError(
+            "expected proposal 'argmax' or 'shared_noise' beside a rule of your own, got 'sample', whose acceptance "
+            "needs the law of the proposals; change draft.generation_config.proposal"
+        )
+    engine = functools.partial(_start, exact=accept is None)
+    run: Run = cast(Any, model).generate(**prepare(model, draft, kwargs, engine))
+    draft.last_stats = run.stats
+    run.generator.keeps_logits = output_logits
+    if propose is not None:
+        run.generator.rule_of_user = _Checked(propose, run.state.proposals, highest=run.target.vocab_size - 1)
+    if accept is not None:
+        run.accept = _Checked(accept, run.state.num_accepted, highest=run.state.proposals.shape[1])
+    return _steps(run, output_logits, output_hidden_states)
+
+
+def _start(
+    model: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    *,
+    draft: DFlashDraftModel,
+    exact: bool,
+    streamer: BaseStreamer | None = None,
+    started: float | None = None,
+    given_cache: Cache | None = None,
+    **model_kwargs: Any,
+) -> Run:
+    """Stands where `decode` stands in `generate`, and returns after the prefill; arguments as there."""
+    if not exact and not BlockProcessors(logits_processor).is_stateless:
+        raise ValueError(
+            "expected only temperature, top-k, top-p and other warpers of single scores beside accept, got "
+            f"{[type(p).__name__ for p in logits_processor]}; the others never see what lies behind a mismatch"
+        )
+    together = [c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+    if not exact and (together or (streamer is not None and input_ids.shape[0] > 1)):
+        raise ValueError(
+            "expected no stopping criteria but length and end of sequence, and a streamer only with one row, beside "
+            f"accept, got {[type(c).__name__ for c in together] or type(streamer).__name__}; stop iterating instead"
+        )
+    if given_cache is not None:
+        raise ValueError(
+            "expected no past_key_values, got a cache: a run that may be left half-way cannot advance one; pass the "
+            "whole conversation instead"
+        )
+    started = time.perf_counter() if started is None else started
+    target = find_target(model)
+    ids = cast(torch.LongTensor, input_ids.to(target.device))
+    with eagerly(model, draft):
+        return prefill(
+            target,
+            ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            draft,
+            streamer,
+            model_kwargs,
+            started,
+        )
+
+
+def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generator[DFlashStep]:
+    """Yields the prefill, then one step after the other; everything that is held is held inside `_advance`."""
+    state = run.state
+    first = torch.stack(_committed(run, [1] * state.ids.shape[0]))
+    yield DFlashStep(
+        index=0,
+        anchor=state.ids[:, state.columns - 1].clone(),
+        proposals=state.proposals[:, :0].clone(),
+        tokens=first,
+        positions=state.lengths[:, None].clone(),
+        num_accepted=torch.zeros_like(state.num_accepted),
+        committed=list(first.clone()),
+        done=state.done.clone(),
+    )
+    index = 0
+    while not run.finished:
+        index += 1
+        yield _advance(run, index, output_logits, output_hidden_states)
+    if run.streamer is not None:
+        run.streamer.end()
+
+
+def _advance(run: Run, index: int, output_logits: bool, output_hidden_states: bool) -> DFlashStep:
+    """Does one step and copies out what it did; the copies are made outside inference mode, so autograd takes them."""
+    state, generator = run.state, run.generator
+    anchor = state.anchor.clone()
+    run.watch.skip()
+    inference = torch.inference_mode() if run.target.takes_inference_mode else torch.no_grad()
+    with eagerly(run.target.model, generator.draft), inference:
+        logits, block, counts = step(run)
+    running = torch.tensor(counts, device=state.tokens.device) > 0
+    committed = _committed(run, counts)
+    tokens = (state.tokens if run.accept is None else cast(_Checked, run.accept).given[1]).clone()
+    if run.lockstep is not None:  # decides in `ids`, column by column
+        tokens.zero_()
+        for row, kept in enumerate(committed):
+            tokens[row, : len(kept)] = kept
+    return DFlashStep(
+        index=index,
+        anchor=anchor,
+        proposals=state.proposals.clone(),
+        tokens=tokens,
+        positions=block.positions.clone() + 1,
+        num_accepted=state.num_accepted.clone().masked_fill(~running, 0),
+        committed=committed,
+        done=state.done.clone(),
+        logits=logits.clone() if output_logits else None,
+        draft_logits=generator.logits.clone() if output_logits and generator.logits is not None else None,
+        hidden_states=generator.context_hidden_states.clone() if output_hidden_states else None,
+    )
+
+
+def _committed(run: Run, counts: list[int]) -> list[Tensor]:
+    """Copies of the last `counts` tokens of every row."""
+    ends = (run.state.num_new + run.state.columns).tolist()
+    return [
+        run.state.ids[row, end - count : end].clone()
+        for row, (end, count) in enumerate(zip(ends, counts, strict=True))
+    ]
+
+
+class _Checked:
+    """A rule of the user's, with what it returns checked: shape and dtype of `like`, values in `[0, highest]`.
+
+    `given` keeps copies of what it was called with last: the run writes over those tensors.
+    """
+
+    def __init__(self, rule: Any, like: Tensor, highest: int) -> None:
+        self.rule = rule
+        self.like = like
+        self.highest = highest
+        self.given: tuple[Tensor, ...] = ()
+
+    def __call__(self, *given: Tensor) -> Tensor:
+        self.given = tuple(tensor.clone() for tensor in given if not tensor.is_floating_point())
+        out = self.rule(*given)
+        name = getattr(self.rule, "__name__", type(self.rule).__name__)
+        if not isinstance(out, Tensor) or out.shape != self.like.shape or out.dtype.is_floating_point:
+            got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(f"expected integers of shape {tuple(self.like.shape)} from {name}, got {got}; mend it")
+        if out.numel() and (int(out.min()) < 0 or int(out.max()) > self.highest):
+            raise ValueError(
+                f"expected {name} to return values in [0, {self.highest}], got {int(out.min())} to {int(out.max())}; "
+                "mend it"
+            )
+        return out
+
+
+__all__ = ["DFlashStep", "iterate"]

@@ -1,0 +1,48 @@
+"""The notebooks run from top to bottom, and are committed as they ran: no error, all outputs, figures small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+
+FOLDER = Path(__file__).resolve().parents[2] / "demos" / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+MAX_BYTES = 300_000
+
+
+def images(book: nbformat.NotebookNode) -> int:
+    """Number of figures among the outputs."""
+    outputs = [output for cell in book.cells for output in cell.get("outputs", [])]
+    return sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+@pytest.mark.timeout(600)  # seconds on a free machine, minutes on a busy one
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = FOLDER.parents[1]
+    monkeypatch.setenv("PYTHONPATH", str(root / "src"))
+    committed = nbformat.read(path, as_version=4)
+    book = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(book, timeout=280, kernel_name="python3", resources={"metadata": {"path": root}}).execute()
+    assert images(book) == images(committed) > 0
+    shown = [[bool(cell.get("outputs")) for cell in one.cells] for one in (book, committed)]
+    assert shown[0] == shown[1]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebook_is_committed_as_it_ran(path: Path) -> None:
+    book = nbformat.read(path, as_version=4)
+    nbformat.validate(book)
+    code = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert not any(output.output_type == "error" for cell in code for output in cell.outputs)
+    assert path.stat().st_size < MAX_BYTES
+
+
+def test_both_notebooks_are_there() -> None:
+    assert [path.name for path in NOTEBOOKS] == ["01_quickstart.ipynb", "02_inside_a_block.ipynb"]

@@ -1,0 +1,294 @@
+"""The doctor finds nothing on the healthy pair, and on a damaged one exactly the damage; it changes nobody's model."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.cli.doctor import read_prompts
+from dflash_hf.evaluation import doctor as doctor_module
+from dflash_hf.evaluation.doctor import Diagnosis, diagnose, write_answers
+from dflash_hf.evaluation.harness import encode_prompt
+from dflash_hf.evaluation.probe import Measurement, Probe, Setup, variant
+from dflash_hf.target import find_target
+from dflash_hf.training.data import Example
+
+TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
+NEW = 80
+
+
+@cache
+def pair() -> tuple[PreTrainedModel, DFlashDraftModel, PreTrainedTokenizerBase]:
+    target = AutoModelForCausalLM.from_pretrained(TOY / "target")
+    return target, DFlashDraftModel.from_pretrained(TOY / "draft"), AutoTokenizer.from_pretrained(TOY / "target")
+
+
+@cache
+def held_out() -> list[Any]:
+    return read_prompts(TOY / "held_out.jsonl")[::6]
+
+
+ANSWERS: dict[str, list[Example]] = {}
+
+
+@pytest.fixture(autouse=True)
+def answers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's answers do not depend on the draft: they are written once for all tests."""
+
+    def remembered(model: PreTrainedModel, inputs: list[dict[str, torch.Tensor]], limit: int) -> list[Example]:
+        if model is not pair()[0]:
+            return write_answers(model, inputs, limit)
+        key = str(([row["input_ids"].tolist() for row in inputs], limit))
+        if key not in ANSWERS:
+            ANSWERS[key] = write_answers(model, inputs, limit)
+        return ANSWERS[key]
+
+    monkeypatch.setattr(doctor_module, "write_answers", remembered)
+
+
+def examine(draft: DFlashDraftModel, target: PreTrainedModel | None = None, few: bool = False) -> Diagnosis:
+    """Examines on eight answers, or, where a difference is plain to see, on three short ones."""
+    prompts, limit = (held_out()[:3], 32) if few else (held_out(), NEW)
+    return diagnose(target or pair()[0], draft, pair()[2], prompts, max_new_tokens=limit)
+
+
+def names(diagnosis: Diagnosis) -> list[str]:
+    return [check.name for check in diagnosis.findings]
+
+
+def test_the_healthy_pair_has_no_findings_and_stays_as_it_is() -> None:
+    target, draft, _ = pair()
+    weights = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    config, attention, stats = draft.config.to_dict(), target.config._attn_implementation, draft.last_stats
+    diagnosis = examine(draft)
+    assert names(diagnosis) == []
+    assert diagnosis.acceptance_length > 6
+    assert draft.config.to_dict() == config
+    assert target.config._attn_implementation == attention
+    assert draft.last_stats is stats
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in draft.state_dict().items())
+    assert not any(layer._forward_hooks for layer in target.model.layers)
+    status = {check.name: check.status for check in diagnosis.checks}
+    assert status == {
+        "vocabulary": "ok",
+        "weights": "ok",
+        "tap_offset": "ok",
+        "mask_token": "ok",
+        "causality": "ok",
+        "sliding_window": "skipped",
+        "rope": "ok",
+        "dtype": "ok",
+        "chat_template": "ok",
+        "thinking": "skipped",
+        "other_target": "ok",
+    }
+    assert json.loads(json.dumps(diagnosis.to_dict()))["healthy"] is True
+
+
+def test_what_is_measured_is_what_generate_does() -> None:
+    """The walked acceptance of a variant is `generate`'s own with that variant as the draft."""
+    target, draft, tokenizer = pair()
+    inputs = [encode_prompt(tokenizer, prompt, target.device) for prompt in held_out()[:3]]
+    probe = Probe(find_target(target), draft, write_answers(target, inputs, NEW))
+    for fields in ({}, {"mask_token_id": 1}, {"is_causal": True}, {"target_layer_ids": [0, 3, 5, 8]}):
+        changed = variant(draft, Setup(fields=fields))
+        committed: list[int] = []
+        for row in inputs:
+            target.generate(**row, max_new_tokens=NEW, do_sample=False, assistant_model=changed)
+            committed += changed.last_stats.num_committed[0]
+        setup = Setup(fields=fields) if "target_layer_ids" not in fields else Setup(tap_shift=-1)
+        assert probe.walked(setup) == pytest.approx(sum(committed) / len(committed)), fields
+
+
+def fields(**changes: Any) -> Callable[[DFlashDraftModel], DFlashDraftModel]:
+    return lambda draft: variant(draft, Setup(fields=changes))
+
+
+def reset(*modules: str) -> Callable[[DFlashDraftModel], DFlashDraftModel]:
+    def damage(draft: DFlashDraftModel) -> DFlashDraftModel:
+        for name in modules:
+            draft.get_submodule(name).weight.data.fill_(1.0)
+        return draft
+
+    return damage
+
+
+def fill(name: str, value: float) -> Callable[[DFlashDraftModel], DFlashDraftModel]:
+    def damage(draft: DFlashDraftModel) -> DFlashDraftModel:
+        draft.get_parameter(name).data[:].fill_(value)
+        return draft
+
+    return damage
+
+
+SLIDING = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 8}
+DAMAGE: dict[str, tuple[Callable[[DFlashDraftModel], DFlashDraftModel], str, str]] = {
+    "taps one too low": (fields(target_layer_ids=[0, 3, 5, 8]), "tap_offset", "target_layer_ids to [1, 4, 6, 9]"),
+    "taps one too high": (fields(target_layer_ids=[2, 5, 7, 10]), "tap_offset", "target_layer_ids to [1, 4, 6, 9]"),
+    "another mask": (fields(mask_token_id=1), "mask_token", "mask_token_id to 3"),
+    "causal blocks": (fields(is_causal=True), "causality", "is_causal to [False, False, False]"),
+    "a window": (fields(**SLIDING), "sliding_window", "full_attention"),
+    "another theta": (
+        fields(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+        "rope",
+        "rope_parameters['rope_theta'] to 10000",
+    ),
+    "hidden_norm reset": (reset("hidden_norm"), "weights", "hidden_norm are ones everywhere"),
+    "layer norms reset": (
+        reset("layers.0.input_layernorm", "layers.1.self_attn.k_norm"),
+        "weights",
+        "layers.0.input_layernorm, layers.1.self_attn.k_norm are ones everywhere",
+    ),
+    "NaN": (fill("layers.1.mlp.up_proj.weight", float("nan")), "weights", "layers.1.mlp.up_proj.weight has NaN"),
+    "an empty projection": (fill("layers.2.self_attn.o_proj.weight", 0.0), "weights", "o_proj.weight is all zeros"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_each_damage_is_the_one_finding(damage: str) -> None:
+    break_it, name, words = DAMAGE[damage]
+    diagnosis = examine(break_it(copy.deepcopy(pair()[1])), few=name not in ("tap_offset", "causality"))
+    assert names(diagnosis) == [name], [check.sentence for check in diagnosis.findings]
+    assert words in f"{diagnosis.findings[0].sentence}; {diagnosis.findings[0].advice}"
+
+
+def test_two_mistakes_are_two_findings() -> None:
+    damaged = variant(pair()[1], Setup(fields={"mask_token_id": 1, "is_causal": True}))
+    assert sorted(names(examine(damaged))) == ["causality", "mask_token"]
+
+
+def test_a_draft_of_another_target_is_named() -> None:
+    """The same target in another basis: it writes the same texts, and its states mean something else."""
+    target, draft, _ = pair()
+    other = copy.deepcopy(target)
+    order = torch.randperm(192, generator=torch.Generator().manual_seed(0))
+    for name, tensor in other.named_parameters():
+        if tensor.dim() == 2 and "o_proj" not in name and "down_proj" not in name:
+            tensor.data = tensor.data[:, order]
+        elif "head_norm" not in name and tensor.shape[0] == 192 and "q_proj" not in name:
+            tensor.data = tensor.data[order]
+    ids = torch.arange(40)[None]
+    assert torch.allclose(other(ids).logits, target(ids).logits, atol=1e-3)
+    assert names(examine(draft, other, few=True)) == ["other_target"]
+
+
+def test_a_pair_that_does_not_fit_is_named_without_measuring() -> None:
+    draft = variant(pair()[1], Setup(fields={"num_target_layers": 24}))
+    diagnosis = examine(draft)
+    assert names(diagnosis) == ["other_target"]
+    assert "made for 24 layers" in diagnosis.findings[0].sentence
+    assert diagnosis.num_prompts == 0
+
+
+THINKING = (
+    "{%- for m in messages -%}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{%- endfor -%}"
+    "{{ '<|im_start|>assistant\n' }}{%- if enable_thinking | default(true) -%}{{ ':' * 12 }}{%- endif -%}"
+)
+
+
+@pytest.mark.parametrize(("default", "expected"), [("true", ["thinking"]), ("false", [])])
+def test_thinking_mode_is_named_where_the_draft_does_better_in_the_other_one(
+    default: str, expected: list[str]
+) -> None:
+    """A template whose thinking prefix leads the target away from the texts that the draft knows."""
+    target, draft, tokenizer = pair()
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = THINKING.replace("true", default)
+    diagnosis = diagnose(target, draft, other, held_out()[:3], max_new_tokens=32)
+    assert [name for name in names(diagnosis) if name == "thinking"] == expected
+    check = next(check for check in diagnosis.checks if check.name == "thinking")
+    assert check.measured["enable_thinking=False"] > check.measured["enable_thinking=True"]
+
+
+def test_the_chat_template_is_named_where_the_draft_does_better_without_it() -> None:
+    """A template that writes noise around prompts which are templated already."""
+    target, draft, tokenizer = pair()
+    other = copy.deepcopy(tokenizer)
+    texts = [
+        str(tokenizer.apply_chat_template(list(p), add_generation_prompt=True, tokenize=False)) for p in held_out()[:3]
+    ]
+    other.chat_template = "{{ messages[0]['content'] + ':' * 12 }}"
+    assert "chat_template" in names(diagnose(target, draft, other, texts, max_new_tokens=32))
+
+
+def test_vocabulary_that_does_not_fit_is_named() -> None:
+    target, draft, tokenizer = pair()
+    larger = copy.deepcopy(tokenizer)
+    larger.add_tokens([f"<extra{index}>" for index in range(1600 - len(tokenizer))])
+    found = diagnose(target, draft, larger, held_out()[:2], max_new_tokens=24)
+    assert "vocabulary" in names(found)
+    assert "1600 ids" in found.findings[0].sentence
+
+
+def test_a_gain_counts_only_when_it_is_clear() -> None:
+    base = Measurement((4.0, 5.0, 6.0, 5.0), (16, 16, 16, 8))
+    assert base.mean == pytest.approx((4 * 16 + 5 * 16 + 6 * 16 + 5 * 8) / 56)
+    assert not base.beats(base)
+    assert Measurement((4.5, 5.5, 6.5, 5.5), base.weights).beats(base)
+    assert not Measurement((4.1, 5.1, 6.1, 5.1), base.weights).beats(base), "below the margin"
+    assert not Measurement((9.0, 5.0, 6.0, 5.0), base.weights).beats(base), "one run of anchors is chance"
+    assert not Measurement((3.0, 4.0, 5.0, 4.0), base.weights).beats(base)
+    assert not Measurement((), ()).beats(Measurement((), ()))
+    assert not Measurement((9.0, 9.0), (16, 16)).beats(Measurement((2.0, 2.0), (16, 16))), "too few to tell"
+
+
+def run_doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dflash_hf.cli", "doctor", "--num-prompts", "2", "--max-new-tokens", "24", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(TOY.parents[1] / "src")},
+    )
+
+
+def test_the_command_prints_json_alone_and_says_by_its_status_how_it_went(tmp_path: Path) -> None:
+    run = run_doctor("--json", "--prompts", str(TOY / "held_out.jsonl"))
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["findings"] == []
+    damaged = variant(pair()[1], Setup(fields={"mask_token_id": 1}))
+    damaged.save_pretrained(tmp_path / "draft")
+    run = run_doctor("--draft", str(tmp_path / "draft"), "--prompts", str(TOY / "held_out.jsonl"))
+    assert run.returncode == 1, run.stderr
+    assert "set mask_token_id to 3" in " ".join(run.stdout.split())
+    run = run_doctor("--draft", str(tmp_path / "nowhere"), "--json")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "Traceback" not in run.stderr
+
+
+def test_prompt_files(tmp_path: Path) -> None:
+    text, rows = tmp_path / "p.txt", tmp_path / "p.jsonl"
+    text.write_text("one\n\ntwo\n")
+    assert read_prompts(text) == ["one", "two"]
+    rows.write_text('{"prompt": "one"}\n{"messages": [{"role": "user", "content": "two"}], "answer": "x"}\n')
+    assert read_prompts(rows) == ["one", [{"role": "user", "content": "two"}]]
+    for content, message in (("", "got none"), ("{", "line 1"), ('{"answer": "x"}', "expected messages or prompt")):
+        rows.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            read_prompts(rows)
+
+
+def test_a_draft_that_predicts_from_its_anchor_is_not_measured() -> None:
+    target, draft, tokenizer = pair()
+    with pytest.raises(ValueError, match="got sample_from_anchor=True"):
+        diagnose(target, variant(draft, Setup(fields={"sample_from_anchor": True})), tokenizer)
+
+
+def test_without_template_and_prompts_there_is_nothing_to_measure_on() -> None:
+    target, draft, tokenizer = pair()
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    with pytest.raises(ValueError, match="expected prompts for a tokenizer without a chat template"):
+        diagnose(target, draft, bare)
