@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from dflash_hf.attention import RaggedBlock
 
@@ -102,6 +102,31 @@ class RaggedLayer(CacheLayerMixin):
             self._views = (self.key_buffer[:, :extent].transpose(1, 2), self.value_buffer[:, :extent].transpose(1, 2))
         return self._views
 
+    def read_rows(self, positions_BC: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns copies of the keys and values at the given indices: `[B, G, C, E]`, zeros where there are none.
+
+        There are none at negative indices, and in a ring none that the row's newest given index no longer sees.
+
+        Args:
+            positions_BC (`torch.Tensor` of shape `[B, C]`, int64): Indices in each row; they must have been written.
+        """
+        positions = positions_BC.to(self.key_buffer.device)
+        missing = positions < 0
+        if self.shape.window is not None:
+            missing = missing | (positions <= positions.amax(dim=1, keepdim=True) - self.shape.window)
+        rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
+        slots = positions.clamp_min(0) % self.ring
+        keys, values = (
+            buffer[rows, slots].masked_fill_(missing[:, :, None, None], 0).transpose(1, 2)
+            for buffer in (self.key_buffer, self.value_buffer)
+        )
+        return keys, values
+
+    def release(self) -> None:
+        """Drops the buffers; nothing can be read or written afterwards."""
+        self.key_buffer = self.value_buffer = torch.empty(0)
+        self._rows, self._views = (self.key_buffer, self.value_buffer), None
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Does nothing: the buffers exist from the start."""
 
@@ -147,13 +172,16 @@ class RaggedCache(Cache):
         self.block: RaggedBlock | None = None
 
     @classmethod
-    def take_prefill(cls, prefill: Cache, positions_BS: Tensor, max_length: int, block: int) -> RaggedCache:
+    def take_prefill(
+        cls, prefill: Cache, positions_BS: Tensor, max_length: int, block: int, keep: bool = False
+    ) -> RaggedCache:
         """Moves an ordinary prefill cache in, row by row without its padding, emptying it layer by layer.
 
         Args:
             prefill (`Cache`): What the target filled, left-padded; each layer is released once it is copied.
             positions_BS (`torch.Tensor` of shape `[B, S]`, int64): Index of each prompt token, negative for padding.
             max_length, block: See the class.
+            keep (`bool`): Copy only: `prefill` stays as it is.
 
         Raises:
             ValueError: If a layer is not an attention layer with keys and values.
@@ -167,7 +195,9 @@ class RaggedCache(Cache):
                     f"expected keys and values in every layer of the prefill cache, got {type(source).__name__} in "
                     f"layer {index}; this target has a layer without its own K/V and is not supported"
                 )
-            window = getattr(source, "sliding_window", None) if source.is_sliding else None
+            keys, values = stored_columns(source)
+            # One that records its past wants all of it back.
+            window = None if getattr(source, "record_past", False) else layer_window(source)
             shape = LayerShape(
                 num_heads=keys.shape[1], key_size=keys.shape[3], value_size=values.shape[3], window=window
             )
@@ -185,8 +215,9 @@ class RaggedCache(Cache):
             positions = positions_BS[:, -keys.shape[2] :].to(keys.device)
             layer.write_rows(keys.transpose(1, 2), values.transpose(1, 2), positions)
             cache.layers.append(layer)
-            source.keys = source.values = None
-            source.is_initialized = False
+            if not keep:
+                source.keys = source.values = None
+                source.is_initialized = False
             del keys, values
         if cache is None:
             raise ValueError("expected a prefill cache with layers, got an empty one; does the target use its cache?")
@@ -228,4 +259,24 @@ class RaggedCache(Cache):
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
 
-__all__ = ["LayerShape", "RaggedCache", "RaggedLayer"]
+def stored_columns(layer: Any) -> tuple[Tensor, Tensor]:
+    """Returns the columns that an initialised layer of an ordinary cache holds: `[B, G, n, E]`, the newest `n`.
+
+    A static layer's buffer may be longer than what it holds. Reads its length on the host.
+    """
+    if not isinstance(layer, StaticLayer):
+        return layer.keys, layer.values
+    assert layer.keys is not None
+    assert layer.values is not None
+    num = min(int(layer.get_seq_length()), layer.max_cache_len)
+    return layer.keys[:, :, :num], layer.values[:, :, :num]
+
+
+def layer_window(layer: Any) -> int | None:
+    """Returns how many tokens, the query included, a layer of an ordinary cache is for; `None` is all of them."""
+    if not layer.is_sliding:
+        return None
+    return layer.max_cache_len if isinstance(layer, StaticLayer) else getattr(layer, "sliding_window", None)
+
+
+__all__ = ["LayerShape", "RaggedCache", "RaggedLayer", "layer_window", "stored_columns"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli.demo import read_prompts
@@ -49,6 +49,22 @@ def test_the_pair_is_small_float32_and_stored_in_16_bits() -> None:
     assert size <= 16 * 2**20
     assert draft.config.block_size == 16
     assert draft.config.mask_token_id == tokenizer.mask_token_id
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_going_on_from_a_kept_cache_accepts_what_it_accepts_without(rows: int) -> None:
+    target, draft, _ = pair()
+    inputs = batch_of(prompts(1)[:rows])
+    cache = DynamicCache(config=target.config)
+    settings = {"do_sample": False, "assistant_model": draft}
+    ids = target.generate(**inputs, **settings, max_new_tokens=20, past_key_values=cache)
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(ids[:, -20:])], dim=1)
+    whole = {"input_ids": ids, "attention_mask": mask}
+    plain = target.generate(**whole, **settings, max_new_tokens=60)
+    committed = draft.last_stats.num_committed
+    assert draft.last_stats.acceptance_length > 5
+    assert torch.equal(target.generate(**whole, **settings, max_new_tokens=60, past_key_values=cache), plain)
+    assert draft.last_stats.num_committed == committed
 
 
 def test_every_answer_is_identical_and_acceptance_is_above_the_floors() -> None:

@@ -6,10 +6,16 @@ import torch
 from dflash_hf.training.anchors import Anchors, BlockMaskRule, all_anchors, sample_anchors, valid_anchors
 from dflash_hf.training.collators import Batch
 
-KINDS = [(None, False), (None, True), (3, True), (3, False), (8, True), (8, False), (1, False)]
+# (window, causal, from_anchor)
+KINDS = [
+    *((window, causal, False) for window, causal in [(None, False), (None, True), (3, True), (3, False), (8, True)]),
+    *((8, False, False), (1, False, False), (3, True, True), (3, False, True), (1, True, True)),
+]
 
 
-def defined_mask(real: list[bool], anchors: list[int], block: int, window: int | None, causal: bool) -> torch.Tensor:
+def defined_mask(
+    real: list[bool], anchors: list[int], block: int, window: int | None, causal: bool, from_anchor: bool
+) -> torch.Tensor:
     """Mask `[A * K, S + A * K]` of one row, straight from the definition."""
     num_context, num_queries = len(real), len(anchors) * block
     mask = torch.zeros(num_queries, num_context + num_queries, dtype=torch.bool)
@@ -17,18 +23,20 @@ def defined_mask(real: list[bool], anchors: list[int], block: int, window: int |
         block_of_query, offset = divmod(query, block)
         anchor = anchors[block_of_query]
         for column in range(num_context):
-            near = window is None or anchor + offset - column < window
+            near = window is None or (
+                anchor + offset - column < window if not from_anchor else column >= anchor - window
+            )
             mask[query, column] = real[column] and column < anchor and near
         for other in range(num_queries):
             block_of_key, key_offset = divmod(other, block)
             if block_of_key != block_of_query or (causal and key_offset > offset):
                 continue
-            mask[query, num_context + other] = window is None or abs(offset - key_offset) < window
+            mask[query, num_context + other] = window is None or from_anchor or abs(offset - key_offset) < window
     return mask
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_mask_equals_the_definition(kind: tuple[int | None, bool], batch: Batch) -> None:
+def test_mask_equals_the_definition(kind: tuple[int | None, bool, bool], batch: Batch) -> None:
     anchors = sample_anchors(batch.loss_mask, 4, 5, torch.Generator().manual_seed(0))
     assert not anchors.keep.all(), "no row with a missing anchor: the case is not covered"
     mask = BlockMaskRule(batch.attention_mask, anchors).dense(kind)
@@ -40,7 +48,7 @@ def test_mask_equals_the_definition(kind: tuple[int | None, bool], batch: Batch)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_flex_mask_is_the_dense_one(kind: tuple[int | None, bool], batch: Batch) -> None:
+def test_flex_mask_is_the_dense_one(kind: tuple[int | None, bool, bool], batch: Batch) -> None:
     anchors = sample_anchors(batch.loss_mask, 4, 5, torch.Generator().manual_seed(0))
     rule = BlockMaskRule(batch.attention_mask, anchors)
     block_mask, dense = rule.block_mask(kind), rule.dense(kind)
@@ -90,7 +98,7 @@ def test_rows_without_any_anchor_are_kept_empty() -> None:
     for anchors in (sample_anchors(loss_mask, 3, 4), all_anchors(loss_mask, 4)):
         assert anchors.indices.shape == (2, 1)
         assert not anchors.keep.any()
-        mask = BlockMaskRule(torch.ones(2, 5, dtype=torch.bool), anchors).dense((None, False))
+        mask = BlockMaskRule(torch.ones(2, 5, dtype=torch.bool), anchors).dense((None, False, False))
         assert not mask[..., :5].any()
 
 

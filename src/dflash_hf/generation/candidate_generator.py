@@ -68,6 +68,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.block_ids = torch.full(
             (batch, block_size), draft.config.mask_token_id, dtype=torch.long, device=self.device
         )
+        # Per row, the first index that there is context for [B]; the draft counts from there. None: from 0.
+        self.offset: Tensor | None = None
         self._context: tuple[Tensor, RaggedBlock] | None = None
         self._seen = 0
         self._pending: Tensor | None = None
@@ -81,7 +83,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """
         draft = self.draft
         states = context_hidden_states.to(self.device, draft.dtype)
-        draft.write_prompt(states, positions.to(self.device), self.cache)
+        own = positions if self.offset is None else positions - self.offset[:, None]
+        draft.write_prompt(states, own.to(self.device), self.cache)
 
     def observe_block(self, context_hidden_states: Tensor, block: RaggedBlock) -> None:
         """Takes the context of a verified block, rejected rows included; the next draft forward writes it.
@@ -91,7 +94,15 @@ class DFlashCandidateGenerator(CandidateGenerator):
             block (`RaggedBlock`): The block that was verified.
         """
         states = context_hidden_states.to(self.device, self.draft.dtype)
-        self._context = (states, block.on(self.device))
+        self._context = (states, self._on_draft(block))
+
+    def flush(self) -> None:
+        """Writes the context that waits for the next draft forward, where there will be none."""
+        if self._context is None:
+            return
+        (states, block), self._context = self._context, None
+        self.cache.begin(block)
+        self.draft.write_context(states, self.cache)
 
     def propose(self, state: DecodeState, block: RaggedBlock) -> None:
         """Drafts a block in one forward and writes `state.proposals` (and `draft_probs` under rejection).
@@ -103,7 +114,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if self.verify_width < 2:
             return
         draft, device = self.draft, state.block.device
-        self.cache.begin(block.on(self.device))
+        self.cache.begin(self._on_draft(block))
         self.block_ids[:, 0] = state.anchor
         noise_embeds = draft.embed(self.block_ids.to(device), self.target.embedding)
         context, self._context = self._context, None
@@ -194,6 +205,12 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def collect(self, context_hidden_states: Tensor) -> None:
         """Keeps the tapped states of the target's last forward for `get_candidates`; a sink for [`taps.Taps`]."""
         self._pending = context_hidden_states
+
+    def _on_draft(self, block: RaggedBlock) -> RaggedBlock:
+        """The same block, counted on the draft's device and from where its context begins."""
+        if self.offset is not None:
+            block = RaggedBlock(block.lengths - self.offset, block.width, block.bound)
+        return block.on(self.device)
 
 
 __all__ = ["DFlashCandidateGenerator"]

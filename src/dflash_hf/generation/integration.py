@@ -24,10 +24,11 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dflash_hf.checkpoints import explain_foreign_draft
 from dflash_hf.devices import execution_devices
+from dflash_hf.generation.kept_cache import check_cache
 from dflash_hf.generation.loop import decode
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target import check_pair, check_target, find_target
+from dflash_hf.target import Target, check_pair, check_target, find_target
 
 _MARK = "_dflash_original"
 # Its methods are typed for models only; here the class itself is changed.
@@ -132,14 +133,20 @@ def _prepare(model: Any, draft: DFlashDraftModel, arguments: dict[str, Any]) -> 
         )
     knobs.validate_knobs(draft.config.block_size, draft.config.sample_from_anchor)
     _check_settings(model, config, arguments)
-    _check_inputs(arguments, model_kwargs)
+    _check_inputs(target, config, arguments, model_kwargs)
     if config.token_healing:
         _heal_tokens(model, arguments)
     if config.stop_strings is not None:
         _add_stop_strings(config, arguments)
     arguments.pop("tokenizer", None)
-    # The streamer goes both ways: `generate` puts the prompt into it, `decode` the rest.
-    arguments["custom_generate"] = functools.partial(decode, draft=draft, streamer=arguments.get("streamer"))
+    # The streamer goes both ways: `generate` puts the prompt into it, `decode` the rest. The cache goes as an argument
+    # and says here that it is the caller's, not one that `generate` prepared.
+    arguments["custom_generate"] = functools.partial(
+        decode,
+        draft=draft,
+        streamer=arguments.get("streamer"),
+        given_cache=model_kwargs.get("past_key_values"),
+    )
     return arguments
 
 
@@ -200,18 +207,16 @@ def _check_settings(model: Any, config: GenerationConfig, arguments: dict[str, A
             raise ValueError(f"expected {expected} with a DFlash draft, got {got!r}; {reason}; or drop the draft")
 
 
-def _check_inputs(arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
+def _check_inputs(
+    target: Target, config: GenerationConfig, arguments: dict[str, Any], model_kwargs: dict[str, Any]
+) -> None:
     """Refuses prompts that cannot be decoded.
 
     Raises:
-        ValueError: On an empty prompt or row, or a cache passed in.
+        ValueError: On an empty prompt or row, or a cache that cannot be gone on from.
     """
     given = arguments.get("inputs")
     ids = given if given is not None else model_kwargs.get("input_ids")
-    if model_kwargs.get("past_key_values") is not None:
-        raise ValueError(
-            "expected no past_key_values with a DFlash draft, got a cache; pass the whole conversation instead"
-        )
     embeds = model_kwargs.get("inputs_embeds")
     name, prompt, dims = ("input_ids", ids, 2) if embeds is None else ("inputs_embeds", embeds, 3)
     if not isinstance(prompt, torch.Tensor) or prompt.dim() != dims or prompt.numel() == 0:
@@ -220,11 +225,13 @@ def _check_inputs(arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> No
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.dim() == 2 and bool((mask.sum(dim=-1) == 0).any()):
         raise ValueError("expected at least one real token in every row, got an attention_mask row of zeros; fill it")
-    if mask is not None and mask.dim() == 2 and bool((mask[:, 1:] < mask[:, :-1]).any()):
+    if mask is not None and mask.dim() == 2 and bool((mask[:, -1] == 0).any()):
         raise ValueError(
-            "expected left-padded prompts, got an attention_mask with zeros after ones; "
+            "expected left-padded prompts, got an attention_mask with a zero in its last column; "
             "tokenize with padding_side='left'"
         )
+    num_rows = prompt.shape[0] * (config.num_return_sequences or 1)
+    check_cache(model_kwargs.get("past_key_values"), target, num_rows, prompt.shape[1], mask)
 
 
 def _heal_tokens(model: Any, arguments: dict[str, Any]) -> None:

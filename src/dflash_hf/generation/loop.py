@@ -7,17 +7,23 @@ tensors on the host, once per step.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dflash_hf.attention import RaggedBlock
@@ -26,10 +32,12 @@ from dflash_hf.devices import eagerly
 from dflash_hf.generation import steps
 from dflash_hf.generation.acceptance import choose
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
+from dflash_hf.generation.kept_cache import KeptCache
 from dflash_hf.generation.lockstep import Lockstep
 from dflash_hf.generation.noise import new_key
 from dflash_hf.generation.outputs import DFlashGenerateOutput, Recorder
 from dflash_hf.generation.processors import BlockProcessors
+from dflash_hf.generation.prompts import extra_inputs, position_delta, prompt_positions, run_prefill
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import SpeculativeStats
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -53,6 +61,7 @@ class Run:
     lockstep: Lockstep | None
     longest: int
     extra: dict[str, Any]
+    kept: KeptCache | None = None
     finished: bool = False
 
     def next_blocks(self) -> tuple[RaggedBlock, RaggedBlock]:
@@ -76,6 +85,7 @@ def decode(
     *,
     draft: DFlashDraftModel,
     streamer: BaseStreamer | None = None,
+    given_cache: Cache | None = None,
     **model_kwargs: Any,
 ) -> DFlashGenerateOutput | torch.LongTensor:
     """Decodes with a draft; called by `generate` through `custom_generate` with everything prepared.
@@ -86,6 +96,7 @@ def decode(
         logits_processor, stopping_criteria, generation_config: As `generate` prepared them.
         draft (`DFlashDraftModel`): The draft; `draft.generation_config` holds its knobs.
         streamer (`BaseStreamer`, *optional*): Gets every accepted run; `generate` has put the prompt.
+        given_cache (`Cache`, *optional*): `past_key_values` that the caller passed; advanced in place.
         model_kwargs: Forwarded to the target's prefill.
 
     Returns:
@@ -95,21 +106,37 @@ def decode(
     target = find_target(model)
     given_on, device = input_ids.device, target.device
     input_ids = cast(torch.LongTensor, input_ids.to(device))
-    with eagerly(model, draft):
+    kept = KeptCache.find(target, given_cache, bool(generation_config.return_dict_in_generate))
+    with eagerly(model, draft), nullcontext() if kept is None else kept.restored_on_error():
         run = prefill(
-            target, input_ids, logits_processor, stopping_criteria, generation_config, draft, streamer, model_kwargs
+            target,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            draft,
+            streamer,
+            model_kwargs,
+            kept,
         )
         try:
             with torch.inference_mode() if target.takes_inference_mode else torch.no_grad():
                 advance(run)
         finally:
             draft.last_stats = run.stats
+        sequences = _sequences(run.state, generation_config)
+        keep(run, sequences)
     if streamer is not None:
         streamer.end()
-    sequences = cast(torch.LongTensor, _sequences(run.state, generation_config).to(given_on))
+    sequences = cast(torch.LongTensor, sequences.to(given_on))
     if not generation_config.return_dict_in_generate:
         return sequences
-    return DFlashGenerateOutput(sequences=sequences, speculative=run.stats, **run.recorder.collected())
+    return DFlashGenerateOutput(
+        sequences=sequences,
+        past_key_values=None if kept is None else kept.cache,
+        speculative=run.stats,
+        **run.recorder.collected(),
+    )
 
 
 def prefill(
@@ -121,10 +148,11 @@ def prefill(
     draft: DFlashDraftModel,
     streamer: BaseStreamer | None,
     model_kwargs: dict[str, Any],
+    kept: KeptCache | None = None,
 ) -> Run:
     """Runs the target over the prompts with taps on, moves its cache into the ragged one, commits the first token.
 
-    Arguments as [`decode`]. Reads lengths on the host.
+    Arguments as [`decode`]; `kept` is the cache that [`keep`] will advance. Reads lengths on the host.
 
     Raises:
         ValueError: If the run would cross a boundary of the target's RoPE.
@@ -134,12 +162,11 @@ def prefill(
     pad = generation_config._pad_token_tensor
     processors = BlockProcessors(logits_processor, 0 if pad is None else int(pad))
     block_size, width, rule = _widths_and_rule(draft, generation_config, processors)
-    positions = _prompt_positions(input_ids, model_kwargs)
-    # Plain `generate` looks at the limit after a token, so there is always one.
-    limit = max(1, _max_length(stopping_criteria, generation_config) - input_ids.shape[1])
-    longest = int(positions[:, -1].max()) + 1
-    check_length(target, longest, positions.shape[1] + limit + width - 1)
-    position_delta = _position_delta(model_kwargs, positions)
+    positions = prompt_positions(target, input_ids, generation_config, model_kwargs)
+    limit = _limit(stopping_criteria, generation_config, input_ids.shape[1])
+    longest, past = int(positions[:, -1].max()) + 1, 0 if kept is None else kept.past
+    check_length(target, min(longest, past or longest), positions.shape[1] + limit + width - 1)
+    delta = position_delta(model_kwargs, positions)
     generator = DFlashCandidateGenerator(
         draft,
         target,
@@ -150,13 +177,15 @@ def prefill(
         batch=input_ids.shape[0],
         max_length=longest + limit + max(block_size, width),
     )
-    outputs, cache = _fill(generator, input_ids, generation_config, model_kwargs, positions, longest + limit + width)
+    if kept is not None:
+        kept.begin(generator, positions, limit)
+    outputs, cache = _fill(generator, input_ids, generation_config, model_kwargs, positions, longest + limit, kept)
     state = DecodeState.start(
         input_ids,
         lengths=positions[:, -1] + 1,
         limit=limit,
         width=width,
-        position_delta=position_delta,
+        position_delta=delta,
         eos_ids=_eos_ids(stopping_criteria, input_ids.device),
         key=new_key(input_ids.device) if generation_config.do_sample else None,
     )
@@ -182,7 +211,8 @@ def prefill(
         recorder=recorder,
         lockstep=Lockstep.if_needed(processors, criteria, streamer, state, [] if recorder.has_scores else None),
         longest=longest,
-        extra=_extra_inputs(model_kwargs),
+        extra=extra_inputs(model_kwargs),
+        kept=kept,
     )
     recorder.add_prefill(outputs)
     assert outputs.logits is not None
@@ -198,17 +228,19 @@ def _fill(
     model_kwargs: dict[str, Any],
     positions: Tensor,
     max_length: int,
+    kept: KeptCache | None,
 ) -> tuple[CausalLMOutputWithPast, RaggedCache]:
     """Runs Transformers' own prefill (the user's attention implementation, chunks, images) with taps on.
 
     The taps are projected to draft context chunk by chunk, so no feature tensor of the whole prompt is kept. Returns
-    the target's output (of the last chunk) and the ragged cache; the prefill's own cache is emptied.
+    the target's output (of the last chunk) and the ragged cache, with room for `max_length` tokens and a block; the
+    prefill's own cache is emptied, one passed in is not.
     """
     target, draft = generator.target, generator.draft
-    model: Any = target.model
+    given = kept.cache if kept is not None and kept.given else None
     # Whatever was prepared: a static, quantised or offloaded cache saves nothing, decoding has one of its own.
-    model_kwargs["past_key_values"] = DynamicCache(config=target.config)
-    seen = 0
+    model_kwargs["past_key_values"] = DynamicCache(config=target.config) if given is None else given
+    seen = past = 0 if kept is None else kept.past
 
     def sink(states: Tensor) -> None:
         nonlocal seen
@@ -217,21 +249,27 @@ def _fill(
 
     assert draft.config.target_layer_ids is not None
     with Taps(target.layers, draft.config.target_layer_ids, sink):
-        outputs = model._prefill(input_ids, generation_config, model_kwargs)
+        outputs = run_prefill(target, input_ids, generation_config, model_kwargs, past, positions.shape[1])
     if seen != positions.shape[1]:
         raise RuntimeError(
-            f"expected taps on {positions.shape[1]} prompt tokens, got {seen}; a compiled target runs no hooks that "
-            "are added later, use the model as it was before torch.compile"
+            f"expected taps on {positions.shape[1] - past} prompt tokens, got {seen - past}; a compiled target runs "
+            "no hooks that are added later, use the model as it was before torch.compile"
         )
     # Not always the one that was handed in: Phi-3 starts a new one for prompts beyond its first RoPE range.
     filled = outputs.past_key_values
     if filled is None:
         raise RuntimeError(
-            f"expected a cache from the prefill of {type(model).__name__}, got none; call target.eval(), gradient "
-            "checkpointing in training mode turns caches off"
+            f"expected a cache from the prefill of {type(target.model).__name__}, got none; call target.eval(), "
+            "gradient checkpointing in training mode turns caches off"
+        )
+    if given is not None and filled is not given:
+        raise ValueError(
+            f"expected {type(target.model).__name__} to go on with the cache passed in, got a new one from it (its "
+            "RoPE depends on the length); pass the whole conversation without past_key_values"
         )
     del model_kwargs["past_key_values"], outputs.past_key_values
-    cache = RaggedCache.take_prefill(filled, positions, max_length, generator.verify_width)
+    width = generator.verify_width
+    cache = RaggedCache.take_prefill(filled, positions, max_length + width, width, keep=given is not None)
     return outputs, cache
 
 
@@ -293,6 +331,24 @@ def step(run: Run, held: Taps | None = None) -> None:
     run.recorder.add(scores, logits, outputs.get("hidden_states"), _read(run))
     stats.draft_seconds += drafted - started
     stats.verify_seconds += time.perf_counter() - drafted
+
+
+def keep(run: Run, sequences: Tensor) -> None:
+    """Advances the cache that was passed in or asked for, if there is one, after the run has finished.
+
+    Args:
+        run (`Run`): Finished; it cannot go on afterwards.
+        sequences (`torch.Tensor` of shape `[B, columns + longest answer]`): What `generate` returns.
+    """
+
+    @torch.inference_mode()
+    def verify(blocks: Iterator[RaggedBlock]) -> None:
+        with _tapped(run) as taps:
+            for block in blocks:
+                _verify(run, block, taps)
+
+    if run.kept is not None:
+        run.stats.num_target_forwards += run.kept.finish(run.state, run.cache, run.generator, sequences, verify)
 
 
 @contextmanager
@@ -395,56 +451,11 @@ def _widths_and_rule(
     return block_size, width, rule
 
 
-def _prompt_positions(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
-    """Index of each prompt token in its row `[B, S]`, negative for padding.
-
-    Raises:
-        ValueError: If a row is padded anywhere but on the left, also in a mask that `generate` inferred from pad ids.
-    """
-    mask = model_kwargs.get("attention_mask")
-    if mask is None:
-        embeds = model_kwargs.get("inputs_embeds")
-        batch, columns = input_ids.shape if embeds is None else embeds.shape[:2]
-        return torch.arange(columns, device=input_ids.device).expand(batch, -1)
-    mask = mask.to(input_ids.device) != 0
-    if bool((mask[:, 1:] < mask[:, :-1]).any()):
-        raise ValueError(
-            "expected left-padded prompts, got padding after or between tokens (without an attention_mask every pad "
-            "token counts as padding); tokenize with padding_side='left' and pass attention_mask"
-        )
-    return (mask.long().cumsum(dim=1) - 1).masked_fill(~mask, -1)
-
-
-def _position_delta(model_kwargs: dict[str, Any], positions: Tensor) -> Tensor:
-    """Target position minus index, from the last prompt token: what plain decoding goes on counting from.
-
-    Raises:
-        ValueError: If the target's positions have several rows per token.
-    """
-    position_ids = model_kwargs.get("position_ids")
-    if position_ids is None:
-        return torch.zeros_like(positions[:, -1])
-    if position_ids.dim() != 2:
-        raise ValueError(
-            f"expected position_ids of shape [rows, tokens], got {tuple(position_ids.shape)}; M-RoPE targets are not "
-            "supported yet, drop assistant_model"
-        )
-    return position_ids[:, -1].to(positions.device) - positions[:, -1]
-
-
-def _extra_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What plain decoding hands to every forward besides ids, positions and cache: the caller's own keywords."""
-    per_token = {"attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
-    own = {"past_key_values", "use_cache", "logits_to_keep", "inputs_embeds", "return_dict"}
-    known = per_token | own | set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
-    return {name: value for name, value in model_kwargs.items() if name not in known and value is not None}
-
-
-def _max_length(criteria: StoppingCriteriaList, generation_config: GenerationConfig) -> int:
-    """Columns the output may reach, prompt included."""
-    return min(
-        [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)], default=int(generation_config.max_length)
-    )
+def _limit(criteria: StoppingCriteriaList, generation_config: GenerationConfig, num_columns: int) -> int:
+    """Tokens a row may generate after a prompt of `num_columns` columns."""
+    lengths = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
+    # Plain `generate` looks at the limit after a token, so there is always one.
+    return max(1, min(lengths, default=int(generation_config.max_length)) - num_columns)
 
 
 def _eos_ids(criteria: StoppingCriteriaList, device: torch.device) -> Tensor | None:
@@ -464,4 +475,4 @@ def _sequences(state: DecodeState, generation_config: GenerationConfig) -> torch
     return cast(torch.LongTensor, ids)
 
 
-__all__ = ["Run", "advance", "decode", "prefill"]
+__all__ = ["Run", "advance", "decode", "keep", "prefill"]

@@ -1,0 +1,404 @@
+"""Caches that outlive a call: `past_key_values` passed in or asked for, and the draft's context that goes with them.
+
+A cache passed in is filled by the prefill as plain `generate` fills it, and advanced at the end by what was decoded,
+through its own `update`; in between the run has a ragged copy. The draft's context is attached to the cache object, so
+that the next turn drafts as if it had seen the whole conversation. It says which columns it is for and keeps a sample
+of the cache's keys: where the cache has been changed since (cropped, advanced by something else), the sample differs.
+
+Shapes: `B` rows, `T` columns of the whole conversation, `P` of them in the cache at the start, `R` slots of a buffer.
+"""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+from transformers.utils import logging
+
+from dflash_hf.attention import RaggedBlock
+from dflash_hf.cache import RaggedCache, RaggedLayer, layer_window, stored_columns
+from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
+from dflash_hf.generation.state import DecodeState
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.positions import slot_positions
+from dflash_hf.target import Target
+
+SUPPORTED_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+
+logger: Any = logging.get_logger(__name__)
+# A name per draft object: a cache can be copied and pickled with its context, and keeps no draft alive.
+_names: weakref.WeakKeyDictionary[DFlashDraftModel, str] = weakref.WeakKeyDictionary()
+
+
+@dataclass(slots=True, kw_only=True)
+class DraftContext:
+    """A draft's context K/V over the columns of a cache, attached to it as `cache.dflash_context`.
+
+    Args:
+        draft (`str`): Name of the draft object that wrote it.
+        buffers (`list[tuple[torch.Tensor, torch.Tensor]]`): Keys and values per draft layer, `[B, R, G, E]`.
+        positions (`torch.Tensor` of shape `[B, C]`, int64): Index of each column's token, negative for padding.
+        offset (`torch.Tensor` of shape `[B]`, int64): First index that there is context for; the draft counts from it.
+        newest (`torch.Tensor` of shape `[B]`, int64): Highest index, as the draft counts, that was ever written to.
+        layer (`int`): Target layer that the sample is from.
+        sample (`torch.Tensor` of shape `[B, n, E]`): The first head's keys in the newest `n` of the `C` columns.
+    """
+
+    draft: str
+    buffers: list[tuple[Tensor, Tensor]]
+    positions: Tensor
+    offset: Tensor
+    newest: Tensor
+    layer: int
+    sample: Tensor
+
+    def repeated(self, rows: int) -> DraftContext | None:
+        """Returns it for a cache whose rows were repeated as `Cache.batch_repeat_interleave` does, or `None`."""
+        own = self.positions.shape[0]
+        if rows % own:
+            return None
+        times = rows // own
+        if times == 1:
+            return self
+
+        def wide(tensor: Tensor) -> Tensor:
+            return tensor.repeat_interleave(times, dim=0)
+
+        return DraftContext(
+            draft=self.draft,
+            buffers=[(wide(keys), wide(values)) for keys, values in self.buffers],
+            positions=wide(self.positions),
+            offset=wide(self.offset),
+            newest=wide(self.newest),
+            layer=self.layer,
+            sample=wide(self.sample),
+        )
+
+    def num_unchanged(self, cache: Cache) -> Tensor:
+        """Returns how many of the first columns of each row are as they were when this was attached: int64 `[B]`."""
+        device, past = self.positions.device, seq_length(cache)
+        now = _sample(cache, self.layer).to(self.sample.device)
+        first_now, first_then = past - now.shape[1], self.positions.shape[1] - self.sample.shape[1]
+        begin, end = max(first_now, first_then), min(past, self.positions.shape[1])
+        if begin >= end or now.shape[2] != self.sample.shape[2]:
+            return torch.zeros(self.positions.shape[0], dtype=torch.long, device=device)
+        now, then = now[:, begin - first_now : end - first_now], self.sample[:, begin - first_then : end - first_then]
+        # Keys depend on everything before them: where these are as they were, so are earlier ones that are gone.
+        num_same = (now == then).all(dim=-1).long().cumprod(dim=1).sum(dim=1).to(device)
+        return torch.where(num_same > 0, begin + num_same, 0)
+
+
+class KeptCache:
+    """The cache that a call leaves behind.
+
+    Args:
+        cache (`Cache`): To be advanced in place; one that is not `given` must be empty and is filled at the end.
+        given (`bool`): Whether it was passed in: the prefill then runs on it.
+    """
+
+    def __init__(self, cache: Cache, given: bool) -> None:
+        self.cache = cache
+        self.given = given
+        self.past = seq_length(cache)
+        self.positions = torch.empty(0, 0, dtype=torch.long)
+
+    @classmethod
+    def find(cls, target: Target, given: Cache | None, asked_for: bool) -> KeptCache | None:
+        """Returns what to keep of a call: the cache passed in, else one to be returned if that was asked for."""
+        if given is not None:
+            return cls(given, True)
+        return cls(DynamicCache(config=target.config), False) if asked_for else None
+
+    @contextmanager
+    def restored_on_error(self) -> Generator[None]:
+        """Leaves a cache passed in as it was if anything is raised, an interrupt included."""
+        before = [_snapshot(layer) for layer in self.cache.layers] if self.given else []
+        try:
+            yield
+        except BaseException:
+            if self.given:
+                del self.cache.layers[len(before) :]
+                for layer, (attributes, copies) in zip(self.cache.layers, before, strict=True):
+                    vars(layer).clear()
+                    vars(layer).update(attributes)
+                    for tensor, copy in copies:
+                        tensor.copy_(copy)
+            raise
+
+    def begin(self, generator: DFlashCandidateGenerator, positions: Tensor, limit: int) -> None:
+        """Writes the attached context into a draft's empty cache; rows without one begin at their first new token.
+
+        Args:
+            generator (`DFlashCandidateGenerator`): Its cache and `offset` are set.
+            positions (`torch.Tensor` of shape `[B, T]`, int64): Index of each column's token, negative for padding.
+            limit (`int`): Tokens a row may generate.
+
+        Raises:
+            ValueError: If a static cache has no room for that many.
+        """
+        self._check_room(generator.target, positions.shape[1] + limit - 1)
+        self.positions = positions
+        if not self.past:
+            return
+        past = positions[:, : self.past]
+        num_past = (past >= 0).sum(dim=1)
+        context, reason = self._find_context(generator, past.shape[0])
+        if context is None:
+            generator.offset = num_past
+        else:
+            usable = _usable_rows(context, generator, past, positions[:, -1] + 1, context.num_unchanged(self.cache))
+            if not bool(usable.all()):
+                reason = "the cache was changed since, or its columns now have other positions"
+            offset = context.offset.to(usable.device)
+            generator.offset = torch.where(usable, offset, num_past)
+            length = torch.where(usable, num_past - offset, 0)
+            _write_context(generator, context, length)
+        if reason:
+            logger.warning_once(
+                f"The draft's context of a cache passed in is left out, at least of some rows ({reason}): the draft "
+                "sees the new tokens only, and accepts less. The text is not affected."
+            )
+        if not bool(generator.offset.any()):
+            generator.offset = None
+
+    def finish(
+        self,
+        state: DecodeState,
+        ragged: RaggedCache,
+        generator: DFlashCandidateGenerator,
+        sequences: Tensor,
+        verify: Callable[[Iterator[RaggedBlock]], None],
+    ) -> int:
+        """Advances the cache by what was decoded and attaches the draft's context. The run is over then.
+
+        As after plain `generate`, there are columns for all tokens but the last one.
+
+        Args:
+            state (`DecodeState`): After the run; its `block` is overwritten.
+            ragged (`RaggedCache`): The run's; emptied layer by layer.
+            generator (`DFlashCandidateGenerator`): The run's.
+            sequences (`torch.Tensor` of shape `[B, columns + longest answer]`): What `generate` returns.
+            verify (callable): Runs the target over `state.block` wherever an iterator of blocks says.
+
+        Returns:
+            `int`: Forwards of the target that it took.
+        """
+        num_columns = int(state.num_new.max()) - 1
+        answer = torch.arange(num_columns, device=self.positions.device)
+        generator.flush()
+        num_forwards = -(-int((state.num_new.max() - state.num_new).max()) // state.block.shape[1])
+        if num_forwards:
+            verify(self._padding(state, generator, sequences, num_forwards))
+        positions = self.positions[:, -1:] + 1 + answer
+        new = torch.cat([self.positions, positions], dim=1)[:, seq_length(self.cache) :]
+        for index, layer in enumerate(ragged.layers):
+            assert isinstance(layer, RaggedLayer)
+            if new.shape[1]:
+                self.cache.update(*layer.read_rows(new), index)
+            layer.release()
+        # The draft has context for the token that ended a row, and for no padding after it.
+        positions = positions.masked_fill(answer >= state.num_new[:, None], -1)
+        self._attach_context(generator, torch.cat([self.positions, positions], dim=1))
+        return num_forwards
+
+    def _padding(
+        self, state: DecodeState, generator: DFlashCandidateGenerator, sequences: Tensor, num_forwards: int
+    ) -> Iterator[RaggedBlock]:
+        """Feeds rows that ended early what plain `generate` feeds them: their last token, then padding.
+
+        Plain decoding runs all rows until the last one has finished. Rows without anything to be fed run on behind
+        their end.
+        """
+        width = state.block.shape[1]
+        behind = state.num_new.max() - state.num_new
+        offsets = torch.arange(width, device=sequences.device)
+        for index in range(num_forwards):
+            fed = behind.clamp_max(index * width) + state.num_new - 1
+            columns = (state.columns + fed)[:, None] + offsets
+            state.block.copy_(sequences.gather(1, columns.clamp_max(sequences.shape[1] - 1)))
+            yield RaggedBlock(self.positions[:, -1] + 1 + fed, width)
+            if index == 0:
+                generator.flush()
+
+    def _attach_context(self, generator: DFlashCandidateGenerator, positions: Tensor) -> None:
+        """Attaches a draft's context to the cache; `positions` `[B, C]` are those that there is context for."""
+        holder: Any = self.cache
+        holder.dflash_context = None
+        if generator.verify_width < 2:  # it has drafted nothing and written nothing
+            return
+        lengths = (positions >= 0).sum(dim=1)
+        offset = torch.zeros_like(lengths) if generator.offset is None else generator.offset
+        full = [index for index, slides in enumerate(self.cache.is_sliding) if not slides]
+        layer = full[-1] if full else len(self.cache.layers) - 1
+        holder.dflash_context = DraftContext(
+            draft=_names.setdefault(generator.draft, uuid.uuid4().hex),
+            buffers=[(r.key_buffer, r.value_buffer) for r in generator.cache.layers if isinstance(r, RaggedLayer)],
+            positions=positions,
+            offset=offset,
+            # The draft's last blocks were written behind its context.
+            newest=lengths - offset + max(generator.block_size, generator.verify_width) - 1,
+            layer=layer,
+            sample=_sample(self.cache, layer).clone(),
+        )
+
+    def _check_room(self, target: Target, num_columns: int) -> None:
+        """Refuses a run that may need more columns than a static cache has."""
+        for layer, reference in zip(self.cache.layers, DynamicCache(config=target.config).layers, strict=False):
+            # A static sliding layer as long as the window forgets the rest as it should.
+            slides = isinstance(layer, StaticSlidingWindowLayer) and layer.max_cache_len == layer_window(reference)
+            if isinstance(layer, StaticLayer) and not slides and num_columns > layer.max_cache_len:
+                raise ValueError(
+                    f"expected a static cache with room for the longest answer ({num_columns} columns), got "
+                    f"max_cache_len={layer.max_cache_len}; make it longer or lower max_new_tokens"
+                )
+
+    def _find_context(self, generator: DFlashCandidateGenerator, rows: int) -> tuple[DraftContext | None, str]:
+        """The attached context, or why there is none."""
+        context = getattr(self.cache, "dflash_context", None)
+        if not isinstance(context, DraftContext):
+            return None, "none is attached: the cache was not advanced with a draft"
+        if context.draft != _names.get(generator.draft):
+            return None, "it is another draft's"
+        context = context.repeated(rows)
+        return (None, "the cache has other rows now") if context is None else (context, "")
+
+
+def check_cache(cache: object, target: Target, rows: int, num_ids: int, mask: Tensor | None) -> None:
+    """Refuses a cache that cannot be continued from, before any work.
+
+    Args:
+        cache (`Cache`, *optional*): `past_key_values` as given; `None` is fine.
+        target (`Target`): The target.
+        rows (`int`): Rows of the call, `num_return_sequences` included.
+        num_ids (`int`): Columns of the given `input_ids`.
+        mask (`torch.Tensor` of shape `[B, T]`, *optional*): The given attention mask.
+
+    Raises:
+        ValueError: On a cache or layer of a kind that cannot be read and advanced exactly, of another target, of
+            another number of rows, or with no new tokens beside it.
+    """
+    if cache is None:
+        return
+    offloading = getattr(cache, "offloading", None)
+    if not isinstance(cache, Cache) or type(cache).update is not Cache.update or offloading is not False:
+        kind = "an offloaded cache" if offloading else type(cache).__name__
+        raise ValueError(
+            f"expected past_key_values to be a DynamicCache or StaticCache on the target's device, got {kind}; use "
+            "one of those or drop assistant_model"
+        )
+    references = DynamicCache(config=target.config).layers
+    if len(cache.layers) != len(references) and (cache.layers or cache.layer_class_to_replicate is not DynamicLayer):
+        raise ValueError(
+            f"expected past_key_values with {len(references)} layers (the target's), got {len(cache.layers)}; pass a "
+            "cache that was made for this target"
+        )
+    for index, (layer, reference) in enumerate(zip(cache.layers, references, strict=False)):
+        if type(layer) not in SUPPORTED_LAYERS:
+            raise ValueError(
+                f"expected dynamic or static layers in past_key_values, got {type(layer).__name__} in layer {index}; "
+                "use a DynamicCache or drop assistant_model"
+            )
+        kept, window = layer_window(layer), layer_window(reference)
+        # A static layer that is shorter than the window is a matter of room: see `KeptCache.begin`.
+        shorter = isinstance(layer, StaticLayer) and window is not None and kept is not None and kept < window
+        if kept is not None and kept != window and not shorter:
+            raise ValueError(
+                f"expected layer {index} of past_key_values to keep {window or 'all'} tokens (the target's window), "
+                f"got {kept}; make the cache with config=model.config"
+            )
+    _check_columns(cache, rows, num_ids, mask)
+
+
+def _check_columns(cache: Cache, rows: int, num_ids: int, mask: Tensor | None) -> None:
+    """Compares a cache's rows and columns with those of the call."""
+    layers: list[Any] = cache.layers
+    keys = [layer.keys for layer in layers]
+    own = {tensor.shape[0] for tensor in keys if isinstance(tensor, Tensor) and tensor.dim() == 4}
+    if own - {rows}:
+        raise ValueError(
+            f"expected past_key_values with {rows} rows (input_ids times num_return_sequences), got {sorted(own)}; "
+            "call cache.batch_repeat_interleave"
+        )
+    lengths = {int(layer.get_seq_length()) for layer in layers}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"expected past_key_values with as many columns in every layer, got {sorted(lengths)}; it comes from a "
+            "forward that was interrupted, start from a new one"
+        )
+    past = seq_length(cache)
+    num_columns = num_ids if mask is None or mask.shape[1] == num_ids else past + num_ids
+    if past and (num_columns <= past or (mask is not None and mask.shape[1] != num_columns)):
+        width = "no attention_mask" if mask is None else f"an attention_mask of {mask.shape[1]}"
+        raise ValueError(
+            f"expected input_ids of the whole conversation (more than the {past} columns of past_key_values), or the "
+            f"new tokens with an attention_mask over all, got {num_ids} columns with {width}; pass one of the two"
+        )
+
+
+def seq_length(cache: Cache) -> int:
+    """Returns the number of columns in a cache, read on the host."""
+    return int(cache.get_seq_length())
+
+
+def _snapshot(layer: Any) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
+    """A layer's attributes, and copies of those tensors that an update changes in place."""
+    attributes = dict(vars(layer))
+    volatile: list[Tensor] = []
+    if isinstance(layer, StaticLayer):
+        # Of a full layer, what lies beyond its length is scratch.
+        names = ("keys", "values") if isinstance(layer, StaticSlidingWindowLayer) else ()
+        volatile = [attributes[name] for name in ("cumulative_length", *names) if attributes[name] is not None]
+    return attributes, [(tensor, tensor.clone()) for tensor in volatile]
+
+
+def _sample(cache: Cache, layer: int) -> Tensor:
+    """The first head's keys in the newest columns of a layer `[B, n, E]`."""
+    return stored_columns(cache.layers[layer])[0][:, 0]
+
+
+def _usable_rows(
+    context: DraftContext, generator: DFlashCandidateGenerator, past: Tensor, anchor: Tensor, num_same: Tensor
+) -> Tensor:
+    """Says which rows can go on with an attached context: bool `[B]`.
+
+    Those whose real columns are as they were and have the indices they had, and of whose context no ring has lost
+    anything that the next block sees, which begins at index `anchor` `[B]`.
+    """
+    device = past.device
+    num_columns, offset = past.shape[1], context.offset.to(device)
+    then = torch.full_like(past, -2)
+    shared = min(num_columns, context.positions.shape[1])
+    then[:, :shared] = context.positions[:, :shared].to(device)
+    same = (then == past) & (torch.arange(num_columns, device=device) < num_same.to(device)[:, None])
+    # Padding needs no context, and neither does what the draft had none of before.
+    usable = (same | (past < 0) | (past < offset[:, None])).all(dim=1)
+    usable = usable & ((past >= 0).sum(dim=1) >= offset)
+    newest = context.newest.to(device)
+    for (keys, _), shape in zip(context.buffers, generator.draft.cache_shapes(), strict=True):
+        if shape.window is not None:
+            # Where a window counts from the anchor it reaches `window` tokens back, elsewhere one less.
+            oldest = (anchor - offset - shape.window).clamp_min(0)
+            usable = usable & (oldest > newest - keys.shape[1])
+    return usable
+
+
+def _write_context(generator: DFlashCandidateGenerator, context: DraftContext, length: Tensor) -> None:
+    """Copies the first `length` `[B]` tokens of an attached context into a draft's cache."""
+    device = generator.device
+    length, newest = length.to(device)[:, None], context.newest.to(device)[:, None]
+    for index, (keys, values) in enumerate(context.buffers):
+        ring = keys.shape[1]
+        positions = slot_positions(newest, torch.arange(ring, device=device), ring)
+        positions = positions.masked_fill(positions >= length, -1)
+        generator.cache.write_rows(index, keys.to(device), values.to(device), positions)
+
+
+__all__ = ["DraftContext", "KeptCache", "check_cache", "seq_length"]

@@ -1,0 +1,115 @@
+"""What `generate` prepared of the prompts: their positions, the prefill's inputs, and what every forward gets."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+
+from dflash_hf.target import Target
+
+# Inputs of a forward that go along with the tokens, column by column.
+PER_TOKEN = {"attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+
+
+def run_prefill(
+    target: Target,
+    input_ids: torch.LongTensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    past: int,
+    num_columns: int,
+) -> Any:
+    """Runs `GenerationMixin._prefill` over the columns that the cache does not have yet.
+
+    Older Transformers cut a continued conversation into chunks as if nothing was cached, so that is done here.
+
+    Args:
+        target (`Target`): The target.
+        input_ids (`torch.LongTensor` of shape `[B, S]`): The whole conversation, or its new tokens.
+        generation_config, model_kwargs: As `generate` prepared them.
+        past (`int`): Columns in `model_kwargs["past_key_values"]`.
+        num_columns (`int`): Columns of the whole conversation.
+
+    Returns:
+        What the target returned for the last chunk.
+    """
+    model: Any = target.model
+    if not past or model_kwargs.get("inputs_embeds") is not None:  # embeddings are cut by `_prefill` itself
+        return model._prefill(input_ids, generation_config, model_kwargs)
+    config = copy.copy(generation_config)
+    config.prefill_chunk_size = None
+    new = input_ids[:, past - num_columns :]
+    outputs, end = None, past
+    for chunk in torch.split(new, generation_config.prefill_chunk_size or new.shape[1], dim=1):
+        end += chunk.shape[1]
+        left = num_columns - end
+        cut = {
+            name: value[..., : value.shape[-1] - left]
+            for name in PER_TOKEN
+            if (value := model_kwargs.get(name)) is not None
+        }
+        outputs = model._prefill(chunk, config, {**model_kwargs, **cut})
+    return outputs
+
+
+def prompt_positions(
+    target: Target, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> Tensor:
+    """Returns the index in its row of every token of the conversation, cached or new: `[B, T]`, negative for padding.
+
+    Raises:
+        ValueError: If a row ends in padding, or has padding between tokens where windows are counted in columns; also
+            in a mask that `generate` inferred from pad ids.
+    """
+    mask = model_kwargs.get("attention_mask")
+    if mask is None:
+        embeds = model_kwargs.get("inputs_embeds")
+        batch, columns = input_ids.shape if embeds is None else embeds.shape[:2]
+        if embeds is None:
+            # A mask of ones is dropped on the way; its width says what is cached already.
+            columns = getattr(generation_config, "_mask_length", columns)
+        return torch.arange(columns, device=input_ids.device).expand(batch, -1)
+    mask = mask.to(input_ids.device) != 0
+    if not bool(mask[:, -1].all()):
+        raise ValueError(
+            "expected left-padded prompts, got padding after the last token (without an attention_mask every pad "
+            "token counts as padding); tokenize with padding_side='left' and pass attention_mask"
+        )
+    if bool((mask[:, 1:] < mask[:, :-1]).any()) and any(DynamicCache(config=target.config).is_sliding):
+        raise ValueError(
+            "expected no padding between tokens with a target that has sliding windows, which plain generate counts "
+            "in columns, got some; pass the whole conversation left-padded, without past_key_values"
+        )
+    return (mask.long().cumsum(dim=1) - 1).masked_fill(~mask, -1)
+
+
+def position_delta(model_kwargs: dict[str, Any], positions: Tensor) -> Tensor:
+    """Returns target position minus index `[B]` at the last prompt token: what plain decoding goes on counting from.
+
+    Raises:
+        ValueError: If the target's positions have several rows per token.
+    """
+    position_ids = model_kwargs.get("position_ids")
+    if position_ids is None:
+        return torch.zeros_like(positions[:, -1])
+    if position_ids.dim() != 2:
+        raise ValueError(
+            f"expected position_ids of shape [rows, tokens], got {tuple(position_ids.shape)}; M-RoPE targets are not "
+            "supported yet, drop assistant_model"
+        )
+    return position_ids[:, -1].to(positions.device) - positions[:, -1]
+
+
+def extra_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns what plain decoding hands to every forward besides ids, positions and cache: the caller's keywords."""
+    own = {"past_key_values", "use_cache", "logits_to_keep", "inputs_embeds", "return_dict"}
+    known = PER_TOKEN | own | set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
+    return {name: value for name, value in model_kwargs.items() if name not in known and value is not None}
+
+
+__all__ = ["extra_inputs", "position_delta", "prompt_positions", "run_prefill"]
