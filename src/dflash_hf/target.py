@@ -6,12 +6,12 @@ Everything is found from the model, never from its name or a key path. Unsupport
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 import torch
@@ -148,6 +148,8 @@ def check_target(target: Target) -> None:
         reason = adapter
     elif not type(target.model)._supports_attention_backend:
         reason = NO_INTERFACE
+    elif _swallows_keywords(target):
+        reason = "layers that do not hand keywords of the forward down to their attention"
     else:
         reason = next((reason for layer in target.layers if (reason := _layer_reason(layer)) is not None), None)
     if reason is None:
@@ -168,34 +170,38 @@ def _adapter_reason(model: PreTrainedModel) -> str | None:
 
 def _layer_reason(layer: nn.Module) -> str | None:
     """Says why a layer's attention cannot be run over the ragged cache, as far as its code tells."""
-    interfaces = [
-        value
-        for module in layer.modules()
-        for name in _code_of(module).co_names
-        if isinstance(value := _globals_of(module).get(name), AttentionInterface)
-    ]
+    interfaces = [interface for module in layer.modules() for interface in _interfaces_of(type(module))]
     if not interfaces:
         return NO_INTERFACE
     if any(interface is not ALL_ATTENTION_FUNCTIONS for interface in interfaces):
         return "an attention interface of its own, with masks that follow from the values"
-    # Without this instruction a call cannot hand on keywords that it does not name.
-    if all(i.opname != "CALL_FUNCTION_EX" for i in dis.get_instructions(_code_of(getattr(layer, "_orig_mod", layer)))):
-        return "layers that do not hand keywords of the forward down to their attention"
     return None
 
 
-def _forward_of(module: nn.Module) -> Any:
-    """A module's forward as its class wrote it, without decorators."""
-    return inspect.unwrap(type(module).forward)
+def _swallows_keywords(target: Target) -> bool:
+    """Whether a module between the model and a layer's attention cannot hand on keywords that it does not name."""
+    layer = next(name for name, module in target.model.named_modules() if module is target.layers[0])
+    parts = layer.split(".")
+    above = [target.model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
+    callers = [
+        module for module in above if not isinstance(module, nn.ModuleList) and "_orig_mod" not in module._modules
+    ]
+    return not all(_hands_on_keywords(type(module)) for module in callers)
 
 
-def _code_of(module: nn.Module) -> CodeType:
-    code: CodeType = _forward_of(module).__code__
-    return code
+@functools.cache
+def _interfaces_of(kind: type[nn.Module]) -> tuple[AttentionInterface, ...]:
+    """The attention interfaces that the forward of a class refers to."""
+    forward: Any = inspect.unwrap(kind.forward)
+    found = [forward.__globals__.get(name) for name in forward.__code__.co_names]
+    return tuple(value for value in found if isinstance(value, AttentionInterface))
 
 
-def _globals_of(module: nn.Module) -> dict[str, Any]:
-    return _forward_of(module).__globals__
+@functools.cache
+def _hands_on_keywords(kind: type[nn.Module]) -> bool:
+    """Whether the forward of a class makes a call with `**kwargs` in it: there is one instruction for that."""
+    forward: Any = inspect.unwrap(kind.forward)
+    return any(instruction.opname == "CALL_FUNCTION_EX" for instruction in dis.get_instructions(forward.__code__))
 
 
 def _has_mrope(config: PreTrainedConfig) -> bool:
