@@ -111,7 +111,7 @@ class DFlashConfig(PreTrainedConfig):
     num_key_value_heads: int = 8
     head_dim: int = 128
     hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: float | int = 1e-6
     rope_parameters: dict[str, Any] | None = None
     max_position_embeddings: int = 40960
     attention_bias: bool = False
@@ -133,7 +133,7 @@ class DFlashConfig(PreTrainedConfig):
     conv_group_size: int | None = None
     selector_rank: int | None = None
     selector_top_k: int | None = None
-    initializer_range: float = 0.02
+    initializer_range: float | int = 0.02
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:

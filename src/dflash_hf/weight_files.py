@@ -54,6 +54,8 @@ def read_config(path: PathOrRepo, hub: Mapping[str, Any]) -> dict[str, Any]:
     """
     if Path(path).is_file():
         return read_json(Path(path))
+    if (Path(path) / CONFIG_NAME).is_dir():
+        raise ValueError(f"expected a file {Path(path) / CONFIG_NAME}, got a folder; put the config there")
     file = cached_file(path, CONFIG_NAME, **hub)
     assert file is not None  # only without `_raise_exceptions_for_missing_entries`
     return read_json(Path(file))

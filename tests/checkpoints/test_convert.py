@@ -139,3 +139,32 @@ def test_unknown_layout_is_a_usage_error(pair: tuple[Path, Path], tmp_path: Path
     assert status == 2
     assert "gguf" in printed
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", ["SRC", "--target"])
+def test_a_path_that_is_not_there_is_named(option: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target, source = ("/no/such", pair[1]) if option == "--target" else (pair[0], "/no/such")
+    status, output = convert(source, tmp_path / "new", "--to", "speculators", "--target", target)
+    assert status == 2
+    assert f"as {option}, got '/no/such', which is not there" in output
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_pair_the_wrong_way_round_is_told_so(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    save_draft(load_draft(pair[1]), tmp_path / "draft")
+    result = CliRunner().invoke(app, ["generate", "--target", str(tmp_path / "draft"), "--draft", str(pair[0]), "hi"])
+    assert result.exit_code == 2
+    assert "swap --target and --draft" in " ".join(result.output.split())
+
+
+def test_a_folder_in_the_place_of_the_config(pair: tuple[Path, Path]) -> None:
+    (pair[1] / "config.json").unlink()
+    (pair[1] / "config.json").mkdir()
+    with pytest.raises(ValueError, match=r"expected a file .*config.json, got a folder"):
+        load_draft(pair[1])
+
+
+def test_whole_numbers_where_fractions_are_usual(pair: tuple[Path, Path]) -> None:
+    file = pair[1] / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rms_norm_eps": 0, "initializer_range": 1}))
+    assert load_draft(pair[1]).config.rms_norm_eps == 0

@@ -336,7 +336,6 @@ def test_a_soft_cap_that_plain_generate_leaves_out_is_refused() -> None:
         ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "at least one token"),
         ({"input_ids": torch.full((2, 3), 5), "attention_mask": torch.tensor([[0, 0, 0], [1, 1, 1]])}, "row of zeros"),
         ({"input_ids": torch.full((2, 3), 5), "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}, "left-padded"),
-        ({}, "at least one token"),
     ],
 )
 def test_prompts_that_cannot_be_decoded_are_refused(inputs: dict[str, Any], match: str) -> None:

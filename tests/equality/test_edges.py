@@ -181,3 +181,14 @@ def test_statistics_of_a_failed_run_are_not_the_last_ones() -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)
     assert draft.last_stats is None
+
+
+def test_a_call_without_a_prompt_begins_as_plain_generate_does() -> None:
+    target = tiny_target("qwen3")
+    target.generation_config.bos_token_id = 7
+    ref = target.generate(**GREEDY)
+    assert torch.equal(target.generate(**GREEDY, assistant_model=tiny_draft(target)), ref)
+    assert ref[0, 0] == 7
+    target.generation_config.bos_token_id = target.config.bos_token_id = None
+    with pytest.raises(ValueError, match="at least one token"):
+        target.generate(**GREEDY, assistant_model=tiny_draft(target))

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from dflash_hf.checkpoints import Layout, get_format
+from dflash_hf.cli.pair import check_place
 from dflash_hf.drafts import load_draft, save_draft
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.weight_files import stored_tensors, widest_dtype
@@ -35,6 +36,9 @@ def convert(
         )
     if destination.resolve() == Path(source).resolve():
         raise ValueError(f"expected another folder than the draft's own, got {destination}; choose another")
+    check_place("SRC", source)
+    if target is not None:
+        check_place("--target", target)
     logging.disable_progress_bar()
     draft = load_draft(source, dtype=widest_dtype(stored_tensors(source, None, {})))
     model = None if target is None else _load_target(target, draft, to)

@@ -232,6 +232,8 @@ def _check_inputs(
     ids = given if given is not None else model_kwargs.get("input_ids")
     embeds = model_kwargs.get("inputs_embeds")
     name, prompt, dims = ("input_ids", ids, 2) if embeds is None else ("inputs_embeds", embeds, 3)
+    if prompt is None and config.bos_token_id is not None:
+        return  # `generate` begins with that token
     if not isinstance(prompt, torch.Tensor) or prompt.dim() != dims or prompt.numel() == 0:
         shape = tuple(prompt.shape) if isinstance(prompt, torch.Tensor) else prompt
         raise ValueError(f"expected {name} [rows, tokens, ...] with at least one token, got {shape}; give a prompt")
