@@ -81,6 +81,12 @@ VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
             "tie_word_embeddings": False,
         },
     ),
+    "paligemma": (
+        "PaliGemma",
+        {"model_type": "gemma", "head_dim": 8, "tie_word_embeddings": False},
+        {"model_type": "siglip_vision_model", "vision_use_head": False, **_SIGLIP},
+        {"image_token_id": IMAGE, "projection_dim": 32, "tie_word_embeddings": False},
+    ),
     "smolvlm": (
         "SmolVLM",
         {"model_type": "llama", "head_dim": 8},
@@ -146,8 +152,9 @@ def _pictures(model: PreTrainedModel, name: str, rows: list[list[Grid]], generat
         for index, row in enumerate(rows):
             pixels[index, : len(row)] = _pixels((len(row), 3, 16, 16), generator)
         return {"pixel_values": pixels}, [[4] * len(row) for row in rows]
-    if name == "gemma3":
-        return {"pixel_values": _pixels((len(grids), 3, 16, 16), generator)}, [[4] * len(row) for row in rows]
+    if name in ("gemma3", "paligemma"):
+        num = 4 if name == "gemma3" else 16
+        return {"pixel_values": _pixels((len(grids), 3, 16, 16), generator)}, [[num] * len(row) for row in rows]
     sizes = torch.tensor([[h * PATCH, w * PATCH] for h, w in grids])
     # A whole picture and the tiles of the best grid of them.
     tiles = [1 + (1 + (h > 4)) * (1 + (w > 4)) for h, w in grids]
@@ -181,7 +188,7 @@ def vision_prompts(
     inputs = {"input_ids": input_ids, "attention_mask": mask, **tensors}
     if name.startswith("qwen"):
         inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
-    if name == "gemma3":
+    if name in ("gemma3", "paligemma"):
         inputs["token_type_ids"] = (input_ids == IMAGE).int()
     return inputs
 

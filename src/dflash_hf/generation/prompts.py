@@ -90,15 +90,28 @@ def prompt_positions(
     return (mask.long().cumsum(dim=1) - 1).masked_fill(~mask, -1)
 
 
-def position_delta(model_kwargs: dict[str, Any], positions: Tensor) -> Tensor:
+def position_delta(target: Target, input_ids: Tensor, model_kwargs: dict[str, Any], positions: Tensor) -> Tensor:
     """Returns target position minus index at the last prompt token: what plain decoding goes on counting from.
 
-    Shape `[B]`, or `[rows, B]` under M-RoPE, where a token has several positions; after an image as the last thing in a
+    The target's own preparation of a step is asked, which may shift what `generate` prepared (PaliGemma counts from 1).
+    Shape `[B]`, or `[rows, B]` under M-RoPE, where a token has several positions: after an image as the last thing in a
     prompt they differ, and plain decoding counts each of them on.
+
+    Raises:
+        ValueError: If the target leaves out the positions that `generate` prepared, and counts by itself.
     """
-    position_ids = model_kwargs.get("position_ids")
-    if position_ids is None:
+    if model_kwargs.get("position_ids") is None:
         return torch.zeros_like(positions[:, -1])
+    model: Any = target.model
+    kwargs = {**model_kwargs, "past_key_values": DynamicCache(config=target.config), "use_cache": True}
+    last = torch.zeros_like(positions[:, -1:], dtype=torch.long, device=input_ids.device)
+    step = model.prepare_inputs_for_generation(last, next_sequence_length=1, is_first_iteration=False, **kwargs)
+    position_ids = step.get("position_ids")
+    if position_ids is None:
+        raise ValueError(
+            f"expected a target that takes its positions from generate, got {type(model).__name__}, which counts them "
+            "itself; drop assistant_model"
+        )
     return position_ids[..., -1].to(positions.device) - positions[:, -1]
 
 
