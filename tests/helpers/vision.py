@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tiny import COMMON, MIXED, VOCAB
+from tiny import COMMON, MIXED
 
 IMAGE, START, END, VIDEO = 58, 59, 60, 61
 WORDS = 57  # ids below are text
@@ -193,4 +193,4 @@ def vision_prompts(
     return inputs
 
 
-__all__ = ["IMAGE", "VISION", "VOCAB", "vision_prompts", "vision_target"]
+__all__ = ["IMAGE", "VIDEO", "VISION", "Grid", "vision_prompts", "vision_target"]

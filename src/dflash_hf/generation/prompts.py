@@ -93,9 +93,9 @@ def prompt_positions(
 def position_delta(target: Target, input_ids: Tensor, model_kwargs: dict[str, Any], positions: Tensor) -> Tensor:
     """Returns target position minus index at the last prompt token: what plain decoding goes on counting from.
 
-    The target's own preparation of a step is asked, which may shift what `generate` prepared (PaliGemma counts from 1).
-    Shape `[B]`, or `[rows, B]` under M-RoPE, where a token has several positions: after an image as the last thing in a
-    prompt they differ, and plain decoding counts each of them on.
+    The target's own preparation of a step is asked, which may shift what `generate` prepared (PaliGemma counts from
+    1). Shape `[B]`, or `[rows, B]` under M-RoPE, where a token has several positions: after an image as the last thing
+    in a prompt they differ, and plain decoding counts each of them on.
 
     Raises:
         ValueError: If the target leaves out the positions that `generate` prepared, and counts by itself.
