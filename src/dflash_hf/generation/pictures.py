@@ -1,8 +1,8 @@
 """Pictures in a conversation that goes on from a cache: only the new ones go through the vision tower.
 
 Under M-RoPE a token's positions follow from the sizes of all pictures before it, and the prefill takes only those
-whose tokens are new. Transformers takes both from one `image_grid_thw`, which can be right for one of the two only; here
-they are taken apart before it is called.
+whose tokens are new. Transformers takes both from one `image_grid_thw`, which can be right for one of the two only;
+here they are taken apart before it is called.
 """
 
 from __future__ import annotations
