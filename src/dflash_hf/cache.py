@@ -72,6 +72,7 @@ class RaggedLayer(CacheLayerMixin):
         )
         # Views made once, not for every write and read.
         self._rows = (self.key_buffer.flatten(0, 1), self.value_buffer.flatten(0, 1))
+        self._all = (self.key_buffer.transpose(1, 2), self.value_buffer.transpose(1, 2))
         self._views: tuple[Tensor, Tensor] | None = None
         self.is_initialized = True
 
@@ -79,9 +80,11 @@ class RaggedLayer(CacheLayerMixin):
         """Writes a block in place at each row's length; no host sync."""
         keys, values = self._rows
         slots = block.on(keys.device).slots(self.ring)
-        # Under autocast keys and values need not have the dtypes they had in the prefill.
-        keys.index_copy_(0, slots, key_BKGE.flatten(0, 1).to(keys.dtype))
-        values.index_copy_(0, slots, value_BKGE.flatten(0, 1).to(values.dtype))
+        if key_BKGE.dtype != keys.dtype or value_BKGE.dtype != values.dtype:
+            # Under autocast keys and values need not have the dtypes they had in the prefill.
+            key_BKGE, value_BKGE = key_BKGE.to(keys.dtype), value_BKGE.to(values.dtype)
+        keys.index_copy_(0, slots, key_BKGE.flatten(0, 1))
+        values.index_copy_(0, slots, value_BKGE.flatten(0, 1))
 
     def write_rows(self, key_BSGE: Tensor, value_BSGE: Tensor, positions_BS: Tensor) -> None:
         """Writes whole prompts in place: token `[b, s]` goes to index `positions_BS[b, s]`, negative ones nowhere.
@@ -99,7 +102,8 @@ class RaggedLayer(CacheLayerMixin):
         """Returns views of the keys and values that a block has to read: `[B, G, extent, E]`."""
         extent = block.extent(self.ring)
         if self._views is None or self._views[0].shape[2] != extent:
-            self._views = (self.key_buffer[:, :extent].transpose(1, 2), self.value_buffer[:, :extent].transpose(1, 2))
+            keys, values = self._all
+            self._views = (keys.narrow(2, 0, extent), values.narrow(2, 0, extent))
         return self._views
 
     def read_rows(self, positions_BC: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,10 +231,17 @@ class RaggedCache(Cache):
         """Says where the next writes go."""
         self.block = block
 
-    def write(self, layer_idx: int, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> tuple[Tensor, Tensor]:
-        """Writes a block's keys and values (token-major) and returns the `[B, G, extent, E]` views to attend to."""
+    def write(self, layer_idx: int, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> None:
+        """Writes a block's keys and values, token-major."""
         layer = self.layers[layer_idx]
         assert isinstance(layer, RaggedLayer)
+        layer.write(key_BKGE, value_BKGE, block)
+
+    def extend(self, layer_idx: int, key_BKGE: Tensor, value_BKGE: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes the keys and values of the block that was begun and returns the `[B, G, extent, E]` to attend to."""
+        layer, block = self.layers[layer_idx], self.block
+        assert isinstance(layer, RaggedLayer)
+        assert block is not None
         layer.write(key_BKGE, value_BKGE, block)
         block.window = layer.shape.window
         return layer.read(block)
@@ -245,8 +256,7 @@ class RaggedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Writes `[B, G, K, E]` keys and values, as Transformers' attention layers hand them over."""
-        assert self.block is not None
-        return self.write(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2), self.block)
+        return self.extend(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
 
     def num_bytes(self) -> int:
         """Returns the size of all buffers in bytes."""

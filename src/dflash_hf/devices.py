@@ -71,13 +71,17 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a call of the module runs code of `torch.compile`, in whichever of its three forms it was asked for."""
-    return any(
-        part._compiled_call_impl is not None
-        or hasattr(type(part), "_torchdynamo_orig_callable")
-        or "_orig_mod" in part._modules
-        or any(hasattr(vars(part).get(name), "_torchdynamo_orig_callable") for name in ("forward", "_old_forward"))
-        for part in module.modules()
-    )
+    parts = list(module.modules())
+    if any(hasattr(kind, "_torchdynamo_orig_callable") for kind in {type(part) for part in parts}):
+        return True
+    for part in parts:
+        own = vars(part)
+        replaced = [own[name] for name in ("forward", "_old_forward") if name in own]
+        if own.get("_compiled_call_impl") is not None or "_orig_mod" in part._modules:
+            return True
+        if any(hasattr(forward, "_torchdynamo_orig_callable") for forward in replaced):
+            return True
+    return False
 
 
 _forcing = threading.Lock()

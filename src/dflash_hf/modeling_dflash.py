@@ -298,7 +298,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             key, value = attention.project_kv(joined, (cos, sin))
             if context is not None:
                 cache.write(attention.layer_idx, key[:, :earlier], value[:, :earlier], context[1])
-            key, value = cache.write(attention.layer_idx, key[:, earlier:], value[:, earlier:], block)
+            key, value = cache.extend(attention.layer_idx, key[:, earlier:], value[:, earlier:])
             window, causal, from_anchor = attention.kind
             repeats = mask_repeats(attention.repeats, key.device)
             return key, value, block.mask(key.shape[2], window, causal, repeats, normed.dtype, from_anchor)

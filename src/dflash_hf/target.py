@@ -65,8 +65,12 @@ class Target:
     @property
     def takes_inference_mode(self) -> bool:
         """Whether all weights are plain tensors: some classes of quantised ones break in torch's inference mode."""
-        plain = (torch.Tensor, nn.Parameter)
-        return all(type(tensor) in plain for tensor in (*self.model.parameters(), *self.model.buffers()))
+        plain = (torch.Tensor, nn.Parameter, type(None))
+        return all(
+            type(tensor) in plain
+            for module in self.model.modules()
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+        )
 
     @property
     def vocab_size(self) -> int:

@@ -129,7 +129,7 @@ def test_token_healing() -> None:
         "tokenizer": tokenizer,
     }
     changed = 0
-    for text in ("The sum of 3 and 4 i", "Write a func", "def area(wid"):
+    for text in ("The final answer is \\bo", "Write a funct", "def total(valu", "Compute 4"):
         ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
         ref = target.generate(ids, **settings)
         assert torch.equal(target.generate(ids, **settings, assistant_model=draft), ref)

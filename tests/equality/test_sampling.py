@@ -140,6 +140,23 @@ def test_a_law_that_forgets_the_drafted_prefix_fails_that_test(monkeypatch: pyte
     assert statistic > freedom + 8 * (2 * freedom) ** 0.5
 
 
+@pytest.mark.parametrize("rule", ["shared_noise", "argmax", "sample"])
+def test_a_rows_text_does_not_depend_on_how_many_rows_there_are(rule: str) -> None:
+    # What the law above says of 20,000 rows, it says of one row and of four.
+    target = tiny_target("qwen2", vocab_size=8)
+    draft = tiny_draft(target, 4)
+    draft.generation_config.proposal = rule  # type: ignore[assignment]
+    for seed in range(20):
+        texts = []
+        for rows in (64, 4, 1):
+            torch.manual_seed(seed)
+            inputs = {"input_ids": torch.tensor([[3, 5, 4]]).repeat(rows, 1)}
+            texts.append(target.generate(**inputs, max_new_tokens=9, do_sample=True, top_k=6, assistant_model=draft))
+        assert len({tuple(row) for row in texts[0].tolist()}) > 30
+        assert torch.equal(texts[0][:4], texts[1])
+        assert torch.equal(texts[0][:1], texts[2])
+
+
 def test_a_wrong_law_fails_that_test() -> None:
     # The statistic has the power to see a law that is a little too cold.
     target = tiny_target("qwen2", vocab_size=8)

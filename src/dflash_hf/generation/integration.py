@@ -125,11 +125,8 @@ def prepare(
     arguments.pop("assistant_tokenizer", None)
     if arguments.get("custom_generate") is not None:
         raise ValueError("expected no custom_generate beside a DFlash draft, got one; drop one of the two")
-    settings = {
-        k: v
-        for k, v in arguments.items()
-        if k not in inspect.signature(_mixin.generate).parameters and k != "tokenizer"
-    }
+    own = {*inspect.signature(_mixin.generate).parameters, "tokenizer"}
+    settings = {name: value for name, value in arguments.items() if name not in own}
     config, model_kwargs = model._prepare_generation_config(
         copy.deepcopy(arguments.get("generation_config")), **settings
     )
