@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from dflash_hf.taps import Taps
+from dflash_hf.target import find_target
 from helpers.vision import IMAGE, VIDEO, VISION, Grid, vision_prompts, vision_target
 from tiny import oracle_draft, tiny_draft, truth_of
 
@@ -82,6 +84,26 @@ def test_a_draft_counts_picture_tokens_one_by_one() -> None:
     draft = oracle_draft(target, [[0]] * 3, 0)
     target.generate(**inputs, max_new_tokens=1 + 1, do_sample=False, assistant_model=draft)
     assert draft.positions[:, 0].tolist() == inputs["attention_mask"].sum(dim=1).tolist()
+
+
+def test_taps_are_before_deepstack_which_changes_picture_tokens_only() -> None:
+    target = vision_target("qwen3-vl")
+    inputs = vision_prompts(target, "qwen3-vl", ROWS["mixed batch"], 0)
+    layers = find_target(target).layers
+    given: list[Tensor] = []
+    handles = [
+        layer.register_forward_pre_hook(lambda module, args: given.append(args[0].clone())) for layer in layers[1:]
+    ]
+    with torch.no_grad(), Taps(layers, [0, 1, 2]) as taps:
+        target(**inputs)
+        tapped = taps.take().chunk(3, dim=-1)
+    for handle in handles:
+        handle.remove()
+    is_image = inputs["input_ids"] == IMAGE
+    num_added = len(target.config.vision_config.deepstack_visual_indexes)
+    for layer in range(3):
+        differs = (tapped[layer] != given[layer]).any(dim=-1)
+        assert torch.equal(differs, is_image & (layer < num_added))
 
 
 def test_a_target_that_counts_positions_itself_is_refused_before_any_forward(monkeypatch: pytest.MonkeyPatch) -> None:
