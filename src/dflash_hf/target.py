@@ -146,8 +146,6 @@ def check_target(target: Target) -> None:
         reason = "shared-K/V layers"
     elif getattr(config, "cross_attention_layers", None) or getattr(config, "add_cross_attention", False):
         reason = "cross attention"
-    elif _has_mrope(config):
-        reason = "M-RoPE (positions with several rows per token), which is not supported yet"
     elif (adapter := _adapter_reason(target.model)) is not None:
         reason = adapter
     elif not type(target.model)._supports_attention_backend:
@@ -206,12 +204,6 @@ def _hands_on_keywords(kind: type[nn.Module]) -> bool:
     """Whether the forward of a class makes a call with `**kwargs` in it: there is one instruction for that."""
     forward: Any = inspect.unwrap(kind.forward)
     return any(instruction.opname == "CALL_FUNCTION_EX" for instruction in dis.get_instructions(forward.__code__))
-
-
-def _has_mrope(config: PreTrainedConfig) -> bool:
-    """Whether the text config rotates by several position rows."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return "mrope_section" in rope or any("mrope_section" in v for v in rope.values() if isinstance(v, dict))
 
 
 def check_pair(target: Target, config: DFlashConfig) -> None:

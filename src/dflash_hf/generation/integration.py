@@ -26,8 +26,9 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dflash_hf.checkpoints import explain_foreign_draft
 from dflash_hf.devices import execution_devices
-from dflash_hf.generation.kept_cache import check_cache
+from dflash_hf.generation.kept_cache import check_cache, seq_length
 from dflash_hf.generation.loop import decode
+from dflash_hf.generation.pictures import keep_new_pictures
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import Target, check_pair, check_target, find_target
@@ -146,6 +147,9 @@ def prepare(
     knobs.validate_knobs(draft.config.block_size, draft.config.sample_from_anchor)
     _check_settings(model, config, arguments)
     _check_inputs(target, config, arguments, model_kwargs)
+    cache, ids = model_kwargs.get("past_key_values"), arguments.get("inputs", model_kwargs.get("input_ids"))
+    if cache is not None and ids is not None:
+        keep_new_pictures(target, ids, seq_length(cache), arguments)
     if config.token_healing:
         _heal_tokens(model, arguments)
     if config.stop_strings is not None:

@@ -180,7 +180,7 @@ def prefill(
     limit = _limit(stopping_criteria, generation_config, input_ids.shape[1])
     longest, past = int(positions[:, -1].max()) + 1, 0 if kept is None else kept.past
     check_length(target, min(longest, past or longest), positions.shape[1] + limit + width - 1)
-    delta = position_delta(model_kwargs, positions)
+    delta = position_delta(target, input_ids, model_kwargs, positions)
     generator = DFlashCandidateGenerator(
         draft,
         target,

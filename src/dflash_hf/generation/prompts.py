@@ -14,6 +14,8 @@ from dflash_hf.target import Target
 
 # Inputs of a forward that go along with the tokens, column by column.
 PER_TOKEN = {"attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+# Sizes of the images: Transformers hands them to every forward, where they do nothing beside explicit positions.
+IMAGE_SIZES = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
 
 
 def run_prefill(
@@ -88,27 +90,35 @@ def prompt_positions(
     return (mask.long().cumsum(dim=1) - 1).masked_fill(~mask, -1)
 
 
-def position_delta(model_kwargs: dict[str, Any], positions: Tensor) -> Tensor:
-    """Returns target position minus index `[B]` at the last prompt token: what plain decoding goes on counting from.
+def position_delta(target: Target, input_ids: Tensor, model_kwargs: dict[str, Any], positions: Tensor) -> Tensor:
+    """Returns target position minus index at the last prompt token: what plain decoding goes on counting from.
+
+    The target's own preparation of a step is asked, which may shift what `generate` prepared (PaliGemma counts from
+    1). Shape `[B]`, or `[rows, B]` under M-RoPE, where a token has several positions: after an image as the last thing
+    in a prompt they differ, and plain decoding counts each of them on.
 
     Raises:
-        ValueError: If the target's positions have several rows per token.
+        ValueError: If the target leaves out the positions that `generate` prepared, and counts by itself.
     """
-    position_ids = model_kwargs.get("position_ids")
-    if position_ids is None:
+    if model_kwargs.get("position_ids") is None:
         return torch.zeros_like(positions[:, -1])
-    if position_ids.dim() != 2:
+    model: Any = target.model
+    kwargs = {**model_kwargs, "past_key_values": DynamicCache(config=target.config), "use_cache": True}
+    last = torch.zeros_like(positions[:, -1:], dtype=torch.long, device=input_ids.device)
+    step = model.prepare_inputs_for_generation(last, next_sequence_length=1, is_first_iteration=False, **kwargs)
+    position_ids = step.get("position_ids")
+    if position_ids is None:
         raise ValueError(
-            f"expected position_ids of shape [rows, tokens], got {tuple(position_ids.shape)}; M-RoPE targets are not "
-            "supported yet, drop assistant_model"
+            f"expected a target that takes its positions from generate, got {type(model).__name__}, which counts them "
+            "itself; drop assistant_model"
         )
-    return position_ids[:, -1].to(positions.device) - positions[:, -1]
+    return position_ids[..., -1].to(positions.device) - positions[:, -1]
 
 
 def extra_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns what plain decoding hands to every forward besides ids, positions and cache: the caller's keywords."""
+    """Returns what a verify gets besides ids, positions and cache: the caller's keywords, and nothing of an image."""
     own = {"past_key_values", "use_cache", "logits_to_keep", "inputs_embeds", "return_dict"}
-    known = PER_TOKEN | own | set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
+    known = PER_TOKEN | IMAGE_SIZES | own | set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
     return {name: value for name, value in model_kwargs.items() if name not in known and value is not None}
 
 

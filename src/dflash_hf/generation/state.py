@@ -22,7 +22,8 @@ class DecodeState:
         block (`torch.Tensor` of shape `[B, W]`, int64): What is verified next: the anchor, which is the last committed
             token, then the proposals. `anchor` `[B]` and `proposals` `[B, W - 1]` are views of it.
         done (`torch.Tensor` of shape `[B]`, bool): Rows that have finished; they commit nothing more.
-        position_delta (`torch.Tensor` of shape `[B]`, int64): Target position of a token minus its index in the row.
+        position_delta (`torch.Tensor` of shape `[B]` or `[rows, B]`, int64): Target position of a token minus its
+            index in the row; several of them per token under M-RoPE.
         eos_ids (`torch.Tensor` of shape `[N]`, int64, *optional*): End-of-sequence ids.
         key (`torch.Tensor` of shape `[]`, int64, *optional*): Seed of the sampling noise; `None` is greedy.
         draft_probs (`torch.Tensor` of shape `[B, W - 1, V]`, *optional*): Law of the proposals, for rejection.
