@@ -150,6 +150,11 @@ def _read_config(
                 raise ValueError(f"expected a DFlashConfig as config, got a {type(given).__name__}; leave it out")
             return copy.deepcopy(given), layout
         # Not the draft's function, and still needed: what "auto" means.
+        given_types = {raw[name] for name in ("dtype", "torch_dtype") if isinstance(raw.get(name), str)}
+        if len(given_types) > 1:
+            raise ValueError(
+                f"expected one value as dtype and torch_dtype, got {sorted(given_types)}; mend one of them"
+            )
         fields["dtype"] = raw.get("dtype", raw.get("torch_dtype"))
         if not (fields["dtype"] is None or isinstance(_dtype_of(fields["dtype"]), torch.dtype)):
             raise ValueError(f"expected the name of a torch dtype as dtype, got {fields['dtype']!r}; mend it")

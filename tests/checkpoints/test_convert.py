@@ -168,3 +168,12 @@ def test_whole_numbers_where_fractions_are_usual(pair: tuple[Path, Path]) -> Non
     file = pair[1] / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "rms_norm_eps": 0, "initializer_range": 1}))
     assert load_draft(pair[1]).config.rms_norm_eps == 0
+
+
+def test_two_dtypes_contradict_each_other(pair: tuple[Path, Path]) -> None:
+    file = pair[1] / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "dtype": "float16", "torch_dtype": "bfloat16"}))
+    with pytest.raises(
+        ValueError, match=r"one value as dtype and torch_dtype, got \['bfloat16', 'float16'\].*config.json"
+    ):
+        load_draft(pair[1])
