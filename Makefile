@@ -67,7 +67,7 @@ test-oldest: $(VENV_OLDEST)/.stamp-test  ## the equality tests on the oldest sup
 	  echo "expected the tests of OLDEST_TESTS to exist, got no $$path; write it, or name other ones" >&2; exit 1; }; done
 	$(VENV_OLDEST)/bin/python -m pytest $(OLDEST_TESTS) $(CPU) $(PARALLEL) $(PYTEST_ARGS)
 
-toy: $(VENV)/.stamp-dev  ## train a pair like the bundled one from nothing, into build/toy (about an hour and a half)
+toy: $(VENV)/.stamp-dev  ## train a pair like the bundled one from nothing, into build/toy (up to two hours)
 	$(BIN)/python demos/toy/train_target.py --out build/toy/target
 	$(BIN)/python demos/toy/train_draft.py --target build/toy/target --out build/toy/draft
 	$(BIN)/python demos/toy/make_prompts.py --out build/toy/held_out.jsonl
