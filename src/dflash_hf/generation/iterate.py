@@ -1,7 +1,7 @@
 """Decoding one verify at a time, to look at it and to try other rules: `for step in iterate(target, draft, ...)`.
 
 The run is `generate`'s own: the same preparation, prefill and step function, with a pause after each step. Nothing is
-held during a pause: no lock, no hook, no switched attention.
+held during a pause: no hook, no switched attention.
 """
 
 from __future__ import annotations
