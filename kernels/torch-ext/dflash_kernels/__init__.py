@@ -1,9 +1,17 @@
 """Triton kernels for the DFlash decode step, each beside the plain torch function that defines it.
 
 Level 0 of the project: this package knows torch and Triton, and neither Transformers nor `dflash_hf`. An operation is
-a folder `<op>/` with `reference.py` (the definition), `kernel.py` (Triton) and a public function in `__init__.py` that
-picks one of the two. There is no operation yet; `dflash_hf.ops`, the only module that may import this package, uses
-torch.
+a folder `<op>/` with `reference.py` (the definition), `kernel.py` (Triton) and a public function in `__init__.py`: one
+operation of `torch.library`, which runs the kernel on CUDA, or in Triton's interpreter, and the reference elsewhere.
+Triton is imported when the first kernel is launched.
+
+Shapes: `B` rows, `W` tokens of a block, `H`/`G` query/key heads, `E` head size, `R` slots of a row's ring, `L` layers.
 """
 
-__all__: list[str] = []
+from .accept_and_prepare import accept_and_prepare
+from .argmax import argmax
+from .block_attention import block_attention
+from .context_kv import context_kv
+from .norm_rope_write import norm_rope_write
+
+__all__ = ["accept_and_prepare", "argmax", "block_attention", "context_kv", "norm_rope_write"]

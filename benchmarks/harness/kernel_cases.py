@@ -1,0 +1,253 @@
+"""What `kernel_times.py` measures: each kernel at the shapes of Qwen3-8B, its reference, and what libraries offer.
+
+A case makes inputs, any number of sets of them: calls go through the sets in turn, so that what a kernel reads is not
+still in the device's cache from the call before, as it is not when a model's other layers run in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import dflash_kernels
+from dflash_hf.attention import RaggedBlock, attend, mask_repeats
+from dflash_kernels.accept_and_prepare import NUM_FIGURES, accept_and_prepare_reference
+from dflash_kernels.argmax import argmax_reference
+from dflash_kernels.block_attention import block_attention_reference
+from dflash_kernels.context_kv import context_kv_reference
+from dflash_kernels.norm_rope_write import norm_rope_write_reference
+
+Inputs = dict[str, Any]
+Way = Callable[[Inputs], Any]
+EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Sizes of a model: query and key heads, head size, block, draft layers, vocabulary."""
+
+    heads: int = 32
+    groups: int = 8
+    size: int = 128
+    width: int = 16
+    layers: int = 5
+    vocab: int = 151936
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One row of the record.
+
+    Args:
+        kernel, batch, context: What and where.
+        make: Returns a set of inputs, random by the seed given.
+        num_bytes (`int`): Bytes that a call has to read and write, once each.
+        ways: Ways to compute it by name; `"kernel"` and `"reference"` first, libraries after them.
+        results: What a call has computed, from what it returned and from its inputs: compared with the reference's.
+    """
+
+    kernel: str
+    batch: int
+    context: int | None
+    make: Callable[[int], Inputs]
+    num_bytes: int
+    ways: dict[str, Way]
+    results: Callable[[Any, Inputs], list[Tensor]]
+
+
+def attention_case(
+    sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device, causal: bool
+) -> Case:
+    """Attention of one layer: `causal` is a target's verify, otherwise a draft's block."""
+    ring, item = context + sizes.width, dtype.itemsize
+    scaling = sizes.size**-0.5
+
+    def make(seed: int) -> Inputs:
+        normal = _normal(seed, dtype, device)
+        cache = [normal(batch, ring, sizes.groups, sizes.size) for _ in range(2)]
+        lengths = torch.full((batch,), context, device=device)
+        block = RaggedBlock(lengths, sizes.width)
+        repeats = mask_repeats(sizes.heads // sizes.groups, device)
+        return {
+            "query": normal(batch, sizes.width, sizes.heads, sizes.size).transpose(1, 2),
+            "key": cache[0].transpose(1, 2),
+            "value": cache[1].transpose(1, 2),
+            "lengths": lengths,
+            "mask": block.mask(ring, None, causal, repeats, dtype),
+        }
+
+    def states(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        return x["query"], x["key"], x["value"]
+
+    ways: dict[str, Way] = {
+        "kernel": lambda x: dflash_kernels.block_attention(*states(x), x["lengths"], scaling=scaling, causal=causal),
+        "reference": lambda x: block_attention_reference(
+            *states(x), x["lengths"], scaling, causal, None, False, None, None
+        ),
+        "sdpa": lambda x: attend(*states(x), x["mask"], scaling),
+    }
+    if device.type == "cuda":
+        ways["flex_attention"] = _flex(batch, sizes.width, ring, context, scaling, causal, device)
+        if (flash := _flash_attention()) is not None:
+            ways["flash_attn"] = lambda x: flash(
+                *(t.transpose(1, 2) for t in states(x)),
+                cache_seqlens=(x["lengths"] + sizes.width).to(torch.int32),
+                softmax_scale=scaling,
+                causal=causal,
+            )
+    tokens = batch * sizes.width * sizes.heads * sizes.size
+    return Case(
+        kernel="block_attention, " + ("verify" if causal else "draft"),
+        batch=batch,
+        context=context,
+        make=make,
+        num_bytes=item * 2 * (batch * ring * sizes.groups * sizes.size + tokens),
+        ways=ways,
+        results=lambda out, x: [out],
+    )
+
+
+def _flex(batch: int, width: int, ring: int, context: int, scaling: float, causal: bool, device: torch.device) -> Way:
+    """FlexAttention, compiled, with its mask made beforehand."""
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return k <= q + context if causal else k < context + width
+
+    mask = create_block_mask(seen, batch, None, width, ring, device=str(device))
+    compiled: Any = torch.compile(flex_attention)
+    return lambda x: compiled(
+        x["query"], x["key"], x["value"], block_mask=mask, scale=scaling, enable_gqa=True
+    ).transpose(1, 2)
+
+
+def _flash_attention() -> Callable[..., Tensor] | None:
+    """`flash_attn_with_kvcache` where FlashAttention is installed."""
+    try:
+        import flash_attn  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    return flash_attn.flash_attn_with_kvcache
+
+
+def norm_rope_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device) -> Case:
+    """Norm, RoPE and cache write of one layer's block."""
+    ring, (g, e, w) = context + sizes.width, (sizes.groups, sizes.size, sizes.width)
+
+    def make(seed: int) -> Inputs:
+        normal = _normal(seed, dtype, device)
+        states = [normal(batch, w, heads, e) for heads in (sizes.heads, g, g)]
+        shared = [*states, normal(e), normal(e), normal(batch, w, e), normal(batch, w, e)]
+        buffers = [torch.zeros(batch, ring, g, e, dtype=dtype, device=device) for _ in range(2)]
+        return {"all": [*shared, torch.full((batch,), context, device=device), *buffers, EPS]}
+
+    compiled: Any = torch.compile(norm_rope_write_reference)
+    return Case(
+        kernel="norm_rope_write",
+        batch=batch,
+        context=context,
+        make=make,
+        num_bytes=2 * dtype.itemsize * batch * w * (sizes.heads + 2 * g) * e,
+        ways={
+            "kernel": lambda x: dflash_kernels.norm_rope_write(*x["all"]),
+            "reference": lambda x: norm_rope_write_reference(*x["all"]),
+            **({"torch.compile": lambda x: compiled(*x["all"])} if device.type == "cuda" else {}),
+        },
+        results=lambda out, x: [out, x["all"][8], x["all"][9]],
+    )
+
+
+def context_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device) -> Case:
+    """Context K/V of all layers."""
+    ring, (g, e, w, n) = context + sizes.width, (sizes.groups, sizes.size, sizes.width, sizes.layers)
+
+    def make(seed: int) -> Inputs:
+        normal = _normal(seed, dtype, device)
+        shared = [normal(batch, w, n, 2, g, e), normal(n, e), normal(batch, w, e), normal(batch, w, e)]
+        buffers = [[torch.zeros(batch, ring, g, e, dtype=dtype, device=device) for _ in range(n)] for _ in range(2)]
+        return {"all": [*shared, torch.full((batch,), context, device=device), *buffers, EPS]}
+
+    compiled: Any = torch.compile(context_kv_reference)
+    return Case(
+        kernel="context_kv",
+        batch=batch,
+        context=context,
+        make=make,
+        num_bytes=2 * dtype.itemsize * batch * w * n * 2 * g * e,
+        ways={
+            "kernel": lambda x: dflash_kernels.context_kv(*x["all"]),
+            "reference": lambda x: context_kv_reference(*x["all"]),
+            **({"torch.compile": lambda x: compiled(*x["all"])} if device.type == "cuda" else {}),
+        },
+        results=lambda out, x: [*x["all"][5], *x["all"][6]],
+    )
+
+
+def argmax_case(sizes: Sizes, batch: int, dtype: torch.dtype, device: torch.device) -> Case:
+    """Argmax over the vocabulary of a verify's logits; the library is the reference, `torch.argmax`."""
+    return Case(
+        kernel="argmax",
+        batch=batch,
+        context=None,
+        make=lambda seed: {"logits": _normal(seed, dtype, device)(batch, sizes.width, sizes.vocab)},
+        num_bytes=dtype.itemsize * batch * sizes.width * sizes.vocab,
+        ways={
+            "kernel": lambda x: dflash_kernels.argmax(x["logits"]),
+            "reference": lambda x: argmax_reference(x["logits"]),
+        },
+        results=lambda out, x: [out],
+    )
+
+
+def accept_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
+    """What follows a verify. Rows are done, so that calls can be repeated: the work is the same."""
+    width = sizes.width
+
+    def make(seed: int) -> Inputs:
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randint(4, shape, generator=generator).to(device)
+
+        state = [draw(batch), draw(batch), draw(batch), draw(batch) >= 0, draw(batch, 4096)]
+        state += [draw(batch, width), draw(batch, width), draw(2, NUM_FIGURES + width, batch), draw(1).repeat(batch)]
+        return {"all": [draw(batch, width), draw(batch, width), None, torch.tensor([9, 10], device=device), *state, 7]}
+
+    operation = torch.ops.dflash_kernels.accept_and_prepare
+    return Case(
+        kernel="accept_and_prepare",
+        batch=batch,
+        context=None,
+        make=make,
+        num_bytes=8 * batch * (5 * width + 12),
+        ways={
+            "kernel": lambda x: operation(*x["all"]),
+            "reference": lambda x: accept_and_prepare_reference(*x["all"]),
+        },
+        results=lambda out, x: [t for t in x["all"] if isinstance(t, Tensor)],
+    )
+
+
+def _normal(seed: int, dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
+    return lambda *shape: torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+
+def all_cases(
+    sizes: Sizes, batches: list[int], contexts: list[int], dtype: torch.dtype, device: torch.device
+) -> list[Case]:
+    """Every case, attention at every context length."""
+    cases: list[Case] = []
+    for batch in batches:
+        for context in contexts:
+            cases += [attention_case(sizes, batch, context, dtype, device, causal) for causal in (True, False)]
+        cases += [make(sizes, batch, contexts[0], dtype, device) for make in (norm_rope_case, context_case)]
+        cases += [argmax_case(sizes, batch, dtype, device), accept_case(sizes, batch, device)]
+    return cases
+
+
+__all__ = ["Case", "Inputs", "Sizes", "all_cases"]

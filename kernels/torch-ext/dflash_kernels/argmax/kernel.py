@@ -1,0 +1,76 @@
+"""`argmax` in Triton, in two stages: a row of 150 thousand logits is spread over many programs."""
+
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportUnnecessaryComparison=false
+# (jit functions are Triton's language: their arguments are typed by the launch, which takes options besides)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._dispatch import cdiv, power_of_two
+
+# One load per program, no loop: 37 programs per row of 150 thousand.
+BLOCK_V = 4096
+
+
+@triton.jit(do_not_specialize=["num_columns", "num_chunks"])
+def _argmax_chunk_kernel(
+    logits, partial, num_columns, vocab_size, num_chunks, stride_b, stride_k, stride_v, BLOCK_V: tl.constexpr
+):
+    """`partial[row, chunk] = max over the chunk of (order(logits[v]) << 32 | 2^31 - 1 - v)`.
+
+    `order` maps a float32 to an int32 that sorts as it does: the bits, all but the sign flipped where negative; -0 is
+    taken as 0 and NaN as the largest. So one maximum of integers finds the value and the first index that has it.
+    """
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    column = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
+    start = (row // num_columns).to(tl.int64) * stride_b + (row % num_columns).to(tl.int64) * stride_k
+    # Columns past the end lose against every other one: they are the last of the smallest value.
+    value = tl.load(logits + start + column * stride_v, mask=column < vocab_size, other=float("-inf")).to(tl.float32)
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
+    order = tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    packed = (order.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
+    tl.store(partial + row * num_chunks + chunk, tl.max(packed, axis=0))
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _argmax_row_kernel(partial, out, num_chunks, BLOCK_C: tl.constexpr):
+    """`out[row] = 2^31 - 1 - (max over chunks of partial[row, chunk] mod 2^31)`."""
+    row = tl.program_id(0)
+    chunk = tl.arange(0, BLOCK_C)
+    # The first chunk again where there are no more: it changes no maximum.
+    packed = tl.load(partial + row * num_chunks + tl.where(chunk < num_chunks, chunk, 0))
+    tl.store(out + row, 0x7FFFFFFF - (tl.max(packed, axis=0) & 0x7FFFFFFF))
+
+
+def argmax_triton(logits_BKV: Tensor) -> Tensor:
+    """Launches both stages over `[B, K, V]` of any strides; returns `[B, K]`, int64."""
+    batch, num_columns, vocab_size = logits_BKV.shape
+    num_rows, num_chunks = batch * num_columns, cdiv(vocab_size, BLOCK_V)
+    partial = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits_BKV.device)
+    out = torch.empty(batch, num_columns, dtype=torch.int64, device=logits_BKV.device)
+    _argmax_chunk_kernel[(num_rows, num_chunks)](
+        logits_BKV,
+        partial,
+        num_columns,
+        vocab_size,
+        num_chunks,
+        *logits_BKV.stride(),
+        BLOCK_V=BLOCK_V,
+        num_warps=8,
+    )
+    _argmax_row_kernel[(num_rows,)](
+        partial,
+        out,
+        num_chunks,
+        BLOCK_C=power_of_two(num_chunks),
+        num_warps=1,
+    )
+    return out
+
+
+__all__ = ["argmax_triton"]

@@ -1,0 +1,395 @@
+"""`block_attention` in Triton: split over the cache, the query heads of a key head packed into one tile.
+
+All queries of a key head read the same keys, so its `H / G * W` rows (64 for Qwen3-8B) are one tile of a matrix
+product and the cache is read once. Each row's length is read on the device, and its part of the cache is shared out
+among a fixed number of programs; a second kernel joins their partial results.
+"""
+
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportUnnecessaryComparison=false
+# (jit functions are Triton's language: their arguments are typed by the launch, which takes options besides)
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._dispatch import cdiv, interprets, power_of_two
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+# A program that reads less than this many tiles is not worth its part of the reduction.
+MIN_TILES_PER_SPLIT = 2
+MAX_SPLITS = 64
+
+
+@triton.jit
+def _attend_tiles(
+    acc,
+    top,
+    total,
+    query,
+    key,
+    value,
+    begin,
+    end,
+    length,
+    position,
+    width,
+    ring,
+    scaling,
+    softcap,
+    stride_key_r,
+    stride_key_e,
+    stride_value_r,
+    stride_value_e,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FROM_ANCHOR: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Online softmax over slots `[begin, end)`: `m' = max(m, max s)`, `l' = l 2^(m - m') + sum 2^(s - m')`, and
+    `acc' = acc 2^(m - m') + 2^(s - m') v`, with `s = log2(e) cap(scaling q k^T)`. Without a soft cap
+    `log2(e)` is in `scaling`.
+
+    Where not `MASKED` every query sees every slot, and `end - begin` is a multiple of the tile.
+    """
+    size_k, size_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    lane = tl.arange(0, BLOCK_N)
+    last = length + width - 1
+    # A row that has wrapped: slots up to `turn` were written in this round of the ring, the others in the one before.
+    turn, lap = last % ring, last - last % ring
+    # Counted in 64 bits once; a tile's own offsets fit into 32.
+    key += begin.to(tl.int64) * stride_key_r
+    value += begin.to(tl.int64) * stride_value_r
+    for start in range(begin, end, BLOCK_N):
+        slot = start + lane
+        inside = slot < end
+        keys = key + lane[None, :] * stride_key_r + size_k[:, None] * stride_key_e
+        values = value + lane[:, None] * stride_value_r + size_v[None, :] * stride_value_e
+        if MASKED:
+            k = tl.load(keys, mask=inside[None, :] & (size_k[:, None] < KEY_SIZE), other=0.0)
+            v = tl.load(values, mask=inside[:, None] & (size_v[None, :] < VALUE_SIZE), other=0.0)
+        else:
+            k = tl.load(keys, mask=size_k[:, None] < KEY_SIZE, other=0.0)
+            v = tl.load(values, mask=size_v[None, :] < VALUE_SIZE, other=0.0)
+        if UPCAST:
+            k, v = k.to(tl.float32), v.to(tl.float32)
+        scores = tl.dot(query, k, input_precision="ieee") * scaling
+        if HAS_SOFTCAP:
+            # tanh(x) = 2 sigmoid(2x) - 1
+            scores = LOG2_E * softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+        if MASKED:
+            held = slot + tl.where(slot <= turn, lap, lap - ring)
+            seen = (inside & (held >= 0))[None, :] & (position >= 0)[:, None]
+            ahead = held[None, :] - position[:, None]
+            if CAUSAL:
+                seen = seen & (ahead <= 0)
+            if WINDOW is not None:
+                if FROM_ANCHOR:
+                    seen = seen & (length - held <= WINDOW)[None, :]
+                else:
+                    seen = seen & (-ahead < WINDOW)
+                    if not CAUSAL:
+                        seen = seen & (ahead < WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(top - base)
+        total = total * decay + tl.sum(weights, axis=1)
+        weights = weights.to(value.dtype.element_ty)
+        if UPCAST:
+            weights = weights.to(tl.float32)
+        acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
+        top = new_top
+        key += BLOCK_N * stride_key_r
+        value += BLOCK_N * stride_value_r
+    return acc, top, total
+
+
+# What grows with the context must not make it compile again.
+@triton.jit(do_not_specialize=["width", "ring", "splits"])
+def _block_attention_kernel(
+    query_ptr,
+    key,
+    value,
+    lengths,
+    sinks,
+    out,
+    partial,
+    tops,
+    totals,
+    width,
+    ring,
+    splits,
+    scaling,
+    softcap,
+    stride_lengths,
+    stride_query_b,
+    stride_query_h,
+    stride_query_w,
+    stride_query_e,
+    stride_key_b,
+    stride_key_g,
+    stride_key_r,
+    stride_key_e,
+    stride_value_b,
+    stride_value_g,
+    stride_value_r,
+    stride_value_e,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FROM_ANCHOR: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Attention of `BLOCK_M` of the queries of one key head over one of `splits` shares of a row's slots.
+
+    With one share `out = acc / (l + 2^(sink - m))`; with more, `acc`, `m` and `l` are left for the reduction.
+    """
+    tile, split, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, group = (pair // G).to(tl.int64), pair % G
+    length = tl.load(lengths + batch * stride_lengths).to(tl.int32)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = row < (H // G) * width
+    head, index = group * (H // G) + row // width, row % width
+    size_k, size_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    at = query_ptr + batch * stride_query_b + head * stride_query_h + index * stride_query_w
+    query = tl.load(
+        at[:, None] + size_k[None, :] * stride_query_e, mask=is_row[:, None] & (size_k[None, :] < KEY_SIZE), other=0.0
+    )
+    if UPCAST:
+        query = query.to(tl.float32)
+    key += batch * stride_key_b + group * stride_key_g
+    value += batch * stride_value_b + group * stride_value_g
+
+    num_filled = tl.minimum(tl.maximum(length + width, 0), ring)
+    lowest, num_plain = 0, tl.minimum(length + 1, num_filled)
+    if WINDOW is not None:
+        # Before it nothing is seen, as long as slots are indices; and everything else is near an edge.
+        lowest, num_plain = tl.where(length + width <= ring, tl.maximum(length - WINDOW, 0), 0), 0
+    num_tiles = tl.cdiv(num_filled - lowest, BLOCK_N)
+    begin = lowest + split * tl.cdiv(num_tiles, splits) * BLOCK_N
+    end = tl.minimum(begin + tl.cdiv(num_tiles, splits) * BLOCK_N, num_filled)
+    # Whole tiles that every query of the block sees: up to the anchor, in a row that has not wrapped.
+    num_plain = tl.where((length + width <= ring) & (length >= 0), num_plain, 0)
+    middle = begin + tl.maximum(tl.minimum(end, num_plain) - begin, 0) // BLOCK_N * BLOCK_N
+
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for masked in tl.static_range(2):
+        acc, top, total = _attend_tiles(
+            acc, top, total, query, key, value,
+            middle if masked else begin, end if masked else middle,
+            length, length + index, width, ring, scaling, softcap,
+            stride_key_r, stride_key_e, stride_value_r, stride_value_e,
+            masked, CAUSAL, WINDOW, FROM_ANCHOR, HAS_SOFTCAP, UPCAST, KEY_SIZE, VALUE_SIZE, BLOCK_N, BLOCK_K, BLOCK_V,
+        )  # fmt: skip
+
+    line = (batch * width + index) * H + head
+    is_out = is_row[:, None] & (size_v[None, :] < VALUE_SIZE)
+    if IS_SPLIT:
+        line = line * splits + split
+        tl.store(tops + line, top, mask=is_row)
+        tl.store(totals + line, total, mask=is_row)
+        # A share without slots leaves its part unwritten: the reduction reads none whose total is 0.
+        tl.store(partial + line[:, None] * VALUE_SIZE + size_v[None, :], acc, mask=is_out & (total > 0)[:, None])
+    else:
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+            new_top = tl.maximum(top, sink)
+            decay = tl.exp2(top - new_top)
+            acc, total = acc * decay[:, None], total * decay + tl.exp2(sink - new_top)
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out + line[:, None] * VALUE_SIZE + size_v[None, :], acc.to(out.dtype.element_ty), mask=is_out)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _reduce_kernel(
+    partial,
+    tops,
+    totals,
+    sinks,
+    out,
+    splits,
+    H: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """`out = sum_s acc_s 2^(m_s - m) / (sum_s l_s 2^(m_s - m) + 2^(sink - m))`, `m` the greatest `m_s` or sink."""
+    line = tl.program_id(0).to(tl.int64)
+    split, size = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_V)
+    is_split = split < splits
+    top = tl.load(tops + line * splits + split, mask=is_split, other=float("-inf"))
+    total = tl.load(totals + line * splits + split, mask=is_split, other=0.0)
+    greatest = tl.max(top, axis=0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + line % H).to(tl.float32) * LOG2_E
+        greatest = tl.maximum(greatest, sink)
+    greatest = tl.where(greatest == float("-inf"), 0.0, greatest)
+    share = tl.exp2(top - greatest)
+    norm = tl.sum(total * share, axis=0)
+    if HAS_SINKS:
+        norm += tl.exp2(sink - greatest)
+    at = partial + (line * splits + split)[:, None] * VALUE_SIZE + size[None, :]
+    parts = tl.load(at, mask=(total > 0)[:, None] & (size[None, :] < VALUE_SIZE), other=0.0)
+    joined = tl.sum(parts * share[:, None], axis=0) / tl.where(norm > 0, norm, 1.0)
+    tl.store(out + line * VALUE_SIZE + size, joined.to(out.dtype.element_ty), mask=size < VALUE_SIZE)
+
+
+@functools.cache
+def device_limits(device: torch.device) -> tuple[int, int]:
+    """Returns the number of multiprocessors and the bytes of shared memory a program may have; small ones on a CPU."""
+    if device.type != "cuda":
+        return 4, 99 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+
+
+def tile_sizes(
+    width: int, heads_per_key: int, key_size: int, value_size: int, itemsize: int, shared_bytes: int
+) -> tuple[int, int, int, int]:
+    """Returns rows and slots of a tile, stages and warps, so that nothing spills on Hopper (see the tests).
+
+    In 16 bits 64 rows are what its matrix units take at once, and two programs fit into a multiprocessor. In float32
+    there are no matrix units for exact products: small tiles. With less shared memory than a Hopper's, two stages.
+    """
+    block_m = max(power_of_two(width * heads_per_key), 16)
+    size = power_of_two(max(key_size, value_size))
+    if itemsize > 2:
+        return 16, 32 if size <= 64 else 16, 2, 4
+    num_stages = 3 if shared_bytes > 128 * 1024 else 2
+    return min(block_m, 64), 64 if size <= 128 else 32, num_stages, 4 if size <= 128 else 8
+
+
+def choose_num_splits(num_tiles: int, num_programs: int, num_processors: int) -> int:
+    """Returns how many shares a row's slots are cut into: two programs per multiprocessor, no share too small.
+
+    It follows from sizes the host knows, so that the grid of a captured launch never changes.
+
+    Args:
+        num_tiles (`int`): Tiles of a full row.
+        num_programs (`int`): Programs of one share.
+        num_processors (`int`): Multiprocessors of the device.
+    """
+    wanted = cdiv(2 * num_processors, num_programs)
+    return max(1, min(wanted, num_tiles // MIN_TILES_PER_SPLIT, MAX_SPLITS))
+
+
+def _reduce(partial: Tensor, tops: Tensor, totals: Tensor, sinks_H: Tensor | None, out_BWHE: Tensor) -> None:
+    """Launches the reduction over the splits, the last dimension of `tops` and `totals`."""
+    batch, width, num_heads, value_size = out_BWHE.shape
+    splits = tops.shape[-1]
+    _reduce_kernel[(batch * width * num_heads,)](
+        partial,
+        tops,
+        totals,
+        sinks_H,
+        out_BWHE,
+        splits,
+        H=num_heads,
+        HAS_SINKS=sinks_H is not None,
+        VALUE_SIZE=value_size,
+        BLOCK_S=power_of_two(splits),
+        BLOCK_V=max(power_of_two(value_size), 16),
+        num_warps=4,
+    )
+
+
+def block_attention_triton(
+    query_BHWE: Tensor,
+    key_BGRE: Tensor,
+    value_BGRE: Tensor,
+    lengths_B: Tensor,
+    scaling: float,
+    causal: bool,
+    window: int | None,
+    from_anchor: bool,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+    num_splits: int | None = None,
+) -> Tensor:
+    """Launches the kernel and, with more than one split, the reduction; arguments as [`block_attention`]."""
+    batch, num_heads, width, key_size = query_BHWE.shape
+    groups, ring, value_size = key_BGRE.shape[1], key_BGRE.shape[2], value_BGRE.shape[3]
+    heads_per_key = num_heads // groups
+    num_processors, shared_bytes = device_limits(query_BHWE.device)
+    block_m, block_n, num_stages, num_warps = tile_sizes(
+        width, heads_per_key, key_size, value_size, query_BHWE.element_size(), shared_bytes
+    )
+    num_blocks = cdiv(heads_per_key * width, block_m)
+    splits = num_splits or choose_num_splits(cdiv(ring, block_n), num_blocks * batch * groups, num_processors)
+    out = query_BHWE.new_empty(batch, width, num_heads, value_size)
+    lines = (batch, width, num_heads, splits)
+    partial = out if splits == 1 else out.new_empty(*lines, value_size, dtype=torch.float32)
+    tops, totals = (out, out) if splits == 1 else out.new_empty(2, *lines, dtype=torch.float32).unbind(0)
+    _block_attention_kernel[(num_blocks, splits, batch * groups)](
+        query_BHWE,
+        key_BGRE,
+        value_BGRE,
+        lengths_B,
+        sinks_H,
+        out,
+        partial,
+        tops,
+        totals,
+        width,
+        ring,
+        splits,
+        # Powers of two are cheaper than of e: log2(e) goes into the factor on the scores, or behind the soft cap.
+        scaling if softcap is not None else scaling * math.log2(math.e),
+        softcap or 0.0,
+        *lengths_B.stride(),
+        *query_BHWE.stride(),
+        *key_BGRE.stride(),
+        *value_BGRE.stride(),
+        H=num_heads,
+        G=groups,
+        IS_SPLIT=splits > 1,
+        CAUSAL=causal,
+        WINDOW=window,
+        FROM_ANCHOR=from_anchor,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_SINKS=sinks_H is not None,
+        # The interpreter's tl.dot knows no bfloat16.
+        UPCAST=interprets() and query_BHWE.dtype == torch.bfloat16,
+        KEY_SIZE=key_size,
+        VALUE_SIZE=value_size,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=max(power_of_two(key_size), 16),
+        BLOCK_V=max(power_of_two(value_size), 16),
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    if splits > 1:
+        _reduce(partial, tops, totals, sinks_H, out)
+    return out
+
+
+__all__ = ["block_attention_triton", "choose_num_splits", "device_limits", "tile_sizes"]

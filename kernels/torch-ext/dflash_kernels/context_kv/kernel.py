@@ -1,0 +1,142 @@
+"""`context_kv` in Triton: all layers in one launch, one warp per token, layer and head."""
+
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportUnnecessaryComparison=false
+# (jit functions are Triton's language: their arguments are typed by the launch, which takes options besides)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._dispatch import power_of_two
+from ..rotary_kernel import norm_and_rotate
+
+
+@triton.jit
+def _address(pointers, layer, L: tl.constexpr):
+    """The pointer of a layer that is known when the kernel runs, as an integer."""
+    address = pointers[0].to(tl.int64)
+    for index in tl.static_range(1, L):
+        address = tl.where(layer == index, pointers[index].to(tl.int64), address)
+    return address
+
+
+@triton.jit(do_not_specialize=["width", "rings"])
+def _context_kv_kernel(
+    projected,
+    weight,
+    cos,
+    sin,
+    lengths,
+    key_buffers,
+    value_buffers,
+    rings,
+    width,
+    eps,
+    stride_lengths,
+    stride_b,
+    stride_w,
+    stride_l,
+    stride_a,
+    stride_h,
+    stride_e,
+    stride_weight_l,
+    stride_weight_e,
+    stride_cos_b,
+    stride_cos_w,
+    stride_cos_e,
+    stride_sin_b,
+    stride_sin_w,
+    stride_sin_e,
+    L: tl.constexpr,
+    G: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """For token `i` of row `b`, at `p = lengths[b] + i >= 0`, and every layer `l` with a ring of `R` slots:
+
+    `keys[l][b, p mod R] = rope(norm(projected[b, i, l, 0]))`, `values[l][b, p mod R] = projected[b, i, l, 1]`.
+    """
+    token, layer, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, index = (token // width).to(tl.int64), token % width
+    dtype: tl.constexpr = projected.dtype.element_ty
+    projected += row * stride_b + index * stride_w + layer * stride_l
+    ring = rings[0] + 0
+    for other in tl.static_range(1, L):
+        ring = tl.where(layer == other, rings[other], ring)
+    position = tl.load(lengths + row * stride_lengths).to(tl.int64) + index
+    HALF: tl.constexpr = E // 2
+    lane = tl.arange(0, BLOCK)
+    written = (lane < HALF) & (position >= 0)
+    start = (row * ring + tl.where(position >= 0, position, 0) % ring) * G
+    if head < G:
+        buffer_dtype: tl.constexpr = key_buffers[0].dtype.element_ty
+        key1, key2 = norm_and_rotate(
+            projected + head * stride_h,
+            weight + layer * stride_weight_l,
+            cos + row * stride_cos_b + index * stride_cos_w,
+            sin + row * stride_sin_b + index * stride_sin_w,
+            stride_e,
+            stride_weight_e,
+            stride_cos_e,
+            stride_sin_e,
+            eps,
+            E,
+            BLOCK,
+        )
+        keys = _address(key_buffers, layer, L).to(tl.pointer_type(buffer_dtype)) + (start + head) * E
+        # Rounded as the key is first, where the buffer has another dtype.
+        tl.store(keys + lane, key1.to(dtype).to(buffer_dtype), mask=written)
+        tl.store(keys + HALF + lane, key2.to(dtype).to(buffer_dtype), mask=written)
+    else:
+        group = head - G
+        value_dtype: tl.constexpr = value_buffers[0].dtype.element_ty
+        projected += stride_a + group * stride_h
+        value1 = tl.load(projected + lane * stride_e, mask=written)
+        value2 = tl.load(projected + (HALF + lane) * stride_e, mask=written)
+        values = _address(value_buffers, layer, L).to(tl.pointer_type(value_dtype)) + (start + group) * E
+        tl.store(values + lane, value1.to(value_dtype), mask=written)
+        tl.store(values + HALF + lane, value2.to(value_dtype), mask=written)
+
+
+def context_kv_triton(
+    projected_BWLAGE: Tensor,
+    weight_LE: Tensor,
+    cos_BWE: Tensor,
+    sin_BWE: Tensor,
+    lengths_B: Tensor,
+    key_buffers: Sequence[Tensor],
+    value_buffers: Sequence[Tensor],
+    eps: float,
+) -> None:
+    """Launches the kernel; arguments as [`context_kv`]."""
+    batch, width, num_layers, _, groups, size = projected_BWLAGE.shape
+    _context_kv_kernel[(batch * width, num_layers, 2 * groups)](
+        projected_BWLAGE,
+        weight_LE,
+        cos_BWE,
+        sin_BWE,
+        lengths_B,
+        tuple(key_buffers),
+        tuple(value_buffers),
+        tuple(buffer.shape[1] for buffer in key_buffers),
+        width,
+        eps,
+        *lengths_B.stride(),
+        *projected_BWLAGE.stride(),
+        *weight_LE.stride(),
+        *cos_BWE.stride(),
+        *sin_BWE.stride(),
+        L=num_layers,
+        G=groups,
+        E=size,
+        BLOCK=power_of_two(size // 2),
+        num_warps=1,
+    )
+
+
+__all__ = ["context_kv_triton"]

@@ -1,0 +1,134 @@
+"""Compiles every kernel for a Hopper GPU without having one, and prints what each needs as JSON; run as a script.
+
+The launchers are called with CPU tensors; in the place of a launch the compiled kernel is looked at. Not under
+`TRITON_INTERPRET=1`. Needs nothing but Triton's own package, which holds ptxas and cuobjdump.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+HOPPER = GPUTarget("cuda", 90, 32)
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class NoDevice:
+    """Stands where Triton expects a GPU's driver; nothing is ever launched."""
+
+    def get_current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        """The default one."""
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        """What to compile for."""
+        return HOPPER
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """Registers and stack bytes per thread, shared bytes per program."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        dump = [str(CUOBJDUMP), "-res-usage", file.name]
+        text = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
+    found = dict(re.findall(r"(REG|STACK):(\d+)", text))
+    return {"registers": int(found["REG"]), "stack": int(found["STACK"]), "shared": compiled.metadata.shared}
+
+
+def compile_all(which: str) -> list[dict[str, Any]]:
+    """Compiles the kernels whose name contains `which`, at Qwen3-8B's shapes and, for attention, at harder ones."""
+    found: list[dict[str, Any]] = []
+    original = JITFunction.run
+    case = ""
+
+    def look(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        compiled = original(self, *args, grid=grid, warmup=True, **options)
+        found.append({"kernel": self.fn.__name__, "case": case, "hash": compiled.hash, **resources(compiled)})
+
+    with mock.patch.object(JITFunction, "run", look):
+        for case, (launch, arguments) in launches().items():
+            if which in case:
+                launch(*arguments)
+    return found
+
+
+def launches() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Launchers and arguments by name."""
+    from dflash_kernels.accept_and_prepare.kernel import accept_and_prepare_triton
+    from dflash_kernels.argmax.kernel import argmax_triton
+    from dflash_kernels.block_attention import kernel
+    from dflash_kernels.context_kv.kernel import context_kv_triton
+    from dflash_kernels.norm_rope_write.kernel import norm_rope_write_triton
+
+    # Sizes are chosen for the machine this runs on otherwise.
+    kernel.device_limits = lambda device: (132, 227 * 1024)
+    batch, width, groups, size, layers, ring = 2, 16, 8, 128, 5, 2064
+    lengths = torch.tensor([5, 900])
+
+    half, full = torch.bfloat16, torch.float32
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    def counts(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.long)
+
+    def attention(heads: int, size: int, dtype: torch.dtype, *rule: Any, splits: int) -> tuple[Any, tuple[Any, ...]]:
+        query = torch.zeros(batch, heads, width, size, dtype=dtype)
+        key = torch.zeros(batch, ring, groups, size, dtype=dtype).transpose(1, 2)
+        sinks = torch.zeros(heads, dtype=dtype) if rule[-1] else None
+        return kernel.block_attention_triton, (query, key, key, lengths, 0.1, *rule[:-1], sinks, splits)
+
+    def growing(extent: int) -> tuple[Any, tuple[Any, ...]]:
+        """The eager loop's verify reads as many slots as the longest row needs."""
+        launch, (query, key, value, *rest) = attention(32, 128, half, True, None, False, None, False, splits=0)
+        return launch, (query, key[:, :, :extent], value[:, :, :extent], *rest)
+
+    def buffers() -> list[Tensor]:
+        return [zeros(batch, ring, groups, size) for _ in range(layers)]
+
+    angles = (zeros(batch, width, size), zeros(batch, width, size))
+    heads = (zeros(batch, width, 32, size), zeros(batch, width, groups, size), zeros(batch, width, groups, size))
+    stacked = (zeros(batch, width, layers, 2, groups, size), zeros(layers, size))
+    state = [counts(batch, width), counts(batch, width), None, counts(3), counts(batch), counts(batch), counts(batch)]
+    state += [counts(batch).bool(), counts(batch, 99), counts(batch, width), counts(batch, width)]
+    return {
+        "argmax": (argmax_triton, (zeros(batch, 15, 151936),)),
+        "context_kv": (
+            context_kv_triton,
+            (*stacked, *angles, lengths, buffers(), buffers(), 1e-6),
+        ),
+        "norm_rope_write": (
+            norm_rope_write_triton,
+            (*heads, zeros(size), zeros(size), *angles, lengths, buffers()[0], buffers()[0], 1e-6),
+        ),
+        "accept_and_prepare": (accept_and_prepare_triton, (*state, counts(2, 5 + width, batch), counts(batch), 7)),
+        **{f"growing to {extent}": growing(extent) for extent in (300, 501, 1024, 1777)},
+        # causal, window, from_anchor, softcap, sinks
+        "attention, verify": attention(32, 128, half, True, None, False, None, False, splits=16),
+        "attention, draft, one split": attention(32, 128, half, False, None, False, None, False, splits=1),
+        "attention, 256, window, soft cap": attention(32, 256, half, True, 512, False, 50.0, False, splits=8),
+        "attention, 64, from the anchor, sinks": attention(64, 64, half, True, 128, True, None, True, splits=8),
+        "attention, float32": attention(32, 128, full, True, None, False, None, False, splits=16),
+    }
+
+
+if __name__ == "__main__":
+    driver.set_active(NoDevice())
+    print(json.dumps(compile_all(sys.argv[1] if len(sys.argv) > 1 else "")))

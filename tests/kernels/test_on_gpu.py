@@ -1,0 +1,79 @@
+"""What only a GPU can show of the kernels: they wait for nothing, and a captured launch follows the lengths."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_kernels import block_attention
+from dflash_kernels.accept_and_prepare import NUM_FIGURES
+from dflash_kernels.block_attention import block_attention_reference
+
+pytestmark = pytest.mark.gpu
+BATCH, WIDTH, HEADS, GROUPS, SIZE, RING = 2, 16, 32, 8, 128, 4112
+
+
+def normal(*shape: int) -> Tensor:
+    """bfloat16 on the GPU."""
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def counts(*shape: int) -> Tensor:
+    """Zeros."""
+    return torch.zeros(shape, device="cuda", dtype=torch.long)
+
+
+def calls() -> dict[str, Callable[[], Any]]:
+    """One call of each operation, at the shapes of Qwen3-8B."""
+    ops = torch.ops.dflash_kernels
+    query, lengths = normal(BATCH, HEADS, WIDTH, SIZE), counts(BATCH) + 100
+    keys, values = ([normal(BATCH, RING, GROUPS, SIZE) for _ in range(3)] for _ in range(2))
+    heads = [normal(BATCH, WIDTH, n, SIZE) for n in (HEADS, GROUPS, GROUPS)]
+    angles = [normal(BATCH, WIDTH, SIZE) for _ in range(2)]
+    block = [*heads, normal(SIZE), normal(SIZE), *angles, lengths, keys[0], values[0], 1e-6]
+    context = [normal(BATCH, WIDTH, 3, 2, GROUPS, SIZE), normal(3, SIZE), *angles, lengths, keys, values, 1e-6]
+    state = [lengths, counts(BATCH), counts(BATCH) + 9, counts(BATCH).bool(), counts(BATCH, 300)]
+    state += [counts(BATCH, WIDTH), counts(BATCH, WIDTH), counts(2, NUM_FIGURES + WIDTH, BATCH), counts(BATCH)]
+    accept = [counts(BATCH, WIDTH), counts(BATCH, WIDTH), None, counts(3) + 5, *state, 7]
+    logits = normal(BATCH, WIDTH, 151936)
+    cache = [t.transpose(1, 2) for t in (keys[0], values[0])]
+    return {
+        "block_attention": lambda: block_attention(query, *cache, lengths, scaling=0.1, causal=True),
+        "norm_rope_write": lambda: ops.norm_rope_write(*block),
+        "context_kv": lambda: ops.context_kv(*context),
+        "argmax": lambda: ops.argmax(logits),
+        "accept_and_prepare": lambda: ops.accept_and_prepare(*accept),
+    }
+
+
+@pytest.mark.parametrize("name", ["block_attention", "norm_rope_write", "context_kv", "argmax", "accept_and_prepare"])
+def test_an_operation_waits_for_nothing(name: str) -> None:
+    call = calls()[name]
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def test_a_captured_launch_follows_the_lengths() -> None:
+    query, keys, values = normal(BATCH, HEADS, WIDTH, SIZE), *(normal(BATCH, GROUPS, RING, SIZE) for _ in range(2))
+    lengths = counts(BATCH)
+
+    def attend() -> Tensor:
+        return block_attention(query, keys, values, lengths, scaling=SIZE**-0.5, causal=True)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    for now in ([0, 4000], [63, 64], [4096, 1]):
+        lengths.copy_(torch.tensor(now))
+        graph.replay()
+        wanted = block_attention_reference(query, keys, values, lengths, SIZE**-0.5, True, None, False, None, None)
+        torch.testing.assert_close(out, wanted, rtol=0, atol=torch.finfo(torch.bfloat16).eps * 5)
