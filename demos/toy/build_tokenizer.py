@@ -42,8 +42,10 @@ def _texts(per_kind: int) -> Iterator[str]:
                 yield f"{message['role']}\n{message['content']}"
 
 
-def build_tokenizer(per_kind: int = 4000) -> PreTrainedTokenizerFast:
-    """Train the tokenizer on `per_kind` conversations of each kind; the result is deterministic."""
+def train_tokenizer(
+    texts: Iterator[str], vocab_size: int, special_tokens: list[str], chat_template: str
+) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on texts; the first four special tokens are padding, turn begin, turn end and mask."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -53,25 +55,31 @@ def build_tokenizer(per_kind: int = 4000) -> PreTrainedTokenizerFast:
     )
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[PAD, IM_START, IM_END, MASK],
+        vocab_size=vocab_size,
+        special_tokens=special_tokens,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    core.train_from_iterator(_texts(per_kind), trainer)
-    if core.get_vocab_size() != VOCAB_SIZE:
-        raise ValueError(f"expected {VOCAB_SIZE} tokens, got {core.get_vocab_size()}; raise --per-kind.")
+    core.train_from_iterator(texts, trainer)
+    if core.get_vocab_size() != vocab_size:
+        raise ValueError(f"expected {vocab_size} tokens, got {core.get_vocab_size()}; give it more texts.")
+    pad, begin, end, mask, *others = special_tokens
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
-        eos_token=IM_END,
-        pad_token=PAD,
-        mask_token=MASK,
-        additional_special_tokens=[IM_START],
-        chat_template=CHAT_TEMPLATE,
+        eos_token=end,
+        pad_token=pad,
+        mask_token=mask,
+        additional_special_tokens=[begin, *others],
+        chat_template=chat_template,
         model_max_length=MAX_LENGTH,
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
+
+
+def build_tokenizer(per_kind: int = 4000) -> PreTrainedTokenizerFast:
+    """Train the tokenizer on `per_kind` conversations of each kind; the result is deterministic."""
+    return train_tokenizer(_texts(per_kind), VOCAB_SIZE, [PAD, IM_START, IM_END, MASK], CHAT_TEMPLATE)
 
 
 def main(

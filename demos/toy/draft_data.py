@@ -1,34 +1,50 @@
-"""Training data of the toy draft: prompts of the training split with the answers that the toy target gives to them.
+"""Training data of the toy draft: prompts of the training split with the answers that the toy target gives to them."""
 
-Answers are cached under build/, in a file whose name depends on the target's weights and on the prompts.
-"""
-
-import hashlib
-import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from answers import cached_answers, name_of
+from build_tokenizer import TARGET_DIR
 from tasks import KINDS, Kind, Split, make_sample
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_hf.training import Example, regenerate_answers
 
-CACHE_DIR: Final = Path(__file__).resolve().parents[2] / "build" / "toy_draft"
+DRAFT_DIR: Final = Path(__file__).resolve().parent / "draft"
 MAX_NEW_TOKENS: Final = 256
+# Prompts of each kind to train on.
+NUM_PROMPTS: Final = "1500"
+SUBJECT: Final = "the four generated kinds of task"
+EXAMPLE: Final = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+target = AutoModelForCausalLM.from_pretrained("demos/toy/target")
+tokenizer = AutoTokenizer.from_pretrained("demos/toy/target")
+draft = DFlashDraftModel.from_pretrained("demos/toy/draft")
+messages = [{"role": "user", "content": "Compute 41 + 80 - 99 + 14."}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+out = target.generate(**inputs, assistant_model=draft, max_new_tokens=256)"""
+
+
+def load_target(target_dir: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the target in float32 and its tokenizer."""
+    target: Any = AutoModelForCausalLM.from_pretrained(target_dir, dtype="float32")
+    return target.eval(), AutoTokenizer.from_pretrained(target_dir)
 
 
 def encode_pairs(
-    tokenizer: PreTrainedTokenizerBase, kinds: tuple[Kind, ...], split: Split, first: int, count: int
+    tokenizer: PreTrainedTokenizerBase, counts: Mapping[Kind, int], split: Split, first: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the prompts of some samples and the reference answers, end token included, as ids; kinds alternate."""
+    """Return the prompts of some samples and the reference answers, end token included, as ids."""
     prompts: list[list[int]] = []
     answers: list[list[int]] = []
-    for index in range(first, first + count):
-        for kind in kinds:
+    for kind, count in counts.items():
+        for index in range(first, first + count):
             sample = make_sample(kind, split, index)
-            prompt = tokenizer.apply_chat_template(list(sample.messages), add_generation_prompt=True)["input_ids"]
-            answer = tokenizer(sample.answer, add_special_tokens=False)["input_ids"]
-            prompts.append(prompt)
+            prompt: Any = tokenizer.apply_chat_template(list(sample.messages), add_generation_prompt=True)
+            answer: Any = tokenizer(sample.answer, add_special_tokens=False)["input_ids"]
+            prompts.append(prompt["input_ids"])
             answers.append([*answer, tokenizer.eos_token_id])
     return prompts, answers
 
@@ -37,37 +53,41 @@ def answered_examples(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     target_dir: Path,
-    count: int,
+    counts: Mapping[Kind, int],
     split: Split = "train",
-    kinds: tuple[Kind, ...] = KINDS,
     first: int = 0,
-    batch_size: int = 128,
-) -> list[Example]:
-    """Return prompts with the target's greedy answers, from the cache where it has them.
+) -> Sequence[Example]:
+    """Return prompts with the target's greedy answers.
 
     Most answers are the reference answer: one forward confirms those, and only the others are generated.
     """
-    weights = hashlib.blake2b((target_dir / "model.safetensors").read_bytes(), digest_size=8).hexdigest()
-    cache = CACHE_DIR / f"answers-{weights}-{split}-{'_'.join(kinds)}-{first}-{count}.jsonl"
-    if not cache.is_file():
-        prompts, references = encode_pairs(tokenizer, kinds, split, first, count)
-        answers = regenerate_answers(
+    prompts, references = encode_pairs(tokenizer, counts, split, first)
+    eos_token_id: Any = tokenizer.eos_token_id
+    pad_token_id: Any = tokenizer.pad_token_id
+
+    def write() -> list[list[int]]:
+        return regenerate_answers(
             target,
             prompts,
             max_new_tokens=MAX_NEW_TOKENS,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            batch_size=batch_size,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            batch_size=128,
             guesses=references,
         )
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        scratch = cache.with_suffix(".tmp")
-        with scratch.open("w", encoding="utf-8") as file:
-            for prompt, answer, reference in zip(prompts, answers, references, strict=True):
-                file.write(
-                    json.dumps({"prompt": prompt, "answer": answer, "as_reference": answer == reference}) + "\n"
-                )
-        scratch.replace(cache)
-    with cache.open(encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    return [Example.from_pair(row["prompt"], row["answer"]) for row in rows]
+
+    rows = cached_answers(target_dir, name_of(split, counts, first), references, write)
+    return [Example.from_pair(prompt, row["answer"]) for prompt, row in zip(prompts, rows, strict=True)]
+
+
+__all__ = [
+    "DRAFT_DIR",
+    "EXAMPLE",
+    "KINDS",
+    "NUM_PROMPTS",
+    "SUBJECT",
+    "TARGET_DIR",
+    "answered_examples",
+    "encode_pairs",
+    "load_target",
+]

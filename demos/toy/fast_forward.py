@@ -47,12 +47,21 @@ def _attention(attention: nn.Module, x_BSD: torch.Tensor, cos: torch.Tensor, sin
 
 def fast_logits(model: Qwen3ForCausalLM, input_ids_BS: torch.Tensor) -> torch.Tensor:
     """Return the bfloat16 logits (B, S, V) of right-padded rows; equal to the model's up to rounding."""
-    inner = model.model
-    x = F.embedding(input_ids_BS, inner.embed_tokens.weight).to(_BF16)
+    x_BSD = F.embedding(input_ids_BS, model.model.embed_tokens.weight)
     positions = torch.arange(input_ids_BS.shape[1])[None]
-    cos, sin = (part[:, None].to(_BF16) for part in inner.rotary_emb(x, positions))
-    for layer in inner.layers:
+    return decoder_logits(model.model, model.lm_head, x_BSD, positions, [])
+
+
+def decoder_logits(
+    decoder: nn.Module, head: nn.Module, x_BSD: torch.Tensor, positions: torch.Tensor, added: list[torch.Tensor]
+) -> torch.Tensor:
+    """Return the bfloat16 logits (B, S, V) from embeddings; `added[i]` (B, S, D) is added to the output of layer i."""
+    x = x_BSD.to(_BF16)
+    cos, sin = (part[:, None].to(_BF16) for part in decoder.rotary_emb(x, positions))
+    for index, layer in enumerate(decoder.layers):
         x = x + _attention(layer.self_attn, _norm(x, layer.input_layernorm), cos, sin)
         gate, up = _linear(_norm(x, layer.post_attention_layernorm), layer.mlp.gate_proj, layer.mlp.up_proj)
         x = x + _linear(F.silu(gate) * up, layer.mlp.down_proj)[0]
-    return F.linear(_norm(x, inner.norm), model.lm_head.weight.to(_BF16))
+        if index < len(added):
+            x = x + added[index]
+    return F.linear(_norm(x, decoder.norm), head.weight.to(_BF16))

@@ -1,24 +1,61 @@
-"""Writes `held_out.jsonl`: the held-out prompts that the demo, the benchmarks and the tests answer."""
+"""Writes `held_out.jsonl`: held-out prompts for the demo, the benchmarks and the tests, with their pictures."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
+from scene_tasks import VISION_KINDS, VisionSample, make_vision_sample
 from tasks import KINDS, make_sample
+from vision_processor import VISION_DIR
 
 HERE = Path(__file__).parent
 
 
+def text_rows(per_kind: int) -> list[dict[str, Any]]:
+    """Return the prompts of the text pair."""
+    samples = [make_sample(kind, "heldout", index) for kind in KINDS for index in range(per_kind)]
+    return [{"kind": s.kind, "messages": list(s.messages), "answer": s.answer} for s in samples]
+
+
+def vision_row(sample: VisionSample, folder: Path) -> dict[str, Any]:
+    """Save a sample's pictures below a folder and return its prompt, image parts naming the files from there."""
+    pictures = sample.pictures()
+    names = [
+        f"pictures/{sample.kind}-{sample.index}{'ab'[at] if len(pictures) > 1 else ''}.png"
+        for at in range(len(pictures))
+    ]
+    (folder / "pictures").mkdir(parents=True, exist_ok=True)
+    for picture, name in zip(pictures, names, strict=True):
+        picture.draw().save(folder / name, optimize=True)
+    left = iter(names)
+    messages = sample.messages()
+    for message in messages:
+        if not isinstance(message["content"], str):
+            message["content"] = [
+                {**part, "path": next(left)} if part["type"] == "image" else part for part in message["content"]
+            ]
+    return {"kind": sample.kind, "messages": messages, "answer": sample.answer}
+
+
 def main(
+    pair: Annotated[Literal["text", "vision"], typer.Option(help="Which of the two pairs.")] = "text",
     per_kind: Annotated[int, typer.Option(help="Prompts of each kind.", min=1)] = 12,
-    out: Annotated[Path, typer.Option(help="File to write.")] = HERE / "held_out.jsonl",
+    out: Annotated[Path | None, typer.Option(help="File to write; pictures go beside it.")] = None,
 ) -> None:
     """Write the first samples of every kind's held-out split, one JSON object a line."""
-    samples = [make_sample(kind, "heldout", index) for kind in KINDS for index in range(per_kind)]
-    rows = [{"kind": s.kind, "messages": list(s.messages), "answer": s.answer} for s in samples]
+    out = out or (VISION_DIR if pair == "vision" else HERE) / "held_out.jsonl"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if pair == "text":
+        rows = text_rows(per_kind)
+    else:
+        rows = [
+            vision_row(make_vision_sample(kind, "heldout", index), out.parent)
+            for kind in VISION_KINDS
+            for index in range(per_kind)
+        ]
     out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     typer.echo(f"{len(rows)} prompts in {out}")
 

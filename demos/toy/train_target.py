@@ -4,15 +4,10 @@ The run is a function of its options: samples come from a numbered stream that n
 steps. One step takes a pool of conversations, sorts it by length and runs it in micro-batches of similar length.
 """
 
-import json
-import math
-import os
-import time
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +15,9 @@ import typer
 from build_tokenizer import MAX_LENGTH, TARGET_DIR, build_tokenizer
 from fast_forward import fast_logits
 from rich import print as rich_print
-from safetensors.torch import save_file
+from target_training import IGNORE, round_up, save_target, train
 from tasks import KINDS, Kind, make_sample
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
-
-IGNORE: Final = -100
-# Lengths are rounded up to this many tokens, so that matrix shapes stay regular.
-LENGTH_STEP: Final = 16
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +37,11 @@ class MicroBatch:
     input_ids_BS: torch.Tensor
     labels_BS: torch.Tensor
     weights_BS: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that have a label."""
+        return int((self.weights_BS > 0).sum())
 
 
 def make_config(tokenizer: PreTrainedTokenizerBase) -> Qwen3Config:
@@ -79,8 +75,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, kind: Kind, index: int) -> Encode
 
 def pad_batch(rows: list[Encoded], pad_id: int, prompt_weight: float) -> MicroBatch:
     """Pad rows on the right; labels are shifted by one, and prompt tokens get a small weight."""
-    longest = max(len(row.input_ids) for row in rows)
-    length = math.ceil(longest / LENGTH_STEP) * LENGTH_STEP
+    length = round_up(max(len(row.input_ids) for row in rows))
     input_ids_BS = torch.full((len(rows), length), pad_id)
     labels_BS = torch.full((len(rows), length), IGNORE)
     weights_BS = torch.zeros(len(rows), length)
@@ -125,57 +120,6 @@ def token_losses(model: Qwen3ForCausalLM, batch: MicroBatch, fast: bool) -> torc
     return loss.view_as(batch.labels_BS)
 
 
-def make_optimizers(model: Qwen3ForCausalLM, lr: float, embedding_lr: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices of the layers and AdamW for the embedding and the norms."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    return [
-        torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=embedding_lr, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
-
-
-def lr_factor(step: int, steps: int, warmup: int) -> float:
-    """Return the cosine factor with linear warm-up for a zero-based step."""
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
-def save_target(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
-    """Write the checkpoint with float16 weights and a float32 config; each file is replaced at once."""
-    scratch = out.parent / f".{out.name}.tmp"
-    scratch.mkdir(parents=True, exist_ok=True)
-    out.mkdir(parents=True, exist_ok=True)
-    model.config.architectures = ["Qwen3ForCausalLM"]
-    model.config.save_pretrained(scratch)
-    GenerationConfig(
-        do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    ).save_pretrained(scratch)
-    tokenizer.save_pretrained(scratch)
-    state = {name: p.detach().to(torch.float16).contiguous() for name, p in model.named_parameters()}
-    save_file(state, scratch / "model.safetensors", metadata={"format": "pt"})
-    (scratch / "model.safetensors").chmod(0o644)
-    for path in scratch.iterdir():
-        os.replace(path, out / path.name)
-    scratch.rmdir()
-
-
-def train_step(model: Qwen3ForCausalLM, batches: list[MicroBatch], fast: bool) -> tuple[dict[Kind, list[float]], int]:
-    """Accumulate the gradient of one step and return (the answer losses of each kind, the number of tokens)."""
-    total = float(sum(batch.weights_BS.sum().item() for batch in batches))
-    by_kind: dict[Kind, list[float]] = defaultdict(list)
-    for batch in batches:
-        loss_BS = token_losses(model, batch, fast)
-        ((loss_BS * batch.weights_BS).sum() / total).backward()
-        answer_BS = batch.weights_BS == 1
-        rows = (loss_BS.detach() * answer_BS).sum(1) / answer_BS.sum(1)
-        for kind, row in zip(batch.kinds, rows.tolist(), strict=True):
-            by_kind[kind].append(row)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    return by_kind, sum(int((batch.weights_BS > 0).sum()) for batch in batches)
-
-
 def main(
     steps: Annotated[int, typer.Option(help="Number of optimizer steps that the rate schedule spans.")] = 1200,
     stop_after: Annotated[int, typer.Option(help="Stop after this step of the schedule, 0 for its end.")] = 0,
@@ -202,35 +146,20 @@ def main(
     config = make_config(tokenizer)
     model = Qwen3ForCausalLM.from_pretrained(init_from) if init_from else Qwen3ForCausalLM(config)
     model.train()
-    optimizers = make_optimizers(model, lr, embedding_lr)
-    bases = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     mix: list[Kind] = [kind for kind in kinds.split(",") if kind] or list(KINDS)
     rich_print(f"{model.num_parameters():,} parameters, {steps} steps of {pool} conversations, mix {mix}")
-    stream = step_batches(tokenizer, mix, first_index, pool, micro, prompt_weight)
-    began, tokens, losses = time.perf_counter(), 0, defaultdict(list)
-    last = stop_after or steps
-    for step in range(last):
-        factor = lr_factor(step, steps, warmup)
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        for group, base in zip(groups, bases, strict=True):
-            group["lr"] = base * factor
-        by_kind, count = train_step(model, next(stream), fast)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        tokens += count
-        for kind, values in by_kind.items():
-            losses[kind] += values
-        if (step + 1) % log_every == 0 or step + 1 == last:
-            seconds = time.perf_counter() - began
-            means = {kind: round(sum(values) / len(values), 4) for kind, values in sorted(losses.items())}
-            line = {"step": step + 1, "seconds": round(seconds), "tokens": tokens, "tok_s": round(tokens / seconds)}
-            typer.echo(json.dumps(line | means))
-            losses.clear()
-        if save_every and (step + 1) % save_every == 0 and step + 1 < last:
-            save_target(model, tokenizer, out)
-    save_target(model, tokenizer, out)
-    rich_print(f"saved to {out} after {time.perf_counter() - began:.0f} s")
+    train(
+        model,
+        step_batches(tokenizer, mix, first_index, pool, micro, prompt_weight),
+        lambda batch: token_losses(model, batch, fast),
+        lambda: save_target(model, tokenizer, out),
+        rates=(lr, embedding_lr),
+        steps=steps,
+        stop_after=stop_after,
+        warmup=warmup,
+        save_every=save_every,
+        log_every=log_every,
+    )
 
 
 if __name__ == "__main__":
