@@ -11,9 +11,9 @@ BIN := $(VENV)/bin
 # Two processes of one torch thread each (tests/conftest.py): on models this small, threads only get in each other's way.
 PYTEST_JOBS ?= 2
 PYTEST_ARGS ?=
+CHAT_ARGS ?=
 # Folders whose tests must also hold on the oldest Transformers.
 OLDEST_TESTS ?= tests/parity tests/equality
-KERNEL_TESTS := $(wildcard tests/kernels)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -23,17 +23,21 @@ CPU := -m "not gpu and not slow"
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo setup test lint format types architecture test-cpu test-kernels test-docs test-oldest toy bench clean
+.PHONY: help demo chat setup test lint format types architecture test-cpu test-browser chromium screenshots
+.PHONY: test-kernels test-docs test-oldest toy toy-vision bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
 
-demo: $(VENV)/.stamp-demo  ## the bundled pair answers held-out prompts with and without its draft
+demo: $(VENV)/.stamp-demo  ## the bundled pairs answer held-out prompts, texts and pictures, with and without a draft
 	$(BIN)/dflash-hf demo
+
+chat: $(VENV)/.stamp-dev  ## the bundled pair on a web page, on this machine only (CHAT_ARGS: --port, --target ...)
+	$(BIN)/python demos/app.py $(CHAT_ARGS)
 
 setup: $(VENV)/.stamp-dev  ## make or update .venv with everything the targets below need
 
-test: lint types test-cpu test-kernels test-oldest  ## all checks, in the order in which they are cheap
+test: lint types test-cpu test-browser test-kernels test-oldest  ## all checks, in the order in which they are cheap
 
 lint: $(VENV)/.stamp-dev  ## ruff, rules and layout
 	$(BIN)/ruff check .
@@ -49,18 +53,28 @@ types: $(VENV)/.stamp-dev  ## pyright, strict on src/ and kernels/
 architecture: $(VENV)/.stamp-dev  ## the import order and the other budgets (a part of test-cpu)
 	$(BIN)/python -m pytest tests/test_architecture.py $(PYTEST_ARGS)
 
-test-cpu: $(VENV)/.stamp-dev  ## the CPU suite: architecture and documentation included, kernels not
-	$(BIN)/python -m pytest tests --ignore=tests/kernels $(CPU) $(PARALLEL) $(PYTEST_ARGS)
+test-cpu: $(VENV)/.stamp-dev  ## the CPU suite: architecture and documentation included, kernels and browser not
+	$(BIN)/python -m pytest tests --ignore=tests/kernels --ignore=tests/browser $(CPU) $(PARALLEL) $(PYTEST_ARGS)
+
+test-browser: $(VENV)/.stamp-dev chromium  ## the chat in a real browser; one process: its servers are shared
+	$(BIN)/python -m pytest tests/browser $(CPU) $(PYTEST_ARGS)
+
+screenshots: $(VENV)/.stamp-dev chromium  ## docs/images anew, from the bundled pair
+	$(BIN)/python -m pytest tests/browser/screenshots.py $(PYTEST_ARGS)
+
+chromium:  ## the browser of test-browser; installed where apt and its rights are there
+	@command -v $${CHROMIUM:-chromium} >/dev/null || command -v chromium-browser >/dev/null || \
+	  command -v google-chrome >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
+	    apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || { echo \
+	  "expected Chromium for the browser tests, got none; install it (Debian: apt-get install chromium) or set CHROMIUM" \
+	  "to its path" >&2; exit 1; }
 
 test-docs: $(VENV)/.stamp-dev  ## the examples and links of README and docs/ (a part of test-cpu)
 	$(BIN)/python -m pytest tests/docs $(PYTEST_ARGS)
 
 test-kernels: $(VENV)/.stamp-dev  ## the kernels against their references, in Triton's interpreter
-ifeq ($(KERNEL_TESTS),)
-	@echo "test-kernels: no tests/kernels yet, as there is no kernel yet"
-else
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(KERNEL_TESTS) $(CPU) $(PARALLEL) $(PYTEST_ARGS)
-endif
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels $(CPU) $(PARALLEL) $(PYTEST_ARGS)
 
 test-oldest: $(VENV_OLDEST)/.stamp-test  ## the equality tests on the oldest supported Transformers
 	@for path in $(OLDEST_TESTS); do test -e "$$path" || { \
@@ -73,9 +87,16 @@ toy: $(VENV)/.stamp-dev  ## train a pair like the bundled one from nothing, into
 	$(BIN)/python demos/toy/make_prompts.py --out build/toy/held_out.jsonl
 	$(BIN)/dflash-hf demo --pair build/toy
 
-bench: $(VENV)/.stamp-dev  ## time the bundled pair on this machine, next to the other ways of decoding it
+toy-vision: $(VENV)/.stamp-dev  ## train a vision pair like the bundled one from nothing, into build/toy/vision (hours)
+	$(BIN)/python demos/toy/train_vision_target.py --out build/toy/vision/target
+	$(BIN)/python demos/toy/train_draft.py --pair vision --steps 2800 --target build/toy/vision/target \
+	  --out build/toy/vision/draft
+	$(BIN)/python demos/toy/make_prompts.py --pair vision --per-kind 8 --out build/toy/vision/held_out.jsonl
+
+bench: $(VENV)/.stamp-dev  ## time the bundled pairs on this machine, next to the other ways of decoding
 	$(BIN)/python -m pip install --quiet --no-deps dflash==0.1.0
 	$(BIN)/python benchmarks/decode.py
+	$(BIN)/python benchmarks/decode.py --pair vision
 
 clean:  ## remove the environments and what tools left behind
 	rm -rf $(VENV) $(VENV_OLDEST) build dist .pytest_cache .ruff_cache .hypothesis
@@ -83,7 +104,7 @@ clean:  ## remove the environments and what tools left behind
 
 # A stamp is newer than what it was installed from. Two for .venv, so that `make demo` need not install the type checker.
 $(VENV)/.stamp-demo: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[vlm]'
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python

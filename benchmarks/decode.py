@@ -1,5 +1,8 @@
 """Compare ways of decoding with the same target and draft, in one run, prompt by prompt.
 
+`--pair vision` measures the bundled pair for pictures: prompts with one picture, several and none. `stock` and `zlab`
+cannot take pictures and are left out. Batches of it are of one kind, and of all kinds mixed.
+
 Methods: `plain` (`generate`), `ours` (`assistant_model=draft`), `stock` (Transformers' own DFlash, the same draft),
 `zlab` (z-lab's package `dflash` 0.1.0, the same weights) and `lookup` (prompt lookup, 15 tokens). The last three take
 one prompt at a time. Within a prompt every method runs before the next prompt does, each time in another order, so
@@ -39,11 +42,12 @@ import typer
 from harness.floors import BareForwards
 from harness.machine import MAX_BUSY_CORES, RESULTS, LoadWatch, provenance
 from harness.methods import LOOKUP, OURS, PLAIN, STOCK, Method, Outcome, Settings, measure, with_rule
-from harness.pair import TOY, Pair, load_pair, random_pair
+from harness.pair import MIXED, TOY, Pair, load_pair, random_pair
 from harness.report import Column, finish, show
-from harness.rows import Group, Row, decode_row, floor_row, sampling_row
+from harness.rows import Group, Row, decode_row, floor_row, kinds_of_rows, sampling_row, vision_rows
 from harness.zlab import zlab_method
 
+logger = logging.getLogger(__name__)
 METHODS = ("plain", "ours", "stock", "zlab", "lookup")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FLOOR_SAMPLES = 10
@@ -77,6 +81,14 @@ FLOOR_COLUMNS: list[Column] = [
     ("step / stock", "step_time_against.stock"),
     ("step / zlab", "step_time_against.zlab"),
 ]
+VISION_COLUMNS: list[Column] = [
+    ("what", "what"),
+    ("prompts", "kind"),
+    ("batch", "batch"),
+    ("value", "value"),
+    ("required", "required"),
+    ("reached", "reached"),
+]
 SAMPLING_COLUMNS: list[Column] = [
     ("method", "method"),
     ("temperature", "temperature"),
@@ -86,6 +98,22 @@ SAMPLING_COLUMNS: list[Column] = [
     ("acceptance", "acceptance_length"),
     ("95 % interval", "ci95"),
 ]
+
+
+class BundledPair(StrEnum):
+    """Pairs that come with a clone."""
+
+    text = "text"
+    vision = "vision"
+
+
+BUNDLED = {BundledPair.text: TOY, BundledPair.vision: TOY / "vision"}
+# Ways that know no pictures, and why they are left out.
+WITHOUT_PICTURES = {
+    "stock": "Transformers' own DFlash stops with an error in a vision target, for texts too",
+    "zlab": "z-lab's dflash_generate takes token ids alone",
+    "lookup": "prompt lookup copies image tokens into its proposals, and the target refuses those",
+}
 
 
 class RandomPair(StrEnum):
@@ -119,6 +147,10 @@ def choose_methods(pair: Pair, names: str) -> list[Method]:
     asked = names.replace(",", " ").split()
     if unknown := sorted(set(asked) - set(METHODS)):
         raise typer.BadParameter(f"expected methods among {METHODS}, got {unknown}; leave them out")
+    if pair.takes_pictures:
+        for name in WITHOUT_PICTURES.keys() & asked:
+            logger.warning("leaving out %s: %s", name, WITHOUT_PICTURES[name])
+        asked = [name for name in asked if name not in WITHOUT_PICTURES]
     known = {method.name: method for method in (PLAIN, OURS, STOCK, LOOKUP)}
     if "zlab" in asked and (zlab := zlab_method(pair)) is not None:
         known["zlab"] = zlab
@@ -126,8 +158,20 @@ def choose_methods(pair: Pair, names: str) -> list[Method]:
 
 
 def groups_of_prompts(pair: Pair, batch: int, prompts: int) -> list[tuple[str, int]]:
-    """Returns kind and first index of every group of `batch` prompts: `prompts` of each kind, but a group at least."""
-    return [(kind, group * batch) for group in range(max(1, prompts // batch)) for kind in pair.kinds]
+    """Returns kind and first index of every group of `batch` prompts: `prompts` of each kind, but a group at least.
+
+    There are fewer where prompts run out; a first group that is too large repeats some, which is logged.
+    """
+    kinds = [*pair.kinds, MIXED] if batch > 1 and pair.takes_pictures else list(pair.kinds)
+    for kind in kinds:
+        if pair.count(kind) < batch:
+            logger.warning("batches of %d repeat prompts of kind %s: there are %d", batch, kind, pair.count(kind))
+    return [
+        (kind, group * batch)
+        for group in range(max(1, prompts // batch))
+        for kind in kinds
+        if group == 0 or (group + 1) * batch <= pair.count(kind)
+    ]
 
 
 def run_decode(
@@ -174,22 +218,27 @@ def _middle(groups: dict[tuple[int, str], Group], batch: int) -> int:
 def decode_record(
     pair: Pair, groups: dict[tuple[int, str], Group], bare: dict[int, BareForwards], busy: bool
 ) -> dict[str, list[Row]]:
-    """Returns the rows, each kind of prompt and all together, and the floors; prints both as tables."""
+    """Returns the rows, each kind of prompt and all together, and the floors; prints them as tables."""
     rows: list[Row] = []
     for (batch, method), group in groups.items():
-        kinds = [*pair.kinds, None] if len(pair.kinds) > 1 else [None]
-        rows += [decode_row(pair, method, batch, kind or "all", group.of_kind(kind), busy) for kind in kinds]
+        pooled = {name: group.of_kinds(kinds) for name, kinds in kinds_of_rows(pair).items()}
+        rows += [decode_row(pair, method, batch, name, part, busy) for name, part in pooled.items() if part.runs]
     floors = [row for forwards in bare.values() if (row := floor_row(rows, forwards, busy)) is not None]
     show("Decoding", rows, DECODE_COLUMNS)
     show("Ours against its bare forwards and the others (medians of this run)", floors, FLOOR_COLUMNS)
-    return {"rows": rows, "floors": floors}
+    if not pair.takes_pictures:
+        return {"rows": rows, "floors": floors}
+    asked = vision_rows(rows)
+    show("What is asked of the pair for pictures", asked, VISION_COLUMNS)
+    return {"rows": rows, "floors": floors, "vision_floors": asked}
 
 
 def run_sampling(
     pair: Pair, temperatures: Sequence[float], prompts: int, repeats: int, max_new_tokens: int, first_seed: int
 ) -> dict[tuple[str, float], list[tuple[str, Outcome]]]:
     """Measures the acceptance of our proposal rules and of stock under fixed seeds, one prompt at a time."""
-    methods = [*(with_rule(rule) for rule in ("shared_noise", "argmax", "sample")), STOCK]
+    methods = [*(with_rule(rule) for rule in ("shared_noise", "argmax", "sample"))]
+    methods += [] if pair.takes_pictures else [STOCK]
     runs: dict[tuple[str, float], list[tuple[str, Outcome]]] = defaultdict(list)
     for seed in range(first_seed, first_seed + repeats):
         for kind, first in groups_of_prompts(pair, 1, prompts):
@@ -215,8 +264,11 @@ def sampling_record(
 
 
 def main(
-    target: Annotated[Path, typer.Option(help="Folder of the target.")] = TOY / "target",
-    draft: Annotated[Path, typer.Option(help="Folder of its draft.")] = TOY / "draft",
+    pair_name: Annotated[
+        BundledPair, typer.Option("--pair", help="The bundled pair for texts, or the one for pictures.")
+    ] = BundledPair.text,
+    target: Annotated[Path | None, typer.Option(help="Folder of another target of that kind.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Folder of its draft.")] = None,
     random: Annotated[RandomPair | None, typer.Option(help="Random weights instead, of this size.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts of each kind.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Length limit of an answer.")] = 256,
@@ -238,6 +290,8 @@ def main(
     torch.set_num_threads(threads)
     if dtype not in DTYPES:
         raise typer.BadParameter(f"expected a dtype among {sorted(DTYPES)}, got {dtype!r}; choose one of them")
+    if random is not None and pair_name is BundledPair.vision:
+        raise typer.BadParameter("expected --random or --pair vision, got both; random weights answer random texts")
     sizes, heat = numbers(batch, int), numbers(temperatures, float)
     watch = LoadWatch()
     if not force and (load := watch.sample()) is not None and load > MAX_BUSY_CORES:
@@ -251,7 +305,9 @@ def main(
     if random is not None:
         pair = random_pair(random.value, DTYPES[dtype], place, block_size)
     else:
-        pair = load_pair(target, draft, DTYPES[dtype], place, block_size)
+        vision, folder = pair_name is BundledPair.vision, BUNDLED[pair_name]
+        target, draft = target or folder / "target", draft or folder / "draft"
+        pair = load_pair(target, draft, DTYPES[dtype], place, block_size, vision=vision)
     chosen = [] if sampling else choose_methods(pair, methods)
     watch.start()
     if sampling:
@@ -261,10 +317,11 @@ def main(
         groups, bare = run_decode(pair, chosen, sizes, prompts, repeats, settings)
     watch.stop()
     quiet = not force and watch.is_quiet()
-    facts = {"benchmark": "sampling" if sampling else "decode", "pair": pair.name, "max_new_tokens": max_new_tokens}
+    name = ("sampling" if sampling else "decode") + ("_vision" if pair.takes_pictures else "")
+    facts = {"benchmark": name, "pair": pair.name, "max_new_tokens": max_new_tokens}
     facts |= {"prompts_per_kind": prompts, "repeats": repeats, "load": watch.to_dict(), **provenance(place)}
     rows = sampling_record(pair, runs, not quiet) if sampling else decode_record(pair, groups, bare, not quiet)
-    finish({"provenance": facts, **rows}, out or RESULTS / f"{facts['benchmark']}.json", quiet)
+    finish({"provenance": facts, **rows}, out or RESULTS / f"{name}.json", quiet)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import torch
 import typer
 from harness.floors import BareForwards
 from harness.machine import RESULTS, LoadWatch, provenance
-from harness.methods import OURS, PLAIN, STOCK, Method, Settings, measure
+from harness.methods import OURS, OURS_EAGER, PLAIN, STOCK, Method, Settings, measure
 from harness.pair import Pair, random_pair
 from harness.report import Column, finish, show
 from harness.rows import Group, Row, decode_row, percentiles
@@ -55,6 +55,7 @@ BARE_COLUMNS: list[Column] = [
     ("verify ms", "bare_verify_ms.p50"),
     ("ours ms/step", "ours_step_ms"),
     ("bare / ours", "bare_over_ours"),
+    ("ours / eager", "step_time_against.ours/eager"),
     ("ours / stock", "step_time_against.stock"),
     ("ours / zlab", "step_time_against.zlab"),
 ]
@@ -105,7 +106,9 @@ def bare_row(rows: list[Row], bare: BareForwards) -> Row:
         "bare_verify_ms": verify,
         "ours_step_ms": steps["ours"],
         "bare_over_ours": round((draft["p50"] + verify["p50"]) / steps["ours"], 4),
-        "step_time_against": {n: round(steps["ours"] / steps[n], 4) for n in ("stock", "zlab") if n in steps},
+        "step_time_against": {
+            n: round(steps["ours"] / steps[n], 4) for n in ("ours/eager", "stock", "zlab") if n in steps
+        },
     }
 
 
@@ -139,7 +142,7 @@ def main(
     prompt, new = context or (32 if tiny else 2048), new_tokens or (9 if tiny else 49)
     pair = build(tiny, place, prompt, new, block_size)
     zlab = zlab_method(pair)
-    methods = [PLAIN, OURS, STOCK, *([] if zlab is None else [zlab])]
+    methods = [PLAIN, OURS, OURS_EAGER, STOCK, *([] if zlab is None else [zlab])]
     watch = LoadWatch()
     measured: list[tuple[int, dict[str, Group], BareForwards]] = []
     for size in (int(part) for part in batch.replace(",", " ").split()):

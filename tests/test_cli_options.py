@@ -10,6 +10,18 @@ import typer
 
 # Command -> its options and arguments, sorted. A failing test prints the dictionary as it would be now.
 CLI_OPTIONS: dict[str, list[str]] = {
+    "chat": [
+        "--device",
+        "--draft",
+        "--dtype",
+        "--host",
+        "--max-new-tokens",
+        "--port",
+        "--target",
+        "--temperature",
+        "--threads",
+        "--web",
+    ],
     "convert": ["--force", "--target", "--to", "destination", "source"],
     "demo": ["--json", "--max-new-tokens", "--pair", "--per-kind", "--threads"],
     "doctor": [
@@ -27,6 +39,7 @@ CLI_OPTIONS: dict[str, list[str]] = {
         "--device",
         "--draft",
         "--dtype",
+        "--image",
         "--json",
         "--max-new-tokens",
         "--seed",

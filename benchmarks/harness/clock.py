@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from dflash_hf import SpeculativeStats
+
 Mark = float | torch.cuda.Event
 
 
@@ -61,15 +63,18 @@ class StepClock:
     Args:
         model (`nn.Module`): The target; a hook is put on it while the block runs.
         device (`torch.device`): Where it runs.
+        is_hooked (`bool`): `False` where a hook would change what is measured: replayed forwards call none. Then
+            [`take`] says how long the parts took.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, is_hooked: bool = True) -> None:
         self.model = model
         self.marks = Marks(device)
         self.seconds = 0.0
         self.prefill_seconds = 0.0
         self.step_ms: list[float] = []
         self._handle: RemovableHandle | None = None
+        self._is_hooked = is_hooked
 
     @property
     def num_forwards(self) -> int:
@@ -77,7 +82,8 @@ class StepClock:
         return len(self.marks.marks) - 1
 
     def __enter__(self) -> StepClock:
-        self._handle = self.model.register_forward_hook(self._ended)
+        if self._is_hooked:
+            self._handle = self.model.register_forward_hook(self._ended)
         synchronize(self.marks.device)
         self.marks.mark()
         self._start = time.perf_counter()
@@ -86,11 +92,21 @@ class StepClock:
     def __exit__(self, *exc: object) -> None:
         synchronize(self.marks.device)
         self.seconds = time.perf_counter() - self._start
-        assert self._handle is not None
+        if self._handle is None:
+            return
         self._handle.remove()
         intervals = self.marks.intervals()
         if intervals:
             self.prefill_seconds, self.step_ms = intervals[0] / 1e3, intervals[1:]
+
+    def take(self, stats: SpeculativeStats) -> None:
+        """Takes the times of a run without a hook from its statistics: each step counts with the mean of all.
+
+        Both ends of what is divided are reads on the host of what the device has done.
+        """
+        steps = stats.num_target_forwards - 1
+        self.prefill_seconds = stats.time_to_first_token
+        self.step_ms = [(stats.total_seconds - stats.time_to_first_token) * 1e3 / steps] * steps if steps else []
 
     def _ended(self, module: nn.Module, args: Any, output: Any) -> None:
         self.marks.mark()

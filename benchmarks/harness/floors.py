@@ -32,7 +32,7 @@ class BareForwards:
         self.verify_ms: list[float] = []
         width, draft, device = pair.block_size, pair.draft, pair.device
         self._target = find_target(pair.target)
-        vocab = pair.target.config.vocab_size
+        vocab = self._target.vocab_size
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(3, vocab, (batch, context), generator=generator).to(device)
         positions = torch.arange(context, device=device).expand(batch, -1)

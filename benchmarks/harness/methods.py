@@ -70,11 +70,13 @@ class Method:
         name (`str`): What rows call it.
         run (callable): Decodes prompts of a pair.
         batches (`bool`): Whether it takes more than one prompt at a time.
+        replays (`bool`): Whether its steps are CUDA graphs where there is CUDA, which call no hooks.
     """
 
     name: str
     run: Callable[[Pair, Inputs, Settings], Raw]
     batches: bool
+    replays: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +167,19 @@ def lookup(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
     return Raw(out, first=counter.counts[0])
 
 
+def ours_eager(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
+    """The same with every operation launched from the host."""
+    knobs = pair.draft.generation_config
+    before, knobs.engine = knobs.engine, "eager"
+    try:
+        return ours(pair, inputs, settings)
+    finally:
+        knobs.engine = before
+
+
 PLAIN = Method(name="plain", run=plain, batches=True)
-OURS = Method(name="ours", run=ours, batches=True)
+OURS = Method(name="ours", run=ours, batches=True, replays=True)
+OURS_EAGER = Method(name="ours/eager", run=ours_eager, batches=True)
 STOCK = Method(name="stock", run=stock, batches=False)
 LOOKUP = Method(name="lookup", run=lookup, batches=False)
 
@@ -189,7 +202,7 @@ def with_rule(rule: Proposal) -> Method:
         with proposal_rule(pair, rule):
             return ours(pair, inputs, settings)
 
-    return Method(name=f"ours/{rule}", run=run, batches=True)
+    return Method(name=f"ours/{rule}", run=run, batches=True, replays=True)
 
 
 def measure(pair: Pair, method: Method, inputs: Inputs, settings: Settings) -> Outcome:
@@ -201,8 +214,11 @@ def measure(pair: Pair, method: Method, inputs: Inputs, settings: Settings) -> O
     held = torch.cuda.memory_allocated(device) if is_cuda else 0
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    with StepClock(pair.target, device) as clock:
+    replays = is_cuda and method.replays and pair.draft.generation_config.engine in ("auto", "cuda_graph")
+    with StepClock(pair.target, device, is_hooked=not replays) as clock:
         raw = method.run(pair, inputs, settings)
+    if replays:
+        clock.take(pair.draft.last_stats)
     answers = _answers(raw.sequences, inputs["input_ids"].shape[1], pair.eos_ids())
     new = sum(len(answer) for answer in answers)
     if raw.verified is not None:

@@ -1,4 +1,4 @@
-"""The target and the draft that are measured, and the prompts: the bundled pair, or one with random weights."""
+"""The target and the draft that are measured, and the prompts: a bundled pair, or one with random weights."""
 
 from __future__ import annotations
 
@@ -9,13 +9,24 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+)
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
+from dflash_hf.cli.demo import read_prompts
+from dflash_hf.evaluation.prompts import as_messages, picture_names
 
 from .machine import ROOT
 
 TOY = ROOT / "demos" / "toy"
+MIXED = "mixed"  # prompts of all kinds in one batch
 Inputs = dict[str, Tensor]
 RandomSize = Literal["tiny", "toy", "qwen3-8b"]
 
@@ -36,6 +47,8 @@ class Pair:
         draft (`DFlashDraftModel`): Its draft.
         name (`str`): What the record calls the pair.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Without one prompts are random ids.
+        processor (*optional*): Of a target that takes pictures; prompts are then those of `held_out`.
+        held_out (`dict[str, list]`): Kind -> its prompts, as conversations.
         kinds (`tuple[str, ...]`): Kinds of prompt.
         random_lengths (`tuple[int, int]`): Shortest and longest random prompt, in tokens.
     """
@@ -44,6 +57,8 @@ class Pair:
     draft: DFlashDraftModel
     name: str
     tokenizer: PreTrainedTokenizerBase | None = None
+    processor: Any = None
+    held_out: dict[str, list[Any]] = field(default_factory=dict)
     kinds: tuple[str, ...] = ("random",)
     random_lengths: tuple[int, int] = (24, 64)
     _cache: dict[tuple[str, int, int], Inputs] = field(default_factory=dict)
@@ -69,10 +84,14 @@ class Pair:
         return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
     def inputs(self, kind: str, first: int, count: int) -> Inputs:
-        """Returns `count` held-out prompts of a kind from index `first` on, left-padded: ids and mask `[B, S]`."""
+        """Returns `count` held-out prompts of a kind from index `first` on, left-padded: ids and mask `[B, S]`.
+
+        With pictures also what the processor makes of them. Where prompts run out they start again.
+        """
         key = (kind, first, count)
         if key not in self._cache:
             make = self._random_inputs if self.tokenizer is None else self._text_inputs
+            make = make if self.processor is None else self._picture_inputs
             self._cache[key] = {name: tensor.to(self.device) for name, tensor in make(*key).items()}
         return self._cache[key]
 
@@ -88,6 +107,41 @@ class Pair:
             padding=True,
         )
         return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
+
+    def _picture_inputs(self, kind: str, first: int, count: int) -> Inputs:
+        encoded = self.processor.apply_chat_template(
+            [as_messages(prompt) for prompt in self._chosen(kind, first, count)],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_tensors="pt",
+            return_dict=True,
+            processor_kwargs={"padding": True, "padding_side": "left"},
+        )
+        return dict(encoded)
+
+    def _chosen(self, kind: str, first: int, count: int) -> list[Any]:
+        """Held-out prompts of a kind; one of each kind in turn for `MIXED`."""
+        if kind != MIXED:
+            rows = self.held_out[kind]
+            return [rows[(first + index) % len(rows)] for index in range(count)]
+        kinds = [self.kinds[index % len(self.kinds)] for index in range(first, first + count)]
+        return [self._chosen(kind, (first + index) // len(self.kinds), 1)[0] for index, kind in enumerate(kinds)]
+
+    def count(self, kind: str) -> int:
+        """Returns how many prompts of a kind there are; made ones do not run out."""
+        if not self.held_out:
+            return sys.maxsize
+        return sum(map(len, self.held_out.values())) if kind == MIXED else len(self.held_out[kind])
+
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether prompts may have pictures."""
+        return self.processor is not None
+
+    @property
+    def picture_kinds(self) -> tuple[str, ...]:
+        """Kinds whose prompts have pictures."""
+        return tuple(kind for kind, prompts in self.held_out.items() if any(map(picture_names, prompts)))
 
     def _random_inputs(self, kind: str, first: int, count: int) -> Inputs:
         generator = torch.Generator().manual_seed(first)
@@ -109,9 +163,17 @@ def _toy_tasks() -> Any:
 
 
 def load_pair(
-    target: Path, draft: Path, dtype: torch.dtype, device: torch.device, block_size: int | None = None
+    target: Path,
+    draft: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_size: int | None = None,
+    *,
+    vision: bool = False,
 ) -> Pair:
     """Loads a pair from its folders; `block_size` narrows the draft's block for every method alike.
+
+    With `vision` the target is loaded with its processor, and prompts are those of held_out.jsonl beside its folder.
 
     Raises:
         ValueError: If a folder is not there, or the block is wider than the draft was trained for.
@@ -122,9 +184,24 @@ def load_pair(
                 f"expected a {role} with a config.json in {folder}, got none; train it (demos/toy), name another "
                 "folder with --target and --draft, or measure random weights with --random toy"
             )
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to(device).eval()
+    model_class = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+    model = model_class.from_pretrained(target, dtype=dtype).to(device).eval()
     drafter = DFlashDraftModel.from_pretrained(draft, dtype=dtype).to(device).eval()
     _narrow(drafter, block_size)
+    if vision:
+        held_out: dict[str, list[Any]] = {}
+        for row in read_prompts(target.parent / "held_out.jsonl", per_kind=sys.maxsize):
+            held_out.setdefault(row["kind"], []).append(row["messages"])
+        processor: Any = AutoProcessor.from_pretrained(target)
+        return Pair(
+            target=model,
+            draft=drafter,
+            name=f"{target} + {draft}",
+            tokenizer=processor.tokenizer,
+            processor=processor,
+            held_out=held_out,
+            kinds=tuple(held_out),
+        )
     tokenizer = AutoTokenizer.from_pretrained(target, padding_side="left")
     kinds = tuple(str(kind) for kind in _toy_tasks().KINDS)
     return Pair(target=model, draft=drafter, name=f"{target} + {draft}", tokenizer=tokenizer, kinds=kinds)

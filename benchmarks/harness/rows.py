@@ -5,16 +5,23 @@ from __future__ import annotations
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .floors import BareForwards
 from .methods import Outcome
-from .pair import Pair
+from .pair import MIXED, Pair
 
 Row = dict[str, Any]
 MIN_SHARE_OF_IDEAL = 0.85
+PICTURES, TEXTS = "all pictures", "all texts"
+# What is asked of the bundled pair for pictures, at batch 1: what, over which prompts, at least.
+VISION_FLOORS = (
+    ("tokens_per_second_against_plain", PICTURES, 1.8),
+    ("acceptance_length", PICTURES, 5.0),
+    ("acceptance_length", TEXTS, 4.0),
+)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
@@ -39,9 +46,9 @@ class Group:
         if reference is not None:
             self.same[prompt] = self.same.get(prompt, True) and outcome.answers == reference.answers
 
-    def of_kind(self, kind: str | None) -> Group:
-        """Returns the runs over prompts of a kind; all of them for `None`."""
-        chosen = {prompt: runs for prompt, runs in self.runs.items() if kind in (None, prompt[0])}
+    def of_kinds(self, kinds: Collection[str] | None) -> Group:
+        """Returns the runs over prompts of some kinds; all of them for `None`."""
+        chosen = {prompt: runs for prompt, runs in self.runs.items() if kinds is None or prompt[0] in kinds}
         return Group(chosen, {prompt: self.same[prompt] for prompt in chosen if prompt in self.same})
 
     def outcomes(self) -> list[Outcome]:
@@ -58,6 +65,45 @@ class Group:
         outcomes = self.outcomes()
         verifies = sum(outcome.verifies for outcome in outcomes)
         return sum(outcome.committed for outcome in outcomes) / verifies if verifies else 0.0
+
+
+def kinds_of_rows(pair: Pair) -> dict[str, Collection[str] | None]:
+    """Returns what gets a row of its own: its name, and the kinds of prompt that it pools (`None`: all)."""
+    if len(pair.kinds) == 1:
+        return {"all": None}
+    rows: dict[str, Collection[str] | None] = {kind: (kind,) for kind in pair.kinds}
+    if pair.takes_pictures:
+        rows[PICTURES] = pair.picture_kinds
+        rows[TEXTS] = tuple(kind for kind in pair.kinds if kind not in pair.picture_kinds)
+        rows[MIXED] = (MIXED,)
+    return {**rows, "all": None}
+
+
+def vision_rows(rows: list[Row]) -> list[Row]:
+    """Compares what was measured with what is asked of the pair for pictures; other batch sizes only reported.
+
+    `tokens_per_second_against_plain` is of the whole call, the prefill with its pictures included.
+    """
+    at = {(row["method"], row["batch"], row["kind"]): row for row in rows}
+    found: list[Row] = []
+    for batch in sorted({row["batch"] for row in rows}):
+        for what, kind, floor in VISION_FLOORS:
+            ours, plain = at.get(("ours", batch, kind)), at.get(("plain", batch, kind))
+            if ours is None or plain is None:
+                continue
+            ratio = ours["tokens_per_second"] / plain["tokens_per_second"]
+            value = round(ratio, 4) if what.endswith("against_plain") else ours[what]
+            found.append(_requirement(what, kind, batch, value, floor if batch == 1 else None, ours["busy"]))
+        if (ours := at.get(("ours", batch, "all"))) is not None and ours["num_texts"]:
+            share = ours["num_identical"] / ours["num_texts"]
+            found.append(_requirement("share_identical", "all", batch, share, 1.0, ours["busy"]))
+    return found
+
+
+def _requirement(what: str, kind: str, batch: int, value: float, floor: float | None, busy: bool) -> Row:
+    reached = None if floor is None else value >= floor
+    names = ("what", "kind", "batch", "value", "required", "reached", "busy")
+    return dict(zip(names, (what, kind, batch, value, floor, reached, busy), strict=True))
 
 
 def decode_row(pair: Pair, method: str, batch: int, kind: str, group: Group, busy: bool) -> Row:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
 
+from dflash_hf import ops
 from dflash_hf.positions import slot_positions, visible
 
 RAGGED_BLOCK = "ragged_block"
@@ -37,14 +39,15 @@ class RaggedBlock:
     """
 
     def __init__(self, lengths: Tensor, width: int, bound: int | None = None, is_exact: bool = False) -> None:
-        self.lengths = lengths
         self.width = width
         self.bound = bound
         self.is_exact = is_exact and bound is not None
         # The window of the layer whose keys were written last: Moshi's slides in its cache only, not in its attention.
         self.window: int | None = None
         self._modules: set[int] = set()
+        # A copy: the run moves its lengths on in place while the block still stands where it stood.
         self.positions = lengths[:, None] + torch.arange(width, device=lengths.device)
+        self.lengths = self.positions[:, 0]
         self._slots: dict[int, Tensor] = {}
         self._masks: dict[tuple[object, ...], Tensor] = {}
         self._copies: dict[torch.device, RaggedBlock] = {}
@@ -112,6 +115,25 @@ class RaggedBlock:
         return self._masks[key]
 
 
+@dataclass(frozen=True, slots=True)
+class RaggedMask:
+    """What a layer of this kind lets a block see, before it is known whether a tensor has to be made of it.
+
+    Args:
+        block (`RaggedBlock`): Where the block stands, on the device of the keys.
+        window, causal, from_anchor: See `positions.visible`.
+    """
+
+    block: RaggedBlock
+    window: int | None
+    causal: bool
+    from_anchor: bool = False
+
+    def tensor(self, num_slots: int, repeats: int, dtype: torch.dtype) -> Tensor | None:
+        """Returns [`RaggedBlock.mask`] of this kind; arguments as there."""
+        return self.block.mask(num_slots, self.window, self.causal, repeats, dtype, self.from_anchor)
+
+
 def mask_repeats(heads_per_key: int, device: torch.device) -> int:
     """Says how often a mask's rows stand one after another: once, or once per query head of a key head.
 
@@ -126,7 +148,7 @@ def attend(
     query_BHKE: Tensor,
     key_BGRE: Tensor,
     value_BGRE: Tensor,
-    mask: Tensor | BlockMask | None,
+    mask: Tensor | BlockMask | RaggedMask | None,
     scaling: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -134,14 +156,17 @@ def attend(
 ) -> Tensor:
     """Softmax attention with grouped heads, soft cap and sinks; the torch definition everything is tested against.
 
+    Under a `RaggedMask` a kernel computes it where `ops.attends` says so, and no mask is made.
+
     `softmax(cap(q k^T * scaling) + mask) v`, where `cap(s) = softcap * tanh(s / softcap)` and a sink adds one score
     per head that takes part in the normalisation and has no value. Keys and values are read as they are, never
     repeated.
 
     Args:
         query_BHKE, key_BGRE, value_BGRE (`torch.Tensor`): `H` is a multiple of `G`. Any strides.
-        mask (`torch.Tensor` or `BlockMask`, *optional*): Additive, `[B, 1, repeats * K, R]` with `repeats` from
-            [`mask_repeats`]; a `BlockMask` (training on CUDA) goes to FlexAttention.
+        mask (`torch.Tensor`, `BlockMask` or `RaggedMask`, *optional*): Additive, `[B, 1, repeats * K, R]` with
+            `repeats` from [`mask_repeats`]; a `BlockMask` (training on CUDA) goes to FlexAttention; a `RaggedMask` is
+            decoding's.
         scaling (`float`): Factor on the scores.
         softcap (`float`, *optional*): Soft cap.
         sinks (`torch.Tensor` of shape `[H]`, *optional*): Sink score per head.
@@ -153,9 +178,22 @@ def attend(
     Raises:
         ValueError: If a `BlockMask` comes with a soft cap, sinks or dropout.
     """
-    batch, num_heads, width, _ = query_BHKE.shape
-    groups = key_BGRE.shape[1]
-    repeats = num_heads // groups
+    repeats = query_BHKE.shape[1] // key_BGRE.shape[1]
+    if isinstance(mask, RaggedMask):
+        if dropout == 0 and ops.attends(query_BHKE, key_BGRE, value_BGRE):
+            return ops.block_attention(
+                query_BHKE,
+                key_BGRE,
+                value_BGRE,
+                mask.block.lengths,
+                scaling=scaling,
+                causal=mask.causal,
+                window=mask.window,
+                from_anchor=mask.from_anchor,
+                softcap=softcap,
+                sinks_H=sinks,
+            )
+        mask = mask.tensor(key_BGRE.shape[2], mask_repeats(repeats, key_BGRE.device), query_BHKE.dtype)
     if isinstance(mask, BlockMask):
         if softcap is not None or sinks is not None or dropout > 0:
             raise ValueError("expected plain attention under a BlockMask, got a soft cap, sinks or dropout; drop them")
@@ -165,6 +203,16 @@ def attend(
         return out.transpose(1, 2)
     if softcap is not None or sinks is not None:
         return _attend_explicitly(query_BHKE, key_BGRE, value_BGRE, mask, scaling, softcap, sinks, dropout)
+    return _attend_by_sdpa(query_BHKE, key_BGRE, value_BGRE, mask, scaling, dropout)
+
+
+def _attend_by_sdpa(
+    query_BHKE: Tensor, key_BGRE: Tensor, value_BGRE: Tensor, mask: Tensor | None, scaling: float, dropout: float
+) -> Tensor:
+    """`attend` where SDPA knows all of it."""
+    batch, num_heads, width, _ = query_BHKE.shape
+    groups = key_BGRE.shape[1]
+    repeats = num_heads // groups
     sdpa = nn.functional.scaled_dot_product_attention
     if mask_repeats(repeats, query_BHKE.device) == 1:
         out = sdpa(
@@ -260,8 +308,7 @@ def ragged_block(
         )
     ragged.count(module)
     window = ragged.window if sliding_window is None else sliding_window
-    repeats = mask_repeats(query.shape[1] // key.shape[1], key.device)
-    mask = ragged.on(key.device).mask(key.shape[2], window, True, repeats, query.dtype)
+    mask = RaggedMask(ragged.on(key.device), window, causal=True)
     out = attend(query, key, value, mask, scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
     return out, None
 

@@ -7,6 +7,7 @@ window + block slots. The target and the draft use the same class.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from dflash_hf.attention import RaggedBlock
+from dflash_hf.devices import free_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,10 @@ class LayerShape:
         return max_length if self.window is None else min(max_length, self.window + block)
 
 
+class OutOfRoomError(ValueError):
+    """K/V buffers would be larger than what is free of a device's memory."""
+
+
 class RaggedLayer(CacheLayerMixin):
     """Keys and values of one layer, token-major: `[B, R, G, E]`, handed out as `[B, G, R, E]` views.
 
@@ -66,13 +72,17 @@ class RaggedLayer(CacheLayerMixin):
         super().__init__()
         self.shape = shape
         self.ring = shape.ring(max_length, block)
-        self.key_buffer = torch.zeros(batch, self.ring, shape.num_heads, shape.key_size, dtype=dtype, device=device)
-        self.value_buffer = torch.zeros(
-            batch, self.ring, shape.num_heads, shape.value_size, dtype=value_dtype or dtype, device=device
-        )
-        # Views made once, not for every write and read.
-        self._rows = (self.key_buffer.flatten(0, 1), self.value_buffer.flatten(0, 1))
-        self._all = (self.key_buffer.transpose(1, 2), self.value_buffer.transpose(1, 2))
+        # Plain tensors in any case: a call outside inference mode could not write to others.
+        with torch.inference_mode(False):
+            self.key_buffer = torch.zeros(
+                batch, self.ring, shape.num_heads, shape.key_size, dtype=dtype, device=device
+            )
+            self.value_buffer = torch.zeros(
+                batch, self.ring, shape.num_heads, shape.value_size, dtype=value_dtype or dtype, device=device
+            )
+            # Views made once, not for every write and read.
+            self._rows = (self.key_buffer.flatten(0, 1), self.value_buffer.flatten(0, 1))
+            self._all = (self.key_buffer.transpose(1, 2), self.value_buffer.transpose(1, 2))
         self._views: tuple[Tensor, Tensor] | None = None
         self.is_initialized = True
 
@@ -126,6 +136,11 @@ class RaggedLayer(CacheLayerMixin):
         )
         return keys, values
 
+    def clear(self) -> None:
+        """Empties the buffers in place."""
+        self.key_buffer.zero_()
+        self.value_buffer.zero_()
+
     def release(self) -> None:
         """Drops the buffers; nothing can be read or written afterwards."""
         self.key_buffer = self.value_buffer = torch.empty(0)
@@ -149,6 +164,53 @@ class RaggedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Returns the number of slots."""
         return self.ring
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerPlan:
+    """What a layer of a prefill's cache will be moved into."""
+
+    shape: LayerShape
+    dtype: torch.dtype
+    value_dtype: torch.dtype
+    device: torch.device
+    num_bytes: int
+
+    @classmethod
+    def of(cls, source: Any, index: int, num_columns: int) -> _LayerPlan:
+        """Reads it off a filled layer; raises ValueError if that has no keys and values of the prompt's columns."""
+        keys, values = getattr(source, "keys", None), getattr(source, "values", None)
+        if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
+            raise ValueError(
+                f"expected keys and values in every layer of the prefill cache, got {type(source).__name__} in "
+                f"layer {index}; this target has a layer without its own K/V and is not supported"
+            )
+        num_bytes = keys.numel() * keys.element_size() + values.numel() * values.element_size()
+        keys, values = stored_columns(source)
+        if keys.shape[2] > num_columns:
+            raise ValueError(
+                f"expected keys of {num_columns} prompt tokens in layer {index} of the prefill cache, "
+                f"got {keys.shape[2]}; something adds tokens to the prompt, drop assistant_model"
+            )
+        # One that records its past wants all of it back.
+        window = None if getattr(source, "record_past", False) else layer_window(source)
+        shape = LayerShape(num_heads=keys.shape[1], key_size=keys.shape[3], value_size=values.shape[3], window=window)
+        return cls(shape=shape, dtype=keys.dtype, value_dtype=values.dtype, device=keys.device, num_bytes=num_bytes)
+
+    def allocate(self, batch: int, max_length: int, block: int) -> RaggedLayer:
+        """Allocates it."""
+        return RaggedLayer(self.shape, batch, max_length, block, self.dtype, self.device, self.value_dtype)
+
+    def is_met_by(self, layer: RaggedLayer, batch: int) -> bool:
+        """Whether a layer is what `allocate` returns, but for its length."""
+        keys, values = layer.key_buffer, layer.value_buffer
+        return (layer.shape, keys.shape[0], keys.dtype, values.dtype, keys.device) == (
+            self.shape,
+            batch,
+            self.dtype,
+            self.value_dtype,
+            self.device,
+        )
 
 
 class RaggedCache(Cache):
@@ -177,7 +239,13 @@ class RaggedCache(Cache):
 
     @classmethod
     def take_prefill(
-        cls, prefill: Cache, positions_BS: Tensor, max_length: int, block: int, keep: bool = False
+        cls,
+        prefill: Cache,
+        positions_BS: Tensor,
+        max_length: int,
+        block: int,
+        keep: bool = False,
+        into: RaggedCache | None = None,
     ) -> RaggedCache:
         """Moves an ordinary prefill cache in, row by row without its padding, emptying it layer by layer.
 
@@ -186,46 +254,42 @@ class RaggedCache(Cache):
             positions_BS (`torch.Tensor` of shape `[B, S]`, int64): Index of each prompt token, negative for padding.
             max_length, block: See the class.
             keep (`bool`): Copy only: `prefill` stays as it is.
+            into (`RaggedCache`, *optional*): Cleared buffers for rows of `max_length` tokens, used if they have the
+                prefill's shapes and dtypes; the result is another cache if they do not.
 
         Raises:
-            ValueError: If a layer is not an attention layer with keys and values.
+            ValueError: If a layer is not an attention layer with keys and values, or the buffers are larger than what
+                is free of the device's memory.
         """
-        cache: RaggedCache | None = None
-        for index, layer_of_any_kind in enumerate(prefill.layers):
-            source: Any = layer_of_any_kind
-            keys, values = getattr(source, "keys", None), getattr(source, "values", None)
-            if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
-                raise ValueError(
-                    f"expected keys and values in every layer of the prefill cache, got {type(source).__name__} in "
-                    f"layer {index}; this target has a layer without its own K/V and is not supported"
-                )
+        plans = [_LayerPlan.of(layer, index, positions_BS.shape[1]) for index, layer in enumerate(prefill.layers)]
+        if not plans:
+            raise ValueError("expected a prefill cache with layers, got an empty one; does the target use its cache?")
+        batch = positions_BS.shape[0]
+        if into is None or not into.has_shapes(plans, batch):
+            _check_plans(plans, batch, max_length, block, emptied=not keep)
+            into = None
+        cache = cls([], batch=batch, max_length=0, block=0, dtype=plans[0].dtype, device=plans[0].device)
+        for index, (source, plan) in enumerate(zip(prefill.layers, plans, strict=True)):
+            layer = plan.allocate(batch, max_length, block) if into is None else into.layers[index]
+            assert isinstance(layer, RaggedLayer)
             keys, values = stored_columns(source)
-            # One that records its past wants all of it back.
-            window = None if getattr(source, "record_past", False) else layer_window(source)
-            shape = LayerShape(
-                num_heads=keys.shape[1], key_size=keys.shape[3], value_size=values.shape[3], window=window
-            )
-            if cache is None:
-                cache = cls([], batch=keys.shape[0], max_length=0, block=0, dtype=keys.dtype, device=keys.device)
-            layer = RaggedLayer(
-                shape, keys.shape[0], max_length, block, keys.dtype, keys.device, value_dtype=values.dtype
-            )
-            if keys.shape[2] > positions_BS.shape[1]:
-                raise ValueError(
-                    f"expected keys of {positions_BS.shape[1]} prompt tokens in layer {index} of the prefill cache, "
-                    f"got {keys.shape[2]}; something adds tokens to the prompt, drop assistant_model"
-                )
             # A sliding layer kept only its newest columns: they are the last ones of the prompt.
             positions = positions_BS[:, -keys.shape[2] :].to(keys.device)
             layer.write_rows(keys.transpose(1, 2), values.transpose(1, 2), positions)
             cache.layers.append(layer)
             if not keep:
-                source.keys = source.values = None
-                source.is_initialized = False
+                emptied: Any = source
+                emptied.keys = emptied.values = None
+                emptied.is_initialized = False
             del keys, values
-        if cache is None:
-            raise ValueError("expected a prefill cache with layers, got an empty one; does the target use its cache?")
-        return cache
+        return cache if into is None else into
+
+    def has_shapes(self, plans: list[_LayerPlan], batch: int) -> bool:
+        """Whether the layers are what these plans would allocate, whatever their length."""
+        return len(self.layers) == len(plans) and all(
+            isinstance(layer, RaggedLayer) and plan.is_met_by(layer, batch)
+            for plan, layer in zip(plans, self.layers, strict=True)
+        )
 
     def begin(self, block: RaggedBlock) -> None:
         """Says where the next writes go."""
@@ -258,15 +322,81 @@ class RaggedCache(Cache):
         """Writes `[B, G, K, E]` keys and values, as Transformers' attention layers hand them over."""
         return self.extend(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
 
-    def num_bytes(self) -> int:
-        """Returns the size of all buffers in bytes."""
-        buffers = [
-            t
+    def clear(self) -> None:
+        """Empties all buffers in place, for another run: what a masked slot holds must be finite."""
+        for layer in self.layers:
+            assert isinstance(layer, RaggedLayer)
+            layer.clear()
+
+    def buffers(self) -> list[Tensor]:
+        """Returns all buffers, keys and values of one layer after the other."""
+        return [
+            buffer
             for layer in self.layers
             if isinstance(layer, RaggedLayer)
-            for t in (layer.key_buffer, layer.value_buffer)
+            for buffer in (layer.key_buffer, layer.value_buffer)
         ]
-        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+    def num_bytes(self) -> int:
+        """Returns the size of all buffers in bytes."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
+
+
+def buffer_bytes(shapes: Sequence[tuple[LayerShape, int, int]], batch: int, max_length: int, block: int) -> int:
+    """Returns the size in bytes of the buffers of layers, each given as shape and bytes per key and value element."""
+    return sum(
+        batch
+        * shape.ring(max_length, block)
+        * shape.num_heads
+        * (shape.key_size * key_bytes + shape.value_size * value_bytes)
+        for shape, key_bytes, value_bytes in shapes
+    )
+
+
+def check_memory(
+    shapes: Sequence[tuple[LayerShape, int, int]],
+    device: torch.device,
+    batch: int,
+    max_length: int,
+    block: int,
+    freed: int = 0,
+) -> None:
+    """Refuses buffers that are larger than what is free of a device's memory, before any is allocated.
+
+    Args:
+        shapes: See [`buffer_bytes`].
+        device (`torch.device`): Where they will be.
+        batch, max_length, block (`int`): See [`RaggedCache`].
+        freed (`int`): Bytes that are given back on the way.
+
+    Raises:
+        OutOfRoomError: With the bytes that are needed and the greatest length that fits.
+    """
+    free = free_memory(device)
+    needed = buffer_bytes(shapes, batch, max_length, block)
+    if free is None or needed <= free + freed:
+        return
+    fits, too_long = 0, max_length
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if buffer_bytes(shapes, batch, middle, block) <= free + freed:
+            fits = middle
+        else:
+            too_long = middle
+    raise OutOfRoomError(
+        f"expected K/V buffers of at most {free + freed:,} bytes (what is free on {device}), got {needed:,} for "
+        f"{batch} rows of {max_length:,} tokens, a block included; rows can have at most {fits:,} tokens: lower "
+        "max_new_tokens or the number of rows"
+    )
+
+
+def _check_plans(plans: list[_LayerPlan], batch: int, max_length: int, block: int, emptied: bool) -> None:
+    """`check_memory` for what a prefill's cache is moved into, on each device; `emptied` as it goes along or kept."""
+    for device in {plan.device for plan in plans}:
+        here = [plan for plan in plans if plan.device == device]
+        shapes = [(plan.shape, plan.dtype.itemsize, plan.value_dtype.itemsize) for plan in here]
+        freed = sum(plan.num_bytes for plan in here) if emptied else 0
+        check_memory(shapes, device, batch, max_length, block, freed)
 
 
 def stored_columns(layer: Any) -> tuple[Tensor, Tensor]:
@@ -289,4 +419,13 @@ def layer_window(layer: Any) -> int | None:
     return layer.max_cache_len if isinstance(layer, StaticLayer) else getattr(layer, "sliding_window", None)
 
 
-__all__ = ["LayerShape", "RaggedCache", "RaggedLayer", "layer_window", "stored_columns"]
+__all__ = [
+    "LayerShape",
+    "OutOfRoomError",
+    "RaggedCache",
+    "RaggedLayer",
+    "buffer_bytes",
+    "check_memory",
+    "layer_window",
+    "stored_columns",
+]

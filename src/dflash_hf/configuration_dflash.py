@@ -76,6 +76,9 @@ class DFlashConfig(PreTrainedConfig):
         num_target_layers (`int`, *optional*): Depth of the target the draft was trained for; `None` means not stated.
         target_layer_ids (`list[int]`, *optional*): 0-based target layers whose outputs are tapped; -1 is what the
             first layer is given (the embeddings).
+        tap_after_deepstack (`bool`): Whether a tap of a layer after which DeepStack adds features of a picture has
+            them in it: in the rows of picture tokens only. Drafts are trained without, as by SpecForge; SGLang taps
+            without, vLLM with them.
         raw_input_embeddings (`bool`): Look rows up in the embedding weight instead of calling the target's embedding
             module, which for some targets scales or normalises (Muse needs the raw rows, Gemma the scaled ones).
         input_embedding_scale (`float`): Factor on the block's embeddings.
@@ -125,6 +128,7 @@ class DFlashConfig(PreTrainedConfig):
     mask_token_id: int = 151669
     num_target_layers: int | None = 36
     target_layer_ids: list[int] | None = None
+    tap_after_deepstack: bool = False
     raw_input_embeddings: bool = False
     input_embedding_scale: float | int = 1.0
     output_multiplier: float | int = 1.0
@@ -195,7 +199,8 @@ class DFlashConfig(PreTrainedConfig):
                 "length of the call"
             )
         stated = {name for name, value in rope.items() if value is not None and name not in ("rope_type", "truncate")}
-        for name in sorted({*ROPE_TYPES[kind], *stated}):
+        # A rope_theta that is left out gets Transformers' default; one that is null would be computed with.
+        for name in sorted({*ROPE_TYPES[kind], *stated, *({"rope_theta"} & rope.keys())}):
             value = rope.get(name)
             # Transformers computes with all of them; of the numbers only mscale and its like may be 0.
             smallest = 0 if name.startswith("mscale") else 1e-12

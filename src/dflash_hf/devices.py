@@ -6,6 +6,7 @@ own carries as `_hf_hook`, bring them in around its forward.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -48,6 +49,27 @@ def execution_devices(module: nn.Module) -> set[torch.device]:
     return {execution_device(part) for part in parts}
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Returns how many bytes can still be allocated on a device; `None` where that is not known.
+
+    On CUDA what the driver has free and what torch has reserved without using it; on a CPU all of its memory, because
+    other programs give theirs back.
+    """
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + reserved
+    return total_memory(device) if device.type == "cpu" else None
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Returns the bytes of memory that a device has; `None` where that is not known."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    if device.type == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
 @contextmanager
 def brought_in(module: nn.Module) -> Generator[None]:
     """Has a module's own weights on its execution device, for a use of them that is not a call of the module."""
@@ -67,6 +89,11 @@ def _hooks(module: nn.Module) -> list[Any]:
     if hook is None:
         return []
     return list(getattr(hook, "hooks", [hook]))
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether weights of a module or its parts are brought in for each call."""
+    return any(getattr(hook, "offload", False) for part in module.modules() for hook in _hooks(part))
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -123,4 +150,13 @@ def _force(change: int) -> None:
             _stance = None
 
 
-__all__ = ["brought_in", "eagerly", "execution_device", "execution_devices", "is_compiled"]
+__all__ = [
+    "brought_in",
+    "eagerly",
+    "execution_device",
+    "execution_devices",
+    "free_memory",
+    "is_compiled",
+    "is_offloaded",
+    "total_memory",
+]

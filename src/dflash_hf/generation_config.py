@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from transformers import GenerationConfig
 
-Engine = Literal["auto", "eager"]
+Engine = Literal["auto", "eager", "static", "cuda_graph"]
 Proposal = Literal["auto", "argmax", "shared_noise", "sample"]
 
 
@@ -20,8 +20,12 @@ class DFlashGenerationConfig(GenerationConfig):
         verify_width (`int`, *optional*): How many tokens of the block the target checks in one forward, the anchor
             included; at most `block_size` (one more for a draft that samples from the anchor), which is the default.
             Exact at any width.
-        engine (`str`, defaults to `"auto"`): `"eager"` runs the loop as it is written; `"auto"` picks the fastest
-            engine that applies (in this release that is `"eager"`).
+        engine (`str`, defaults to `"auto"`): `"eager"` launches every operation of a step from the host, over exactly
+            as many keys as there are. `"cuda_graph"` captures the step over fixed buffers once per shape and replays
+            it; what cannot be captured runs eagerly, with the reason in the log. `"auto"` is `"cuda_graph"` on CUDA
+            and `"eager"` elsewhere. `"static"` is the step of `"cuda_graph"` uncaptured, on any device: for tests and
+            for finding out what a graph does. Buffers and graphs are kept for the next call;
+            [`~dflash_hf.free_buffers`] frees them.
         proposal (`str`, defaults to `"auto"`): How tokens are proposed when sampling. `"shared_noise"` adds to the
             draft's scores the very noise the target will sample with, `"argmax"` proposes the draft's most likely
             token, `"sample"` draws from the draft and accepts by rejection. All three are exact; `"auto"` is

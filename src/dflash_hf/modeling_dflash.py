@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dflash_hf.attention import RaggedBlock, attend, mask_repeats
+from dflash_hf.attention import RaggedBlock, RaggedMask, attend, mask_repeats
 from dflash_hf.cache import LayerShape, RaggedCache
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.devices import brought_in, execution_device
@@ -29,7 +29,7 @@ from dflash_hf.positions import visible
 from dflash_hf.pretrained import DFlashPreTrainedModel
 
 AttentionKind = tuple[int | None, bool, bool]
-Mask = Tensor | BlockMask
+Mask = Tensor | BlockMask | RaggedMask
 CosSin = tuple[Tensor, Tensor]
 
 
@@ -299,9 +299,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             if context is not None:
                 cache.write(attention.layer_idx, key[:, :earlier], value[:, :earlier], context[1])
             key, value = cache.extend(attention.layer_idx, key[:, earlier:], value[:, earlier:])
-            window, causal, from_anchor = attention.kind
-            repeats = mask_repeats(attention.repeats, key.device)
-            return key, value, block.mask(key.shape[2], window, causal, repeats, normed.dtype, from_anchor)
+            return key, value, RaggedMask(block, *attention.kind)
 
         cos_sin = (cos[:, earlier:], sin[:, earlier:])
         return self._run_layers(noise_embeds, keys_and_values, cos_sin, block.width)

@@ -64,8 +64,8 @@ class DFlashPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: If the layout is unknown, its config has keys that are unknown or contradict each other, a
                 weight is missing, unknown or has the wrong shape or type, a vocabulary map points outside the
-                vocabulary, or the weights are not (whole) safetensors files. All of it is found before any weight is
-                loaded.
+                vocabulary, or the weights are not (whole) safetensors files. All of that is found before any weight
+                is loaded. Afterwards, if a weight is NaN or infinite.
         """
         if pretrained_model_name_or_path is None:
             return super().from_pretrained(None, *model_args, **kwargs)
@@ -105,6 +105,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
             name for name in report["unexpected_keys"] if name not in _dropped(layout, config)
         ]
         _check_report(report, layout, path)
+        _check_finite(draft, path)
         if generation_config is None and layout.name == DFlashConfig.model_type:
             generation_config = _read_generation_config(path, hub)
         draft.generation_config = generation_config or DFlashGenerationConfig()
@@ -249,6 +250,30 @@ def _check_report(report: dict[str, Any], layout: CheckpointFormat, path: str | 
             f"expected exactly the weights of a draft in the layout {layout.name!r} in {path}, got "
             f"{'; '.join(wrong)}; check that its config.json belongs to these weights"
         )
+
+
+def _check_finite(draft: torch.nn.Module, path: str | PathLike[str]) -> None:
+    """Raises if a weight is NaN or infinite: texts would stay right, with nothing accepted and no word of why.
+
+    One more pass over the weights, where they are and without a copy of them: a sum is finite only if its terms are.
+    Loading has read and written each of these bytes already, so that this is never most of its time.
+    """
+    wrong: list[str] = []
+    for name, tensor in draft.named_parameters():
+        # Offloaded weights are not here, and quantised ones have sums of their own.
+        if tensor.is_meta or type(tensor) is not torch.nn.Parameter or not tensor.is_floating_point():
+            continue
+        dtype = torch.float32 if tensor.element_size() < 4 else tensor.dtype  # where no sum of weights overflows
+        if not bool(tensor.detach().sum(dtype=dtype).isfinite()):
+            wrong.append(name)
+    if not wrong:
+        return
+    is_narrow = any(draft.get_parameter(name).dtype == torch.float16 for name in wrong)
+    advice = "load it with dtype=torch.float32 if float16 is too narrow for it, or " if is_narrow else ""
+    raise ValueError(
+        f"expected finite weights in {path}, got NaN or infinite values in {', '.join(wrong)}; {advice}export or "
+        "download it again"
+    )
 
 
 def _read_generation_config(path: str | PathLike[str], hub: dict[str, Any]) -> DFlashGenerationConfig | None:

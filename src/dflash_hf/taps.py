@@ -2,6 +2,7 @@
 
 A tap on layer `i` records that layer's output: entry `i + 1` of Transformers' `hidden_states` for all but the last
 layer (whose entry is normed there and is not here). Tap -1 records what the first layer is given: entry 0.
+DeepStack adds features of pictures between two layers: a tap after it is what the next layer is given.
 `output_hidden_states=[...]` is not used: its meaning shifted by one between Transformers 5.22 and 5.23.
 """
 
@@ -27,6 +28,8 @@ class Taps:
             concatenated.
         sink (callable, *optional*): Called with the concatenated states `[B, S, L * D]` as soon as a forward has
             passed the last tapped layer; nothing is kept then. Without it they wait for `take`.
+        after_deepstack (`bool`): Record what DeepStack has added to layers' outputs too. Nothing can be added to the
+            last layer's.
     """
 
     def __init__(
@@ -34,20 +37,23 @@ class Taps:
         layers: Sequence[nn.Module],
         layer_ids: Sequence[int],
         sink: Callable[[Tensor], None] | None = None,
+        after_deepstack: bool = False,
     ) -> None:
         self.layers = layers
         self.layer_ids = list(layer_ids)
         self.sink = sink
+        self.after_deepstack = after_deepstack
         self._states: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._thread = 0
 
     def __enter__(self) -> Taps:
         self._thread = threading.get_ident()
+        by_input = {i for i in self.layer_ids if i < 0 or (self.after_deepstack and i + 1 < len(self.layers))}
         self._handles = [
-            self.layers[i].register_forward_hook(self._hook(i))
-            if i >= 0
-            else self.layers[0].register_forward_pre_hook(self._input_hook, with_kwargs=True)
+            self.layers[i + 1].register_forward_pre_hook(self._input_hook(i), with_kwargs=True)
+            if i in by_input
+            else self.layers[i].register_forward_hook(self._hook(i))
             for i in sorted(set(self.layer_ids))
         ]
         return self
@@ -89,8 +95,11 @@ class Taps:
 
         return record
 
-    def _input_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._record(-1, args[0] if args else kwargs["hidden_states"])
+    def _input_hook(self, layer_id: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._record(layer_id, args[0] if args else kwargs["hidden_states"])
+
+        return record
 
 
 __all__ = ["Taps"]

@@ -238,6 +238,13 @@ def check_pair(target: Target, config: DFlashConfig) -> None:
         )
 
 
+def rope_kinds(target: Target) -> set[str]:
+    """Returns the types of RoPE that a target's layers use."""
+    rope = getattr(target.config, "rope_parameters", None) or {}
+    kinds = [rope.get("rope_type"), *(kind.get("rope_type") for kind in rope.values() if isinstance(kind, dict))]
+    return {kind for kind in kinds if kind is not None}
+
+
 def check_length(target: Target, longest_prompt: int, max_length: int) -> None:
     """Refuses runs during which a RoPE that depends on the length of the call would change its frequencies.
 
@@ -251,8 +258,7 @@ def check_length(target: Target, longest_prompt: int, max_length: int) -> None:
     Raises:
         ValueError: If the run may cross the boundary.
     """
-    rope = getattr(target.config, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type")} | {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}
+    rope, kinds = getattr(target.config, "rope_parameters", None) or {}, rope_kinds(target)
     if not kinds & set(LENGTH_DEPENDENT_ROPE):
         return
     original = rope.get("original_max_position_embeddings") or getattr(
@@ -309,4 +315,4 @@ def ragged_attention(target: Target) -> Generator[None]:
         _verifying.config = before
 
 
-__all__ = ["Target", "check_length", "check_pair", "check_target", "find_target", "ragged_attention"]
+__all__ = ["Target", "check_length", "check_pair", "check_target", "find_target", "ragged_attention", "rope_kinds"]

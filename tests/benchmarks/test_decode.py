@@ -139,9 +139,9 @@ def test_step_runs_without_a_gpu(results: Path, tmp_path_factory: pytest.TempPat
     out = tmp_path_factory.mktemp("step") / "step.json"
     record = record_of(run(step.main, "--tiny", "--device", "cpu", "--repeats", "1", "--out", str(out)))
     assert json.loads(out.read_text()) == record
-    methods = ["plain", "ours", "stock", *(["zlab"] if HAS_ZLAB else [])]
+    methods = ["plain", "ours", "ours/eager", "stock", *(["zlab"] if HAS_ZLAB else [])]
     assert [row["method"] for row in record["rows"] if row["batch"] == 1] == methods
-    assert [row["method"] for row in record["rows"] if row["batch"] == 8] == ["plain", "ours"]
+    assert [row["method"] for row in record["rows"] if row["batch"] == 8] == ["plain", "ours", "ours/eager"]
     for row in record["rows"]:
         assert "tokens_per_second" not in row, "with random weights they are derived"
         assert row["derived_tokens_per_second"]["at_1"] > 0

@@ -1,6 +1,7 @@
 """Damaged checkpoints: one sentence that names the file and the field, or the very weights that were saved.
 
-Nothing of a refused checkpoint is loaded: the checks run before Transformers opens the weights.
+Nothing of a refused checkpoint is loaded: the checks run before Transformers opens the weights. Only values that are
+NaN or infinite are found afterwards.
 """
 
 from __future__ import annotations
@@ -353,3 +354,33 @@ def test_fuzzed_headers(data: st.DataObject, saved: dict[str, Saved]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(bytes(damaged))
     load_or_refuse(folder, weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("layout", ["dflash", "speculators"], indirect=True)
+def test_weights_that_are_no_numbers_are_refused(folder: Path, value: float, dtype: torch.dtype) -> None:
+    file = folder / "model.safetensors"
+    name, tensor = next((n, t) for n, t in load_file(file).items() if n.endswith("0.mlp.up_proj.weight"))
+    tensor[3, 5] = value
+    change(folder, {name: tensor})
+    with pytest.raises(ValueError, match=r"expected finite weights .* in layers\.0\.mlp\.up_proj\.weight; "):
+        load_draft(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("layout", ["dflash"], indirect=True)
+def test_weights_too_large_for_float16_are_refused_in_it_alone(folder: Path) -> None:
+    large = torch.full((16, 32), 3e38)
+    large[::2] *= -1
+    change(folder, {"fc.weight": large})
+    with pytest.raises(ValueError, match=r"in fc\.weight; load it with dtype=torch\.float32 if float16 is too narrow"):
+        load_draft(folder, dtype=torch.float16)
+    for value, dtype in ((1e34, torch.float32), (1e3, torch.float16)):  # 512 of the latter are no float16
+        large[:] = value
+        change(folder, {"fc.weight": large})
+        assert torch.equal(load_draft(folder, dtype=dtype).fc.weight, large.to(dtype))
+
+
+def test_a_null_rope_theta_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected a positive number as rope_theta of the RoPE, got None"):
+        DFlashConfig(**{**TINY, "rope_parameters": {"rope_type": "default", "rope_theta": None}})

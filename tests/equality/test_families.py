@@ -70,6 +70,9 @@ def test_a_family_gives_the_plain_text_or_is_refused_before_any_forward(name: st
         ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
         assert target(**inputs).logits[:, -1].isfinite().all()
         draft = oracle_draft(target, truth_of(inputs, ref), seed)
-        out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
-        assert torch.equal(out, ref)
-        assert 1.0 < draft.last_stats.acceptance_length < 8.0, "the oracle has to be partly right"
+        for engine in ("eager", "static"):
+            draft.generation_config.engine = engine
+            out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+            assert torch.equal(out, ref), engine
+            assert draft.last_stats.engine == engine
+            assert 1.0 < draft.last_stats.acceptance_length < 8.0, "the oracle has to be partly right"

@@ -239,7 +239,9 @@ def test_widths_beyond_the_block_are_refused_without_sample_from_anchor() -> Non
             target.generate(**inputs, max_new_tokens=3, assistant_model=draft)
 
 
-@pytest.mark.parametrize("field", ["own_embed_tokens", "own_lm_head", "sample_from_anchor", "window_from_anchor"])
+@pytest.mark.parametrize(
+    "field", ["own_embed_tokens", "own_lm_head", "sample_from_anchor", "window_from_anchor", "tap_after_deepstack"]
+)
 def test_transformers_own_path_is_refused(field: str) -> None:
     target = tiny_target("qwen3")
     with pytest.raises(ValueError, match=f"speculation_type='dflash' can run, got {field} in its config"):

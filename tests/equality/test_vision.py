@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -9,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from dflash_hf import DFlashCandidateGenerator, iterate
 from dflash_hf.taps import Taps
 from dflash_hf.target import find_target
+from dflash_hf.training.collators import Batch
+from dflash_hf.training.forward import target_features
 from helpers.vision import IMAGE, VIDEO, VISION, Grid, vision_prompts, vision_target
-from tiny import oracle_draft, tiny_draft, truth_of
+from tiny import MIXED, oracle_draft, tiny_draft, tiny_target, truth_of
 
 NEW = 24
 ROWS: dict[str, list[list[Grid]]] = {
@@ -48,6 +53,48 @@ def test_a_prompt_may_end_in_a_picture() -> None:
     assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
 
 
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
+def test_sliding_windows_under_several_rows_of_positions(rows: list[list[Grid]]) -> None:
+    # Windows count columns; the rows of positions count a picture by its sides.
+    target = vision_target("qwen2.5-vl", use_sliding_window=True, sliding_window=9, layer_types=MIXED)
+    inputs = vision_prompts(target, "qwen2.5-vl", rows, 0)
+    ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    wide = vision_target("qwen2.5-vl")
+    assert not torch.equal(wide.generate(**inputs, max_new_tokens=NEW, do_sample=False), ref)
+    for block_size in (4, 16):
+        draft = oracle_draft(target, truth_of(inputs, ref), 0, block_size)
+        assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
+        assert draft.last_stats.acceptance_length > 1.2
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "gemma3"])
+def test_iterate_with_pictures_commits_what_generate_does(name: str) -> None:
+    target = vision_target(name)
+    inputs = vision_prompts(target, name, ROWS["mixed batch"], 0)
+    ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = oracle_draft(target, truth_of(inputs, ref), 0, 5)
+    rows: list[list[int]] = [[], [], []]
+    for step in iterate(target, draft, **inputs, max_new_tokens=NEW, do_sample=False):
+        # Something else with pictures during a pause is nobody's business.
+        target(**vision_prompts(target, name, [[(8, 8)]], 7))
+        for row, committed in zip(rows, step.committed, strict=True):
+            row += committed.tolist()
+    assert rows == ref[:, inputs["input_ids"].shape[1] :].tolist()
+    assert draft.last_stats.acceptance_length > 1.2
+
+
+def test_a_draft_of_the_text_model_works_on_the_vision_model() -> None:
+    # As the published draft of Qwen3-8B does on Qwen3-VL-8B: the same width, depth and vocabulary.
+    target = vision_target("qwen3-vl")
+    text = tiny_target("qwen3")
+    inputs = vision_prompts(target, "qwen3-vl", ROWS["mixed batch"], 0)
+    ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    for draft in (tiny_draft(text), oracle_draft(text, truth_of(inputs, ref), 0, 5)):
+        assert text.config.vocab_size == draft.config.vocab_size == target.config.text_config.vocab_size
+        assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
+    assert draft.last_stats.acceptance_length > 1.2
+
+
 def test_a_sampled_text_about_pictures_is_the_same_at_every_block_size() -> None:
     target = vision_target("qwen3-vl")
     inputs = vision_prompts(target, "qwen3-vl", ROWS["mixed batch"], 0)
@@ -78,6 +125,53 @@ def test_no_picture_reaches_a_verify() -> None:
     assert all(names == verify for verify in seen[1:])
 
 
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl"])
+def test_memory_of_a_prefill_is_the_tapped_layers_and_no_second_copy_of_pictures(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = vision_target(name)
+    inputs = vision_prompts(target, name, ROWS["mixed batch"], 0)
+    width = target.config.text_config.hidden_size
+    num_tokens = int((inputs["input_ids"] == IMAGE).sum())
+    states: list[tuple[int, weakref.ref[Tensor]]] = []
+    calls: list[int] = []
+    # Per place: numbers held in rows that may be features of pictures, and the layers whose output on the prompt is.
+    found: list[tuple[str, int, list[int]]] = []
+
+    def count(place: str) -> None:
+        gc.collect()
+        tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+        rows = [tensor for tensor in tensors if tensor.dim() == 2 and tensor.shape[1] == width]
+        rows = [tensor for tensor in rows if len(tensor) <= num_tokens and not isinstance(tensor, nn.Parameter)]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() // 8 for tensor in rows}
+        found.append((place, sum(storages.values()), [index for index, ref in states if ref() is not None]))
+
+    def observe(self: Any, taps: Tensor, positions: Tensor) -> None:
+        assert taps.shape == (*inputs["input_ids"].shape, 2 * width)
+        count("taps")
+        original(self, taps, positions)
+
+    original = DFlashCandidateGenerator.observe_prompt
+    monkeypatch.setattr(DFlashCandidateGenerator, "observe_prompt", observe)
+    target.model.visual.register_forward_hook(lambda *args: calls.append(1))
+    for index, layer in enumerate(find_target(target).layers):
+        layer.register_forward_hook(
+            lambda module, args, output, index=index: states.append((index, weakref.ref(output)))
+        )
+    target.register_forward_pre_hook(lambda module, args: count("forward"))
+    settings = {"max_new_tokens": 6, "do_sample": False}
+    target.generate(**inputs, **settings)
+    plain, found[:] = found[1], []
+    target.generate(**inputs, **settings, assistant_model=tiny_draft(target, target_layer_ids=[0, 1]))
+    assert len(calls) == 2  # one look at the pictures each
+    assert [place for place, *_ in found[:3]] == ["forward", "taps", "forward"]
+    assert found[1][1] >= num_tokens * width
+    assert found[1][2] == [0, 1]
+    # Newer Transformers hold what the vision tower made until `generate` returns, with and without a draft.
+    assert found[2][1] <= plain[1]
+    assert found[2][2] == []
+
+
 def test_a_draft_counts_picture_tokens_one_by_one() -> None:
     target = vision_target("qwen3-vl")
     inputs = vision_prompts(target, "qwen3-vl", ROWS["mixed batch"], 0)
@@ -86,24 +180,64 @@ def test_a_draft_counts_picture_tokens_one_by_one() -> None:
     assert draft.positions[:, 0].tolist() == inputs["attention_mask"].sum(dim=1).tolist()
 
 
-def test_taps_are_before_deepstack_which_changes_picture_tokens_only() -> None:
-    target = vision_target("qwen3-vl")
-    inputs = vision_prompts(target, "qwen3-vl", ROWS["mixed batch"], 0)
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-vl-moe"])
+def test_deepstack_changes_picture_tokens_of_its_layers_only(name: str) -> None:
+    target = vision_target(name)
+    inputs = vision_prompts(target, name, ROWS["mixed batch"], 0)
     layers = find_target(target).layers
     given: list[Tensor] = []
     handles = [
         layer.register_forward_pre_hook(lambda module, args: given.append(args[0].clone())) for layer in layers[1:]
     ]
-    with torch.no_grad(), Taps(layers, [0, 1, 2]) as taps:
+    ids = [-1, 0, 1, 2, 3]
+    with torch.no_grad(), Taps(layers, ids) as taps, Taps(layers, ids, after_deepstack=True) as taps_after:
         target(**inputs)
-        tapped = taps.take().chunk(3, dim=-1)
+        before, after = (each.take().chunk(len(ids), dim=-1) for each in (taps, taps_after))
     for handle in handles:
         handle.remove()
     is_image = inputs["input_ids"] == IMAGE
     num_added = len(target.config.vision_config.deepstack_visual_indexes)
-    for layer in range(3):
-        differs = (tapped[layer] != given[layer]).any(dim=-1)
-        assert torch.equal(differs, is_image & (layer < num_added))
+    for layer, one, other in zip(ids, before, after, strict=True):
+        assert torch.equal((one != other).any(dim=-1), is_image & (0 <= layer < num_added))
+    assert all(torch.equal(one, other) for one, other in zip(after[1:4], given, strict=True))
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_decoding_and_training_tap_at_the_side_of_deepstack_that_the_config_says(after: bool) -> None:
+    target = vision_target("qwen3-vl")
+    inputs = vision_prompts(target, "qwen3-vl", ROWS["mixed batch"], 0)
+    layers = find_target(target).layers
+    given: list[Tensor] = []
+    hooks = {
+        False: lambda index: layers[index].register_forward_hook(lambda *args: given.append(args[-1])),
+        True: lambda index: layers[index + 1].register_forward_pre_hook(lambda *args: given.append(args[-1][0])),
+    }
+    handles = [hooks[after](index) for index in (0, 2)]
+    with torch.no_grad():
+        target(**inputs)
+    for handle in handles:
+        handle.remove()
+    wanted = torch.cat(given, dim=-1)
+
+    ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    overrides = {"target_layer_ids": [0, 2], "tap_after_deepstack": after}
+    draft = oracle_draft(target, truth_of(inputs, ref), 0, 5, **overrides)
+    seen: list[Tensor] = []
+    draft.fc.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
+    # What the draft is given of the prompts, without padding.
+    real = inputs["attention_mask"].bool()
+    prompts = torch.cat([state.flatten(0, -2) for state in seen])[: real.numel()]
+    assert torch.equal(prompts.view(*real.shape, -1)[real], wanted[real])
+
+    batch = Batch(
+        input_ids=inputs["input_ids"],
+        attention_mask=real,
+        loss_mask=real,
+        model_inputs={name: inputs[name] for name in ("pixel_values", "image_grid_thw", "mm_token_type_ids")},
+    )
+    features = target_features(find_target(target), [0, 2], batch, after_deepstack=after).taps
+    assert torch.equal(features[real], wanted[real])
 
 
 def test_a_target_that_counts_positions_itself_is_refused_before_any_forward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +312,46 @@ def test_a_later_turn_brings_pictures_to_a_kept_cache(
     out = target.generate(**both, **settings, assistant_model=draft, past_key_values=cache)
     assert torch.equal(out, ref)
     assert draft.last_stats.acceptance_length > 1.2
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl"])
+@pytest.mark.parametrize("rows", [[[(4, 4)]], [[(4, 4)], [], [(2, 6), (4, 4)]]], ids=["one row", "batch"])
+def test_a_later_turn_that_says_nothing_of_pictures_counts_on_as_plain_generate_does(
+    name: str, rows: list[list[Grid]]
+) -> None:
+    # The model remembers the difference of its last call, whosever it was. The same wrong text, where it is wrong.
+    target = vision_target(name)
+    settings = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": [IMAGE, VIDEO]}
+    first, more = vision_prompts(target, name, rows, 0), vision_prompts(target, name, [[] for _ in rows], 1)
+    others: list[list[list[Grid]]] = [rows, [[(8, 8)] for _ in rows], [[(8, 8)] for _ in (*rows, 0)]]
+    refs: list[Tensor] = []
+    for other in others:
+        caches = [DynamicCache(config=target.config.get_text_config()) for _ in range(2)]
+        answer = target.generate(**first, **settings, past_key_values=caches[0])
+        draft = oracle_draft(target, truth_of(first, answer), 0, 5)
+        target.generate(**first, **settings, past_key_values=caches[1], assistant_model=draft)
+        gap = torch.ones_like(answer[:, first["input_ids"].shape[1] :])
+        both = {
+            "input_ids": torch.cat([answer, more["input_ids"]], dim=1),
+            "attention_mask": torch.cat([first["attention_mask"], gap, more["attention_mask"]], dim=1),
+        }
+        between = vision_prompts(target, name, other, 0 if other is rows else 3)
+        target.generate(**between, max_new_tokens=2)
+        if len(other) != len(rows):
+            for cache, assistant in zip(caches, ({}, {"assistant_model": draft}), strict=True):
+                with pytest.raises(RuntimeError, match=r"[Ss]ize"):
+                    target.generate(**both, **settings, **assistant, past_key_values=cache)
+            continue
+        refs.append(target.generate(**both, **settings, past_key_values=caches[0]))
+        draft.truth = truth_of(both, refs[-1])
+        for row, mask in enumerate(both["attention_mask"]):
+            real = [*mask.tolist(), *[1] * NEW]
+            draft.truth[row] = [token for token, keep in zip(refs[-1][row].tolist(), real, strict=True) if keep]
+        target.generate(**between, max_new_tokens=2)
+        out = target.generate(**both, **settings, past_key_values=caches[1], assistant_model=draft)
+        assert torch.equal(out, refs[-1])
+        assert draft.last_stats.acceptance_length > 1.2
+    assert not torch.equal(refs[0], refs[1])
 
 
 def test_pictures_that_do_not_fit_a_kept_cache_are_refused() -> None:

@@ -17,16 +17,17 @@ from accelerate import dispatch_model
 from accelerate.hooks import attach_align_device_hook_on_blocks
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.attention import RaggedBlock, attend, mask_repeats
 from dflash_hf.cache import RaggedCache
 from dflash_hf.generation import loop, steps
+from dflash_hf.generation.host_reads import NoHostReads
+from dflash_hf.generation.run import Run, finish_step, tapped
 from dflash_hf.positions import slot_positions, visible
 from dflash_hf.taps import Taps
-from dflash_hf.target import find_target, ragged_attention
+from dflash_hf.target import find_target
 from dflash_hf.training.anchors import BlockMaskRule, sample_anchors
 from dflash_hf.training.collators import Batch, collate
 from dflash_hf.training.data import Example
@@ -205,17 +206,6 @@ def test_verify_equals_an_eager_forward_of_the_same_width(device: str, dtype: to
 # ---- steps wait for nothing
 
 
-class NoHostReads(TorchDispatchMode):
-    """Raises when an operation's result has to be known on the host: the CPU's stand-in for CUDA's sync debug mode."""
-
-    BANNED = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_dim")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name.removeprefix("aten::") in self.BANNED:
-            raise RuntimeError(f"{func} reads a tensor on the host")
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def no_host_reads(device: str) -> Iterator[None]:
     """Makes anything that waits for the device an error."""
@@ -250,6 +240,7 @@ def test_steps_read_nothing_on_the_host(
 ) -> None:
     target = tiny_target(family).to(device)
     draft = tiny_draft(target, 6, **kind).to(device)
+    draft.generation_config.engine = "eager"
     settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": [2, 9], "pad_token_id": 0}
     if proposal != "greedy":
         draft.generation_config.proposal = proposal
@@ -259,19 +250,17 @@ def test_steps_read_nothing_on_the_host(
     wanted = target.generate(**inputs, **settings, assistant_model=draft)
     num_guarded = 0
 
-    def guarded(run: loop.Run) -> None:
+    def guarded(run: Run, engine: str) -> None:
         """`loop.advance`, with its five steps under guard once each has run and loaded its kernels."""
         nonlocal num_guarded
-        layer_ids = draft.config.target_layer_ids
-        assert layer_ids is not None
-        with torch.no_grad(), ragged_attention(run.target), Taps(run.target.layers, layer_ids) as taps:
+        with torch.no_grad(), tapped(run) as taps:
             while not bool(run.state.done.all()):
                 with nullcontext() if num_guarded == 0 else no_host_reads(device):
                     step(run, taps)
                 num_guarded += 1
-                loop._read(run)
+                finish_step(run, steps.report(run.state).tolist(), run.state.tokens)
 
-    def step(run: loop.Run, taps: Taps) -> None:
+    def step(run: Run, taps: Taps) -> None:
         drafted, block = run.next_blocks()
         steps.draft_step(run.state, run.generator, drafted)
         logits = steps.verify_step(run.state, run.target, run.cache, block).logits

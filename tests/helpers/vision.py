@@ -112,11 +112,11 @@ VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
 }
 
 
-def vision_target(name: str, seed: int = 0) -> PreTrainedModel:
-    """Builds a family's image-text-to-text model: random weights, eval mode, float64."""
+def vision_target(name: str, seed: int = 0, **others: Any) -> PreTrainedModel:
+    """Builds a family's image-text-to-text model: random weights, eval mode, float64; `others` go to its config."""
     prefix, text, vision, other = VISION[name]
     config_class = getattr(transformers, f"{prefix}Config")
-    config = config_class(text_config={**COMMON, **text}, vision_config=vision, **other)
+    config = config_class(text_config={**COMMON, **text, **others}, vision_config=vision, **{**other, **others})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).to(torch.float64).eval()
     if name == "qwen3-vl-moe":

@@ -102,7 +102,14 @@ def test_what_is_measured_is_what_generate_does() -> None:
     target, draft, tokenizer = pair()
     inputs = [encode_prompt(tokenizer, prompt, target.device) for prompt in held_out()[:3]]
     probe = Probe(find_target(target), draft, write_answers(target, inputs, NEW))
-    for fields in ({}, {"mask_token_id": 1}, {"is_causal": True}, {"target_layer_ids": [0, 3, 5, 8]}):
+    changes: list[dict[str, Any]] = [
+        {},
+        {"mask_token_id": 1},
+        {"is_causal": True},
+        {"target_layer_ids": [0, 3, 5, 8]},
+        {"sample_from_anchor": True},
+    ]
+    for fields in changes:
         changed = variant(draft, Setup(fields=fields))
         committed: list[int] = []
         for row in inputs:
@@ -274,16 +281,12 @@ def test_prompt_files(tmp_path: Path) -> None:
     assert read_prompts(text) == ["one", "two"]
     rows.write_text('{"prompt": "one"}\n{"messages": [{"role": "user", "content": "two"}], "answer": "x"}\n')
     assert read_prompts(rows) == ["one", [{"role": "user", "content": "two"}]]
+    with pytest.raises(ValueError, match=r"expected a file of prompts .* which is none; mend the path"):
+        read_prompts(tmp_path / "none.txt")
     for content, message in (("", "got none"), ("{", "line 1"), ('{"answer": "x"}', "expected messages or prompt")):
         rows.write_text(content)
         with pytest.raises(ValueError, match=message):
             read_prompts(rows)
-
-
-def test_a_draft_that_predicts_from_its_anchor_is_not_measured() -> None:
-    target, draft, tokenizer = pair()
-    with pytest.raises(ValueError, match="got sample_from_anchor=True"):
-        diagnose(target, variant(draft, Setup(fields={"sample_from_anchor": True})), tokenizer)
 
 
 def test_without_template_and_prompts_there_is_nothing_to_measure_on() -> None:

@@ -6,7 +6,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from dflash_hf.training.collators import POOL_BATCHES, bucketed_batches, collate
-from dflash_hf.training.data import Example, regenerate_answers, truncate
+from dflash_hf.training.data import Example, truncate
+from dflash_hf.training.regenerate import regenerate_answers
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<a> {% generation %}{{ m['content'] }} <e>"

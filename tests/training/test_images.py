@@ -1,119 +1,200 @@
-"""Examples with images: a vision-language target gives the features, mixed with text, and the draft learns."""
+"""Examples with pictures: every vision family gives the features of each row alone, and the walk is `generate`'s."""
 
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import find_target
-from dflash_hf.training import DFlashTrainer, DFlashTrainingConfig, Example
+from dflash_hf.training import DFlashTrainer, DFlashTrainingConfig, Example, regenerate_answers, walked_acceptance
 from dflash_hf.training.collators import collate
 from dflash_hf.training.data import truncate
-from dflash_hf.training.forward import target_features
+from dflash_hf.training.forward import forward_inputs, target_features
+from helpers.vision import IMAGE, VISION, Grid, vision_prompts, vision_target
+from tiny import tiny_draft
 
-VOCAB, IMAGE, PATCH = 60, 50, 4
-
-
-@pytest.fixture
-def target() -> Qwen3VLForConditionalGeneration:
-    torch.manual_seed(0)
-    text = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
-    }
-    vision = {
-        "depth": 2,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_heads": 2,
-        "patch_size": PATCH,
-        "out_hidden_size": 32,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-        "initializer_range": 0.2,
-    }
-    config = Qwen3VLConfig(text_config=text, vision_config=vision, image_token_id=IMAGE, vision_start_token_id=51)
-    return Qwen3VLForConditionalGeneration(config).eval()
+# One picture, none, several of different sizes, one of another size.
+ROWS: list[list[Grid]] = [[(4, 4)], [], [(2, 8), (6, 4)], [(8, 4)]]
+END = 3
 
 
-def image_example(rows: int, columns: int, answer: int, seed: int) -> Example:
-    """An example with one image of `rows x columns` patches, which makes a quarter as many tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    num_tokens = rows * columns // 4
-    words = torch.randint(1, 40, (4 + answer,), generator=generator).tolist()
-    ids = [words[0], 51, *[IMAGE] * num_tokens, *words[1:]]
-    example = Example.from_pair(ids[:-answer], ids[-answer:])
-    example.model_inputs.update(
-        pixel_values=torch.randn(rows * columns, 3 * 2 * PATCH * PATCH, generator=generator),
-        image_grid_thw=torch.tensor([[1, rows, columns]]),
-        mm_token_type_ids=torch.tensor([int(token == IMAGE) for token in ids]),
-    )
-    return example
+def prompts_of(target: PreTrainedModel, name: str) -> list[Example]:
+    """One prompt per row, each laid out as the processor gives it for that row alone."""
+    return [
+        Example.from_pair(vision_prompts(target, name, [row], seed, words=(3 + 2 * seed,)), [])
+        for seed, row in enumerate(ROWS)
+    ]
 
 
-@pytest.fixture
-def examples() -> list[Example]:
-    return [image_example(4, 4, 6, 1), Example.from_pair([5, 6, 7], [8, 9, 10, 11]), image_example(2, 6, 9, 2)]
+def answered(prompts: list[Example]) -> list[Example]:
+    """Prompts with random answers of different lengths, the shortest behind the longest prompt."""
+    generator = torch.Generator().manual_seed(9)
+    return [
+        prompt.with_answer(torch.randint(4, 40, (12 - 3 * at,), generator=generator).tolist())
+        for at, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.fixture(params=VISION)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @torch.no_grad()
-def test_a_mixed_batch_gives_the_features_of_each_example(
-    target: Qwen3VLForConditionalGeneration, examples: list[Example]
-) -> None:
-    found = find_target(target.double())
-    for example in examples:
-        if "pixel_values" in example.model_inputs:
-            example.model_inputs["pixel_values"] = example.model_inputs["pixel_values"].double()
+def test_a_mixed_batch_gives_the_features_of_each_row_alone(name: str) -> None:
+    target = vision_target(name)
+    examples = answered(prompts_of(target, name))
+    found = find_target(target)
     batch = collate(examples)
-    together = target_features(found, [0, 2], batch).taps
+    assert not batch.attention_mask.all(), "no row is padded: the case shows nothing"
+    together = target_features(found, [0, 2], batch, with_head=True)
     for row, example in enumerate(examples):
-        length = len(example.input_ids)
-        extra = {n: v[None] if n == "mm_token_type_ids" else v for n, v in example.model_inputs.items()}
-        states = target(input_ids=torch.tensor([example.input_ids]), output_hidden_states=True, **extra).hidden_states
-        alone = torch.cat([states[1], states[3]], dim=-1)[0]
-        torch.testing.assert_close(together[row, :length], alone, rtol=0, atol=1e-9)
+        length, prompt = len(example.input_ids), example.prompt_length()
+        inputs: dict[str, Tensor] = {"input_ids": torch.tensor([example.input_ids])}
+        for key, value in example.model_inputs.items():
+            inputs[key] = value[None] if value.shape == (length,) else value
+        if name == "paligemma":
+            inputs["token_type_ids"] = torch.nn.functional.pad(
+                vision_prompts(target, name, [ROWS[row]], row, words=(3 + 2 * row,))["token_type_ids"],
+                (0, length - prompt),
+                value=1,  # what follows a prompt is causal
+            )
+        output = target(**inputs, output_hidden_states=True)
+        alone = torch.cat([output.hidden_states[1], output.hidden_states[3]], dim=-1)[0]
+        torch.testing.assert_close(together.taps[row, :length], alone, rtol=0, atol=1e-9)
+        assert torch.equal(together.next_ids[row, :length], output.logits[0].argmax(dim=-1))
     blind = collate([Example(input_ids=e.input_ids, loss_mask=e.loss_mask) for e in examples])
-    assert not torch.allclose(target_features(found, [0, 2], blind).taps[0, 10], together[0, 10])
+    differs = (target_features(found, [0, 2], blind).taps - together.taps).abs().amax(dim=(1, 2))
+    assert [bool(d > 1e-3) for d in differs][::2] == [True, True], "the pictures do nothing"
 
 
-def test_a_draft_trains_on_text_and_images(
-    target: Qwen3VLForConditionalGeneration, examples: list[Example], tmp_path: Path
-) -> None:
-    torch.manual_seed(1)
-    config = DFlashConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        block_size=5,
-        mask_token_id=55,
-        num_target_layers=4,
-        target_layer_ids=[0, 2],
+@pytest.mark.parametrize("name", ["qwen3-vl", "smolvlm"])
+@torch.no_grad()
+def test_only_tapped_layers_are_kept_and_no_picture_features(name: str) -> None:
+    target = vision_target(name)
+    found = find_target(target)
+    outputs: dict[int | str, weakref.ref[Tensor]] = {}
+    alive: list[set[int | str]] = []
+
+    def keep(key: int | str) -> Callable[..., None]:
+        def look(module: nn.Module, args: object, output: Tensor) -> None:
+            outputs[key] = weakref.ref(output[0] if isinstance(output, tuple) else output)
+
+        return look
+
+    for at, layer in enumerate(found.layers):
+        layer.register_forward_hook(keep(at))
+    towers = [m for m in target.modules() if isinstance(m, nn.ModuleList) and m[0] is not found.layers[0]]
+    vision = max(towers, key=len)[-1]
+    vision.register_forward_hook(keep("picture"))
+    found.head.register_forward_pre_hook(
+        lambda *_: alive.append({k for k, ref in outputs.items() if ref() is not None})
     )
+    taps = target_features(found, [0, 2], collate(answered(prompts_of(target, name)))).taps
+    assert set(outputs) == {0, 1, 2, 3, "picture"}
+    assert {0, 2} <= alive[0] <= {0, 2, 3}, "beside the taps only what the head is given"
+    assert taps.shape[-1] == 2 * 32
+    assert all(ref() is None for ref in outputs.values())
+
+
+def similar_pair(name: str) -> tuple[PreTrainedModel, DFlashDraftModel]:
+    """A target whose greedy text is repetitive enough that a random draft is sometimes right, and answers end."""
+    target = vision_target(name)
+    head = find_target(target).head
+    with torch.no_grad():
+        head.weight[6:] *= 0.05
+        draft = tiny_draft(target, 6)
+        draft.norm.weight *= 4
+    return target, draft
+
+
+@torch.no_grad()
+def test_the_walk_is_that_of_generate(name: str) -> None:
+    target, draft = similar_pair(name)
+    prompts = prompts_of(target, name)
+    options = {"max_new_tokens": 19, "eos_token_id": END, "pad_token_id": 0}
+    answers = regenerate_answers(target, prompts, **options)
+    examples = [prompt.with_answer(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    walked = walked_acceptance(draft, find_target(target), examples)
+    for prompt, committed in zip(prompts, walked.committed, strict=True):
+        single = collate([prompt])
+        target.generate(**forward_inputs(target, single), do_sample=False, assistant_model=draft, **options)
+        assert [committed] == draft.last_stats.num_committed
+    together = collate(prompts, padding_side="left")
+    target.generate(**forward_inputs(target, together), do_sample=False, assistant_model=draft, **options)
+    assert walked.committed == draft.last_stats.num_committed
+    assert len({count for row in walked.committed for count in row}) > 1, "the draft is never right"
+
+
+@torch.no_grad()
+def test_regenerated_answers_are_those_of_each_prompt_alone(name: str) -> None:
+    target, _ = similar_pair(name)
+    prompts = prompts_of(target, name)
+    options = {"max_new_tokens": 12, "eos_token_id": [END, 30], "pad_token_id": 0}
+    answers = regenerate_answers(target, prompts, **options, batch_size=3)
+    alone = [vision_prompts(target, name, [row], at, words=(3 + 2 * at,)) for at, row in enumerate(ROWS)]
+    for inputs, answer in zip(alone, answers, strict=True):
+        out = target.generate(**inputs, do_sample=False, **options)[0, inputs["input_ids"].shape[1] :].tolist()
+        assert answer == out
+    wrong = [*answers[2][:-1], (answers[2][-1] + 1) % 50]
+    guesses = [answers[0], answers[1], wrong, []]
+    calls: list[int] = []
+    generate = target.generate
+    target.generate = lambda **kwargs: (calls.append(len(kwargs["input_ids"])), generate(**kwargs))[1]
+    # What a processor gives and an example are the same prompt.
+    assert regenerate_answers(target, [*alone[:2], *prompts[2:]], **options, guesses=guesses) == answers
+    assert calls == [2], "only the prompts without a right guess are generated"
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@torch.no_grad()
+def test_embedding_and_head_are_found_from_the_model(name: str, tied: bool) -> None:
+    target = vision_target(name, tie_word_embeddings=tied)
+    found = find_target(target)
+    assert (found.head.weight is found.embedding.weight) is tied
+    assert all(layer.self_attn.config is found.config for layer in found.layers), "layers of the vision tower"
+    seen: dict[str, Tensor] = {}
+
+    def look(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        seen["ids" if module is found.embedding else "logits"] = args[0] if module is found.embedding else output
+
+    for module in (found.embedding, found.head):
+        module.register_forward_hook(look)
+    inputs = vision_prompts(target, name, [[(4, 4)]], 0)
+    logits = target(**inputs).logits
+    is_text = inputs["input_ids"] != IMAGE
+    assert torch.equal(seen["ids"][is_text], inputs["input_ids"][is_text])
+    assert torch.equal(seen["logits"].argmax(dim=-1), logits.argmax(dim=-1))
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "gemma3", "smolvlm"])
+def test_a_draft_trains_on_text_and_pictures(name: str, tmp_path: Path) -> None:
+    target = vision_target(name).float()
+    examples = answered(prompts_of(target, name))
+    for example in examples:
+        example.model_inputs.update({k: v.float() for k, v in example.model_inputs.items() if v.is_floating_point()})
     args = DFlashTrainingConfig(
-        output_dir=str(tmp_path), max_steps=20, per_device_train_batch_size=3, learning_rate=5e-3, disable_tqdm=True
+        output_dir=str(tmp_path),
+        max_steps=24,
+        per_device_train_batch_size=3,
+        learning_rate=5e-3,
+        logging_steps=2,
+        disable_tqdm=True,
     )
-    trainer = DFlashTrainer(target, DFlashDraftModel(config), examples, args, eval_dataset=examples)
+    draft = tiny_draft(target, 5)
+    trainer = DFlashTrainer(target, draft, examples, args, eval_dataset=examples)
     reports = trainer.train()
-    assert reports[-1].loss < 0.8 * reports[0].loss
-    assert trainer.evaluations[20] > 1
+    assert reports[-1].loss < 0.95 * reports[0].loss
+    assert trainer.evaluations[24] > 1
 
 
-def test_an_example_with_an_image_is_not_cut(examples: list[Example]) -> None:
-    assert truncate(examples[0], 100) is examples[0]
+def test_an_example_with_a_picture_is_not_cut() -> None:
+    example = prompts_of(vision_target("qwen3-vl"), "qwen3-vl")[0]
+    assert truncate(example, 100) is example
     with pytest.raises(ValueError, match="expected at most 8 tokens in an example with pixel_values"):
-        truncate(examples[0], 8)
+        truncate(example, 8)

@@ -166,7 +166,7 @@ def test_devices_are_waited_for_only_when_asked(monkeypatch: pytest.MonkeyPatch)
         given.append(list(devices))
         return Stopwatch(stats, started, ())
 
-    monkeypatch.setattr("dflash_hf.generation.loop.Stopwatch", watch)
+    monkeypatch.setattr("dflash_hf.generation.prefill.Stopwatch", watch)
     target, inputs = tiny_target("qwen3"), prompts([6], 1)
     draft = tiny_draft(target)
     for synchronize in (False, True):

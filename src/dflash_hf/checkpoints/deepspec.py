@@ -16,6 +16,7 @@ from dflash_hf.checkpoints.mapping import (
     BODY_WEIGHTS,
     COMMON_IGNORED,
     DFLASH2_FIELDS,
+    OWN_FIELDS,
     CheckpointFormat,
     ConfigReader,
     Key,
@@ -97,7 +98,7 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _refuse(config: DFlashConfig) -> Iterator[str]:
-    yield from refuse_fields(config, *DFLASH2_FIELDS)
+    yield from refuse_fields(config, *DFLASH2_FIELDS, *OWN_FIELDS)
     assert config.layer_types is not None
     assert isinstance(config.is_causal, list)
     for name, only in FIXED.items():

@@ -268,6 +268,8 @@ def refuse_fields(config: DFlashConfig, *names: str) -> Iterator[str]:
             yield f"{name} = {value} (it has no place for it)"
 
 
+# What only our own layout says: readers of the others tap where they do.
+OWN_FIELDS = ("tap_after_deepstack",)
 # What only drafts of speculators and DeepSpec have.
 FOREIGN_FIELDS = ("own_embed_tokens", "own_lm_head", "draft_vocab_size", "sample_from_anchor", "window_from_anchor")
 

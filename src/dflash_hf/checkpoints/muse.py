@@ -16,6 +16,7 @@ from dflash_hf.checkpoints.mapping import (
     COMMON_IGNORED,
     DFLASH2_FIELDS,
     FOREIGN_FIELDS,
+    OWN_FIELDS,
     CheckpointFormat,
     ConfigReader,
     Key,
@@ -84,7 +85,7 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _refuse(config: DFlashConfig) -> Iterator[str]:
-    yield from refuse_fields(config, *FOREIGN_FIELDS, *DFLASH2_FIELDS)
+    yield from refuse_fields(config, *FOREIGN_FIELDS, *DFLASH2_FIELDS, *OWN_FIELDS)
     assert isinstance(config.is_causal, list)
     for name, only in FIXED.items():
         if (value := getattr(config, name)) != only:

@@ -21,6 +21,7 @@ from dflash_hf.checkpoints.mapping import (
     BODY_WEIGHTS,
     COMMON_IGNORED,
     DFLASH2_FIELDS,
+    OWN_FIELDS,
     OWN_VOCABULARY_WEIGHTS,
     CheckpointFormat,
     ConfigReader,
@@ -184,7 +185,7 @@ def _refuse(config: DFlashConfig) -> Iterator[str]:
         yield f"input_embedding_scale = {config.input_embedding_scale} (only 1.0)"
     if config.output_multiplier != 1.0:
         yield f"output_multiplier = {config.output_multiplier} (only 1.0)"
-    yield from refuse_fields(config, "final_logit_softcapping", *DFLASH2_FIELDS)
+    yield from refuse_fields(config, "final_logit_softcapping", *DFLASH2_FIELDS, *OWN_FIELDS)
 
 
 def _derive(config: DFlashConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

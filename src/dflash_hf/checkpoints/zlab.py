@@ -18,6 +18,7 @@ from dflash_hf.checkpoints.mapping import (
     DFLASH2_FIELDS,
     DFLASH2_WEIGHTS,
     FOREIGN_FIELDS,
+    OWN_FIELDS,
     REQUIRED,
     CheckpointFormat,
     ConfigReader,
@@ -162,7 +163,7 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _refuse(config: DFlashConfig) -> Iterator[str]:
-    yield from refuse_fields(config, *FOREIGN_FIELDS)
+    yield from refuse_fields(config, *FOREIGN_FIELDS, *OWN_FIELDS)
     assert config.layer_types is not None
     by_rule = [kind == "sliding_attention" for kind in config.layer_types]
     if _uniform_causality(config) is None and config.is_causal != by_rule:

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import torch
 import typer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import logging
 
 from dflash_hf.checkpoints import Layout, get_format
-from dflash_hf.cli.pair import check_place
+from dflash_hf.cli.pair import check_place, takes_pictures
 from dflash_hf.drafts import load_draft, save_draft
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.weight_files import stored_tensors, widest_dtype
@@ -56,13 +56,14 @@ def convert(
 
 def _load_target(target: str, draft: DFlashDraftModel, layout: Layout) -> PreTrainedModel:
     """The target; without its weights where its config says all that is needed."""
+    config = AutoConfig.from_pretrained(target)
+    model_class = AutoModelForImageTextToText if takes_pictures(config) else AutoModelForCausalLM
     has_vocabulary = get_format(layout).has_vocabulary
     has_own = draft.config.own_embed_tokens or draft.config.own_lm_head
     if has_vocabulary is None or has_vocabulary == has_own:
-        config = AutoConfig.from_pretrained(target)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    return AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+            return model_class.from_config(config)
+    return model_class.from_pretrained(target, dtype="auto")
 
 
 __all__ = ["convert"]

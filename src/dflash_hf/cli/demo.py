@@ -1,4 +1,4 @@
-"""`dflash-hf demo`: held-out prompts of every kind, answered by the bundled pair with and without the draft."""
+"""`dflash-hf demo`: held-out prompts of every kind, with pictures too, answered by the bundled pairs in both ways."""
 
 from __future__ import annotations
 
@@ -12,33 +12,31 @@ from rich.console import Console
 from rich.progress import track
 from transformers import TextStreamer
 
-from dflash_hf.cli.pair import BUNDLED, load_pair
-from dflash_hf.cli.table import comparison_table
-from dflash_hf.evaluation.harness import compare, pool, warm_up
+from dflash_hf.cli.pair import BUNDLED, VISION, load_pair
+from dflash_hf.cli.table import comparison_table, prompt_line
+from dflash_hf.evaluation.harness import Comparison, compare, pool, tokenizer_of, warm_up
+from dflash_hf.evaluation.prompts import find_pictures, picture_names
 
 
 def demo(
-    pair: Annotated[Path, typer.Option(help="Folder with target/, draft/ and held_out.jsonl.")] = BUNDLED,
+    pair: Annotated[
+        Path, typer.Option(help="Folder with target/, draft/ and held_out.jsonl; a pair for pictures in vision/.")
+    ] = BUNDLED,
     per_kind: Annotated[int, typer.Option(help="Prompts of each kind.", min=1)] = 4,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 320,
     threads: Annotated[int, typer.Option(help="CPU threads; models this small want one.", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Show the bundled pair at work: the same answers in fewer forwards. Fails if a single token differs."""
+    """Show the bundled pairs at work, with text and with pictures: the same answers in fewer forwards.
+
+    Fails if a single token differs.
+    """
     torch.set_num_threads(threads)
     console = Console(stderr=as_json)
-    prompts = read_prompts(pair / "held_out.jsonl", per_kind)
-    target, draft, tokenizer = load_pair(str(pair / "target"), str(pair / "draft"))
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    warm_up(target, draft, tokenizer, prompts[0]["messages"])
-    if not as_json:
-        console.print(f"[bold]{prompts[0]['messages'][-1]['content']}[/bold]\n", highlight=False)
-        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        compare(target, draft, tokenizer, prompts[0]["messages"], streamer=streamer, **settings)
-    rows = [
-        compare(target, draft, tokenizer, prompt["messages"], kind=prompt["kind"], **settings)
-        for prompt in track(prompts, "answering twice", console=console, transient=True, disable=as_json)
-    ]
+    folders = [pair, *([pair / VISION] if (pair / VISION / "target").is_dir() else [])]
+    rows: list[Comparison] = []
+    for folder, prompts in [(folder, read_prompts(folder / "held_out.jsonl", per_kind)) for folder in folders]:
+        rows += _answer(folder, prompts, {"max_new_tokens": max_new_tokens, "do_sample": False}, console, as_json)
     if as_json:
         typer.echo(json.dumps({"rows": [row.to_dict() for row in rows], "all": pool(rows)}))
     else:
@@ -48,8 +46,28 @@ def demo(
         raise typer.Exit(1)
 
 
+def _answer(
+    folder: Path, prompts: list[dict[str, Any]], settings: dict[str, Any], console: Console, as_json: bool
+) -> list[Comparison]:
+    """Loads a pair, streams an answer to its first prompt (with a picture, if one has), and compares all of them."""
+    target, draft, processor = load_pair(str(folder / "target"), str(folder / "draft"))
+    shown = next((prompt for prompt in prompts if picture_names(prompt["messages"])), prompts[0])["messages"]
+    warm_up(target, draft, processor, shown)
+    if not as_json:
+        console.print(prompt_line(shown), highlight=False)
+        streamer = TextStreamer(tokenizer_of(processor), skip_prompt=True, skip_special_tokens=True)
+        compare(target, draft, processor, shown, streamer=streamer, **settings)
+        console.print()
+    return [
+        compare(target, draft, processor, prompt["messages"], kind=prompt["kind"], **settings)
+        for prompt in track(prompts, f"answering twice: {folder}", console=console, transient=True, disable=as_json)
+    ]
+
+
 def read_prompts(path: Path, per_kind: int) -> list[dict[str, Any]]:
     """Reads the first `per_kind` held-out prompts of each kind, kinds in the file's order.
+
+    Paths of pictures are relative to the file.
 
     Raises:
         ValueError: If the file is not there: an installed wheel has no bundled pair.
@@ -58,7 +76,9 @@ def read_prompts(path: Path, per_kind: int) -> list[dict[str, Any]]:
         raise ValueError(
             f"expected held-out prompts in {path}, got no file; run the demo from a clone, or pass --pair"
         )
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    for row in rows:
+        row["messages"] = find_pictures(row["messages"], path.parent)
     kinds = dict.fromkeys(row["kind"] for row in rows)
     return [row for kind in kinds for row in [r for r in rows if r["kind"] == kind][:per_kind]]
 

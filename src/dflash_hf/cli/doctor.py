@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from dflash_hf.cli.pair import BUNDLED, load_pair
-from dflash_hf.evaluation.doctor import Diagnosis, Prompt, diagnose
+from dflash_hf.evaluation.doctor import Diagnosis, diagnose
+from dflash_hf.evaluation.prompts import Prompt, find_pictures
 
 COLOURS = {"ok": "green", "finding": "bold red", "skipped": "dim"}
 
@@ -31,8 +32,8 @@ def doctor(
 ) -> None:
     """Find what ruins a draft's acceptance. Status 0: nothing found, 1: findings, 2: cannot be examined."""
     given = None if prompts is None else read_prompts(prompts)[:num_prompts]
-    model, assistant, tokenizer = load_pair(target, draft, dtype, device)
-    diagnosis = diagnose(model, assistant, tokenizer, given, max_new_tokens=max_new_tokens)
+    model, assistant, processor = load_pair(target, draft, dtype, device)
+    diagnosis = diagnose(model, assistant, processor, given, max_new_tokens=max_new_tokens)
     if as_json:
         typer.echo(json.dumps(diagnosis.to_dict()))
     else:
@@ -44,9 +45,13 @@ def doctor(
 def read_prompts(path: Path) -> list[Prompt]:
     """Reads prompts: the lines of a text file, or `"messages"` or else `"prompt"` of the objects of a `.jsonl` one.
 
+    Paths of pictures in messages are relative to the file.
+
     Raises:
-        ValueError: If there is no prompt in the file, or a line holds none.
+        ValueError: If there is no such file, no prompt in it, or none in one of its lines.
     """
+    if not path.is_file():
+        raise ValueError(f"expected a file of prompts as --prompts, got {str(path)!r}, which is none; mend the path")
     lines = [(n, line) for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if line.strip()]
     if not lines:
         raise ValueError(f"expected prompts in {path}, got none; write one per line")
@@ -61,7 +66,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         prompt = row.get("messages") or row.get("prompt") if isinstance(row, dict) else None
         if not prompt:
             raise ValueError(f"expected messages or prompt in line {number} of {path}, got {line[:60]!r}; add one")
-        prompts.append(prompt)
+        prompts.append(find_pictures(prompt, path.parent))
     return prompts
 
 

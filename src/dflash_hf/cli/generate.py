@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -10,15 +11,23 @@ import typer
 from rich.console import Console
 from transformers import TextStreamer
 
-from dflash_hf.cli.pair import BUNDLED, load_pair
-from dflash_hf.cli.table import comparison_table
-from dflash_hf.evaluation.harness import compare, warm_up
+from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION, load_pair
+from dflash_hf.cli.table import comparison_table, prompt_line
+from dflash_hf.evaluation.harness import compare, tokenizer_of, warm_up
+from dflash_hf.evaluation.prompts import with_pictures
 
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to answer.")],
-    target: Annotated[str, typer.Option(help="Folder or Hub id of the target.")] = str(BUNDLED / "target"),
-    draft: Annotated[str, typer.Option(help="Folder or Hub id of its draft.")] = str(BUNDLED / "draft"),
+    image: Annotated[
+        list[Path] | None, typer.Option(help="A picture's file, before the prompt; once for each picture.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Folder or Hub id of the target; by default of the bundled pair.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Folder or Hub id of its draft; by default of the bundled pair.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling.", min=0.0, max=1.0)] = 1.0,
@@ -31,16 +40,24 @@ def generate(
 ) -> None:
     """Answer a prompt with a draft, stream it, and compare with the same call without the draft."""
     console = Console(stderr=as_json)
-    model, assistant, tokenizer = load_pair(target, draft, dtype, device)
+    asked = with_pictures(prompt, image or [])
+    bundled = BUNDLED_VISION if image else BUNDLED
+    model, assistant, processor = load_pair(
+        target or str(bundled / "target"), draft or str(bundled / "draft"), dtype, device
+    )
     if block_size is not None:
         assistant.generation_config.block_size = block_size
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         settings |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    warm_up(model, assistant, tokenizer, prompt)
+    warm_up(model, assistant, processor, asked)
     torch.manual_seed(seed)
-    streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    row = compare(model, assistant, tokenizer, prompt, streamer=streamer, **settings)
+    streamer = None
+    if not as_json:
+        if image:
+            console.print(prompt_line(asked), highlight=False)
+        streamer = TextStreamer(tokenizer_of(processor), skip_prompt=True, skip_special_tokens=True)
+    row = compare(model, assistant, processor, asked, streamer=streamer, **settings)
     if as_json:
         typer.echo(json.dumps(row.to_dict()))
     else:

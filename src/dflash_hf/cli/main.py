@@ -7,6 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from dflash_hf.cli.chat import chat
 from dflash_hf.cli.convert import convert
 from dflash_hf.cli.demo import demo
 from dflash_hf.cli.doctor import doctor
@@ -17,10 +18,13 @@ class SentenceGroup(TyperGroup):
     """Shows what is wrong with the input as one sentence, not as a stack trace."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the subcommand; a `ValueError` or `OSError` (a folder that is not there) is printed, with status 2."""
+        """Runs the subcommand; errors about its input are printed, with status 2.
+
+        These are `ValueError`, `OSError` (a folder that is not there) and `ImportError` (Pillow, which pictures need).
+        """
         try:
             return super().invoke(ctx)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, ImportError) as error:
             typer.secho(f"Error: {error}", err=True, fg="red")
             raise typer.Exit(2) from error
 
@@ -33,6 +37,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(demo)
+app.command()(chat)
 app.command()(convert)
 app.command()(doctor)
 

@@ -1,18 +1,29 @@
-"""Loading a target with its draft and tokenizer, for the subcommands."""
+"""Loading a target with its draft and its tokenizer or processor, for the subcommands."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.evaluation.harness import Processor
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
 # A clone has the bundled pair beside the package; an installed wheel has not.
 BUNDLED = Path(__file__).resolve().parents[3] / "demos" / "toy"
+VISION = "vision"  # the folder of a pair for pictures within that of a pair for texts
+BUNDLED_VISION = BUNDLED / VISION
 
 
 def check_place(option: str, place: str) -> None:
@@ -28,10 +39,18 @@ def check_place(option: str, place: str) -> None:
         )
 
 
+def takes_pictures(config: PreTrainedConfig) -> bool:
+    """Whether Transformers has an image-text-to-text model for a config."""
+    return type(config) in AutoModelForImageTextToText._model_mapping
+
+
 def load_pair(
     target: str, draft: str, dtype: str = "auto", device: str = "auto"
-) -> tuple[PreTrainedModel, DFlashDraftModel, PreTrainedTokenizerBase]:
-    """Loads a target, its draft and its tokenizer from folders or Hub ids.
+) -> tuple[PreTrainedModel, DFlashDraftModel, Processor]:
+    """Loads a target, its draft and what encodes its prompts from folders or Hub ids.
+
+    Where the target's config is of an image-text-to-text model that is loaded with its processor, else the causal
+    language model with its tokenizer.
 
     Args:
         target, draft (`str`): Where they are.
@@ -44,11 +63,15 @@ def load_pair(
     logging.disable_progress_bar()
     for option, place in (("--target", target), ("--draft", draft)):
         check_place(option, place)
-    if AutoConfig.from_pretrained(target).model_type == DFlashConfig.model_type:
+    config = AutoConfig.from_pretrained(target)
+    if config.model_type == DFlashConfig.model_type:
         raise ValueError(f"expected a target as --target, got the DFlash draft {target!r}; swap --target and --draft")
     settings: dict[str, Any] = {"dtype": dtype, "device_map": device}
-    model = AutoModelForCausalLM.from_pretrained(target, **settings)
-    return model, DFlashDraftModel.from_pretrained(draft, **settings), AutoTokenizer.from_pretrained(target)
+    model_class = AutoModelForImageTextToText if takes_pictures(config) else AutoModelForCausalLM
+    model = model_class.from_pretrained(target, **settings)
+    assistant = DFlashDraftModel.from_pretrained(draft, **settings)
+    processor = (AutoProcessor if takes_pictures(config) else AutoTokenizer).from_pretrained(target)
+    return model, assistant, processor
 
 
-__all__ = ["BUNDLED", "check_place", "load_pair"]
+__all__ = ["BUNDLED", "BUNDLED_VISION", "VISION", "check_place", "load_pair", "takes_pictures"]

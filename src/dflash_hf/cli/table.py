@@ -1,12 +1,14 @@
-"""The table that `generate` and `demo` end with."""
+"""What `generate` and `demo` show: the prompt, and the table at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from rich.table import Table
+from rich.text import Text
 
 from dflash_hf.evaluation.harness import Comparison, pool
+from dflash_hf.evaluation.prompts import Prompt, as_messages, picture_names, text_of
 
 
 def comparison_table(rows: Sequence[Comparison]) -> Table:
@@ -35,4 +37,12 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
     return table
 
 
-__all__ = ["comparison_table"]
+def prompt_line(prompt: Prompt) -> Text:
+    """Returns what is asked: the names of all pictures so far, and the text of the last message."""
+    line = Text()
+    for name in picture_names(prompt):
+        line.append(f"[{name}] ", style="cyan")
+    return line.append(text_of(as_messages(prompt)[-1:]), style="bold")
+
+
+__all__ = ["comparison_table", "prompt_line"]

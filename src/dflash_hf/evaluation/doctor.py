@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_hf.configuration_dflash import ROPE_TYPES
-from dflash_hf.evaluation.harness import Message, encode_prompt
+from dflash_hf.evaluation.harness import Processor, encode_prompt, tokenizer_of
 from dflash_hf.evaluation.probe import Measurement, Probe, Setup
+from dflash_hf.evaluation.prompts import Prompt, picture_names
 from dflash_hf.modeling_dflash import DFlashDraftModel, DFlashRMSNorm
 from dflash_hf.target import Target, check_pair, check_target, find_target
 from dflash_hf.training.data import Example
@@ -26,7 +27,6 @@ from dflash_hf.training.data import Example
 logger = logging.getLogger(__name__)
 
 Status = Literal["ok", "finding", "skipped"]
-Prompt = str | Sequence[Message]
 
 # For a target with a chat template and no prompts of the user's own.
 PROMPTS: tuple[str, ...] = (
@@ -117,7 +117,7 @@ class Trial:
 def diagnose(
     model: PreTrainedModel,
     draft: DFlashDraftModel,
-    tokenizer: PreTrainedTokenizerBase,
+    processor: Processor,
     prompts: Sequence[Prompt] | None = None,
     *,
     max_new_tokens: int = 96,
@@ -127,23 +127,19 @@ def diagnose(
     Args:
         model (`PreTrainedModel`): The target.
         draft (`DFlashDraftModel`): Its draft.
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        processor (tokenizer or processor): The target's.
         prompts (sequence of texts or conversations, *optional*): What to measure on: the more, the smaller the
-            differences that count as clear. By default a few built-in ones, if the tokenizer has a chat template.
+            differences that count as clear; with pictures where the target takes them. By default a few built-in
+            texts, if there is a chat template.
         max_new_tokens (`int`): Longest answer in tokens.
 
     Raises:
-        ValueError: If the target cannot be drafted for at all, there is nothing to measure on, or the draft predicts
-            from its anchor (`sample_from_anchor`), which is not measured yet.
+        ValueError: If the target cannot be drafted for at all, or there is nothing to measure on.
     """
     target = find_target(model)
     check_target(target)
-    if draft.config.sample_from_anchor:
-        raise ValueError(
-            "expected a draft whose slots predict their own position, got sample_from_anchor=True; the doctor cannot "
-            "measure that kind yet, compare acceptance with generate"
-        )
-    if prompts is None and tokenizer.chat_template is None:
+    tokenizer = tokenizer_of(processor)
+    if prompts is None and processor.chat_template is None:
         raise ValueError(
             "expected prompts for a tokenizer without a chat template, got none; give texts of the kind this target "
             "is used for"
@@ -158,11 +154,11 @@ def diagnose(
         advice = "load the draft that was trained for this target"
         static.append(Check(name="other_target", status="finding", sentence=str(error), advice=advice))
         return Diagnosis(acceptance_length=0.0, num_prompts=0, num_tokens=0, checks=static)
-    examples = write_answers(model, [encode_prompt(tokenizer, p, model.device) for p in prompts], max_new_tokens)
+    examples = write_answers(model, [encode_prompt(processor, p, model.device) for p in prompts], max_new_tokens)
     probe = Probe(target, draft, examples)
     setup, measured = _try_settings(probe, tokenizer)
     checks = static + measured
-    checks += _check_prompts(model, draft, tokenizer, prompts, setup, probe.measure(setup), max_new_tokens)
+    checks += _check_prompts(model, draft, processor, prompts, setup, probe.measure(setup), max_new_tokens)
     checks.append(_check_fit(probe, setup, [check.name for check in checks if check.status == "finding"]))
     return Diagnosis(
         acceptance_length=probe.walked(Setup()),
@@ -174,13 +170,23 @@ def diagnose(
 
 @torch.no_grad()
 def write_answers(model: PreTrainedModel, inputs: Sequence[dict[str, Tensor]], max_new_tokens: int) -> list[Example]:
-    """Answers prompts of one row each with plain greedy `generate`, and returns prompt and answer together."""
+    """Answers prompts of one row each with plain greedy `generate`, and returns prompt and answer together.
+
+    What the target's forward takes beside ids and mask goes with them; a value per token is 0 on the answer.
+    """
     examples: list[Example] = []
     target: Any = model
     for row in inputs:
         columns = row["input_ids"].shape[1]
         ids = target.generate(**row, do_sample=False, max_new_tokens=max_new_tokens)[0].tolist()
-        examples.append(Example.from_pair(ids[:columns], ids[columns:]))
+        example = Example.from_pair(ids[:columns], ids[columns:])
+        for name, value in row.items():
+            if name in ("input_ids", "attention_mask"):
+                continue
+            per_token = value.shape == row["input_ids"].shape
+            padded = torch.nn.functional.pad(value[0], (0, len(ids) - columns)) if per_token else value
+            example.model_inputs[name] = padded
+        examples.append(example)
     return examples
 
 
@@ -348,21 +354,21 @@ def _check_weights(draft: DFlashDraftModel) -> Check:
 def _check_prompts(
     model: PreTrainedModel,
     draft: DFlashDraftModel,
-    tokenizer: PreTrainedTokenizerBase,
+    processor: Processor,
     prompts: Sequence[Prompt],
     setup: Setup,
     base: Measurement,
     max_new_tokens: int,
 ) -> list[Check]:
     """Acceptance without the chat template, and with thinking on and off where the template knows it."""
-    template = tokenizer.chat_template
+    template = processor.chat_template
     if template is None:
         skipped = "the tokenizer has no chat template"
         return [Check(name=name, status="skipped", sentence=skipped) for name in ("chat_template", "thinking")]
     target: Target = find_target(model)
 
     def measure(**options: Any) -> Measurement:
-        inputs = [encode_prompt(tokenizer, prompt, model.device, **options) for prompt in prompts]
+        inputs = [encode_prompt(processor, prompt, model.device, **options) for prompt in prompts]
         return Probe(target, draft, write_answers(model, inputs, max_new_tokens)).measure(setup)
 
     def judge(name: str, results: dict[str, Measurement], advice: str) -> Check:
@@ -380,7 +386,11 @@ def _check_prompts(
         )
 
     advice = "the draft was trained on texts without the chat template; use it on those, or one trained with it"
-    checks = [judge("chat_template", {"without the template": measure(template=False)}, advice)]
+    if any(picture_names(prompt) for prompt in prompts):
+        skipped = "the chat template says where the pictures are"
+        checks = [Check(name="chat_template", status="skipped", sentence=skipped)]
+    else:
+        checks = [judge("chat_template", {"without the template": measure(template=False)}, advice)]
     if "enable_thinking" not in str(template):
         sentence = "the chat template has no enable_thinking"
         return [*checks, Check(name="thinking", status="skipped", sentence=sentence)]

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.generation.streamers import BaseStreamer
 
+from dflash_hf.evaluation.prompts import Prompt, as_messages, picture_names, text_of
 from dflash_hf.generation.stats import SpeculativeStats
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
-Message = Mapping[str, str]
+Processor = PreTrainedTokenizerBase | ProcessorMixin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,7 @@ class Comparison:
         num_tokens (`int`): Tokens of the answer.
         plain_seconds, draft_seconds (`float`): Wall time of each `generate` call, prefill included.
         stats (`SpeculativeStats`): Of the run with the draft.
+        pictures (`tuple[str, ...]`): Names of the prompt's pictures.
     """
 
     kind: str
@@ -38,6 +40,7 @@ class Comparison:
     plain_seconds: float
     draft_seconds: float
     stats: SpeculativeStats
+    pictures: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain values, for JSON."""
@@ -45,6 +48,7 @@ class Comparison:
         return {
             **self.stats.to_dict(),
             "kind": self.kind,
+            "pictures": list(self.pictures),
             "text": self.text,
             "identical": self.identical,
             "num_tokens": self.num_tokens,
@@ -54,38 +58,70 @@ class Comparison:
         }
 
 
+def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
+    """Returns a processor's tokenizer; a tokenizer is its own."""
+    if isinstance(processor, PreTrainedTokenizerBase):
+        return processor
+    either: Any = processor
+    return either.tokenizer
+
+
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str | Sequence[Message],
-    device: torch.device,
-    *,
-    template: bool = True,
-    **options: Any,
+    processor: Processor, prompt: Prompt, device: torch.device, *, template: bool = True, **options: Any
 ) -> dict[str, Tensor]:
     """Turns a text or a conversation into model inputs of one row.
 
-    A conversation, and a text where the tokenizer has a chat template, goes through `apply_chat_template`, with
-    `options`; under `template=False` neither does, and a conversation is its messages' texts, one per line.
+    A conversation, and a text where there is a chat template, goes through `apply_chat_template`, with `options`;
+    under `template=False` neither does, and a conversation is its messages' texts, one per line.
+
+    Args:
+        processor (tokenizer or processor): Anything with `apply_chat_template`; pictures need a processor.
+        prompt (`str` or list of messages): What to answer.
+        device (`torch.device`): Where the tensors go.
+        template (`bool`): Whether to apply the chat template.
+        options: For the chat template.
 
     Returns:
-        `dict[str, torch.Tensor]`: `input_ids` and `attention_mask`, both `[1, S]`.
+        `dict[str, torch.Tensor]`: `input_ids` and `attention_mask`, both `[1, S]`, and of a processor all that it
+        makes of the pictures.
+
+    Raises:
+        ValueError: If there are pictures and no processor, or no template that says where they go, or a picture
+            cannot be read.
     """
-    if not template or (isinstance(prompt, str) and tokenizer.chat_template is None):
-        text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
-        encoded: Any = tokenizer(text, return_tensors="pt")
-    else:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **options
+    tokenizer = tokenizer_of(processor)
+    if picture_names(prompt) and (processor is tokenizer or not template):
+        raise ValueError(
+            f"expected a processor and its chat template for a prompt with pictures, got {type(processor).__name__}"
+            f"{'' if template else ' without the template'}; leave the pictures out, or take a target for pictures"
         )
-    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+    if not template or (isinstance(prompt, str) and processor.chat_template is None):
+        encoded: Any = tokenizer(text_of(prompt), return_tensors="pt")
+    else:
+        either: Any = processor
+        try:
+            encoded = either.apply_chat_template(
+                as_messages(prompt),
+                add_generation_prompt=True,
+                tokenize=True,
+                return_tensors="pt",
+                return_dict=True,
+                **options,
+            )
+        except (OSError, SyntaxError) as error:  # Pillow's: not a picture, or one that is cut off or broken
+            raise ValueError(
+                f"expected pictures that can be read, got {', '.join(picture_names(prompt))}, of which one cannot "
+                f"({error}); leave it out or save it anew"
+            ) from error
+    names = ("input_ids", "attention_mask") if processor is tokenizer else tuple(encoded)
+    return {name: encoded[name].to(device) for name in names}
 
 
 def compare(
     target: PreTrainedModel,
     draft: DFlashDraftModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str | Sequence[Message],
+    processor: Processor,
+    prompt: Prompt,
     *,
     kind: str = "prompt",
     streamer: BaseStreamer | None = None,
@@ -97,7 +133,7 @@ def compare(
     Transformers' own sampler draws its noise in another order.
 
     Args:
-        target, draft, tokenizer: The pair.
+        target, draft, processor: The pair, and its processor or tokenizer.
         prompt (`str` or list of messages): What to answer.
         kind (`str`): Label of the prompt.
         streamer (`BaseStreamer`, *optional*): Gets the answer with the draft.
@@ -111,7 +147,7 @@ def compare(
             "expected proposal 'shared_noise' or 'argmax' to compare sampled texts, got 'sample', which keeps the law "
             "and not the text; change draft.generation_config.proposal"
         )
-    inputs = encode_prompt(tokenizer, prompt, target.device)
+    inputs = encode_prompt(processor, prompt, target.device)
     columns = inputs["input_ids"].shape[1]
     model: Any = target
 
@@ -132,23 +168,24 @@ def compare(
     assert isinstance(draft.last_stats, SpeculativeStats)
     return Comparison(
         kind=kind,
-        text=str(tokenizer.decode(out[0, columns:], skip_special_tokens=True)),
+        text=str(tokenizer_of(processor).decode(out[0, columns:], skip_special_tokens=True)),
         identical=torch.equal(plain, out),
         num_tokens=out.shape[1] - columns,
         plain_seconds=plain_seconds,
         draft_seconds=draft_seconds,
         stats=draft.last_stats,
+        pictures=tuple(picture_names(prompt)),
     )
 
 
 def warm_up(
     target: PreTrainedModel,
     draft: DFlashDraftModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str | Sequence[Message],
+    processor: Processor,
+    prompt: Prompt,
 ) -> None:
     """Answers a prompt with a few tokens, both ways: the first calls pay for loading code."""
-    compare(target, draft, tokenizer, prompt, max_new_tokens=4, do_sample=False)
+    compare(target, draft, processor, prompt, max_new_tokens=4, do_sample=False)
 
 
 def _one_by_one(
@@ -188,4 +225,4 @@ def pool(rows: Sequence[Comparison]) -> dict[str, Any]:
     }
 
 
-__all__ = ["Comparison", "compare", "encode_prompt", "pool", "warm_up"]
+__all__ = ["Comparison", "Processor", "compare", "encode_prompt", "pool", "tokenizer_of", "warm_up"]

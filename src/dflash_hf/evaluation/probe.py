@@ -134,7 +134,7 @@ class Probe:
         self._counted: dict[str, list[list[int]]] = {}
         for example in self.examples:
             batch = collate([example]).to(target.device)
-            taps = target_features(target, near, batch).taps
+            taps = target_features(target, near, batch, after_deepstack=draft.config.tap_after_deepstack).taps
             states = dict(zip(near, taps.chunk(len(near), dim=-1), strict=True))
             self.texts.append((batch.to(draft.device), states))
 
@@ -172,10 +172,11 @@ class Probe:
         draft = variant(self.draft, setup)
         found: list[list[int]] = []
         width = draft.config.block_size
+        verify_width = width + int(draft.config.sample_from_anchor)
         layer_ids = [self.shifted(i, setup.tap_shift) for i in self.layer_ids]
         for example, (batch, states) in zip(self.examples, self.texts, strict=True):
             features = torch.cat([states[i] for i in layer_ids], dim=-1).to(draft.device)
-            accepted = accepted_with_features(draft, self.target, batch, features, width, width)
+            accepted = accepted_with_features(draft, self.target, batch, features, width, verify_width)
             found.append(accepted[0, example.prompt_length() : -1].tolist())
         self._counted[repr(setup)] = found
         return found

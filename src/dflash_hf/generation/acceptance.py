@@ -82,6 +82,14 @@ def accept_rejection(
     return num_accepted, torch.cat([proposals, redrawn], dim=1).scatter(1, at, redrawn)
 
 
+def ends_row(tokens: Tensor, eos_ids: Tensor) -> Tensor:
+    """Says which tokens, of any shape, are among the end-of-sequence ids `[N]`.
+
+    Not `torch.isin`: with many ids it sorts, and reads how many different ones there are on the host.
+    """
+    return (tokens[..., None] == eos_ids).any(dim=-1)
+
+
 def clamp_commit(
     tokens_BW: Tensor, num_accepted: Tensor, eos_ids: Tensor | None, remaining: Tensor, done: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -90,7 +98,7 @@ def clamp_commit(
     Args:
         tokens_BW (`torch.Tensor` of shape `[B, W]`): Tokens that may be committed, in order.
         num_accepted (`torch.Tensor` of shape `[B]`): Proposals accepted; one more token is committed.
-        eos_ids (`torch.Tensor` of shape `[N]`, *optional*): End-of-sequence ids.
+        eos_ids (`torch.Tensor` of shape `[N]`, *optional*): End-of-sequence ids; negative ones are none.
         remaining (`torch.Tensor` of shape `[B]`): Tokens each row may still emit.
         done (`torch.Tensor` of shape `[B]`, bool): Rows that have finished; they commit nothing.
 
@@ -103,10 +111,10 @@ def clamp_commit(
     else:
         width = tokens_BW.shape[1]
         counts = torch.arange(1, width + 1, device=tokens_BW.device)
-        up_to_eos = torch.where(torch.isin(tokens_BW, eos_ids), counts, width + 1).amin(dim=1)
+        up_to_eos = torch.where(ends_row(tokens_BW, eos_ids), counts, width + 1).amin(dim=1)
         num_committed = torch.minimum(num_committed, up_to_eos)
         finished = (num_committed == up_to_eos) | (num_committed >= remaining)
     return num_committed.masked_fill(done, 0), finished | done
 
 
-__all__ = ["accept_matching", "accept_rejection", "choose", "clamp_commit"]
+__all__ = ["accept_matching", "accept_rejection", "choose", "clamp_commit", "ends_row"]

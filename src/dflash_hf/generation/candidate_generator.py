@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from dflash_hf.attention import RaggedBlock
-from dflash_hf.cache import RaggedCache
+from dflash_hf.cache import RaggedCache, check_memory
 from dflash_hf.devices import execution_device
 from dflash_hf.dflash2 import follow_path
 from dflash_hf.generation.acceptance import DRAFT_STREAM, TARGET_STREAM, choose
@@ -38,6 +38,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
         rule (`str`): How to propose when sampling.
         batch (`int`): Rows.
         max_length (`int`): Longest row the context cache must hold, one block included.
+        cache (`RaggedCache`, *optional*): Cleared context cache of that shape to use instead of a new one.
+        block_ids (`torch.Tensor` of shape `[B, K]`, int64, *optional*): Where to keep the ids of its block.
+
+    Raises:
+        ValueError: If the context cache is larger than what is free of the device's memory.
     """
 
     def __init__(
@@ -51,6 +56,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         rule: Rule,
         batch: int,
         max_length: int,
+        cache: RaggedCache | None = None,
+        block_ids: Tensor | None = None,
     ) -> None:
         self.draft = draft
         self.target = target
@@ -58,26 +65,31 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.block_size = block_size
         self.verify_width = verify_width
         self.rule = rule
-        self.num_forwards = 0
         self.device = execution_device(draft)
         # Only `iterate` sets these: a proposal rule of the user's, and whether the last block's logits are kept.
         self.rule_of_user: Propose | None = None
         self.keeps_logits = False
         self.logits: Tensor | None = None
-        self.cache = RaggedCache(
-            draft.cache_shapes(),
-            batch=batch,
-            max_length=max_length,
-            block=max(block_size, verify_width),
-            dtype=draft.dtype,
-            device=self.device,
-        )
-        self.block_ids = torch.full(
-            (batch, block_size), draft.config.mask_token_id, dtype=torch.long, device=self.device
-        )
+        if cache is None:
+            shapes = [(shape, draft.dtype.itemsize, draft.dtype.itemsize) for shape in draft.cache_shapes()]
+            block = max(block_size, verify_width)
+            check_memory(shapes, self.device, batch, max_length, block)
+            cache = RaggedCache(
+                draft.cache_shapes(),
+                batch=batch,
+                max_length=max_length,
+                block=block,
+                dtype=draft.dtype,
+                device=self.device,
+            )
+        if block_ids is None:
+            block_ids = torch.empty(batch, block_size, dtype=torch.long, device=self.device)
+        self.cache = cache
+        self.block_ids = block_ids.fill_(draft.config.mask_token_id)
         # Per row, the first index that there is context for [B]; the draft counts from there. None: from 0.
         self.offset: Tensor | None = None
         self._context: tuple[Tensor, RaggedBlock] | None = None
+        self._held: tuple[Tensor, Tensor] | None = None
         self._seen = 0
         self._pending: Tensor | None = None
 
@@ -100,16 +112,45 @@ class DFlashCandidateGenerator(CandidateGenerator):
             context_hidden_states (`torch.Tensor` of shape `[B, W, L * D]`): Tapped states of the verify.
             block (`RaggedBlock`): The block that was verified.
         """
-        states = context_hidden_states.to(self.device, self.draft.dtype)
-        self._context = (states, self._on_draft(block))
+        own = self._on_draft(block)
+        if self._held is None:
+            self._context = (context_hidden_states.to(self.device, self.draft.dtype), own)
+            return
+        states, lengths = self._held
+        states.copy_(context_hidden_states)
+        lengths.copy_(own.lengths)
+
+    def hold_context(self, states: Tensor, lengths: Tensor) -> None:
+        """Keeps the newest context in fixed tensors from now on, until [`release_context`].
+
+        There is always one then. Before the first verify it is what the tensors hold: its keys and values go where the
+        next block's own go right after.
+
+        Args:
+            states (`torch.Tensor` of shape `[B, W, L * D]`): On the draft's device and in its dtype.
+            lengths (`torch.Tensor` of shape `[B]`, int64): Where the block stood that they are from, as the draft
+                counts.
+        """
+        self._held = (states, lengths)
+
+    def release_context(self) -> None:
+        """Stops keeping the newest context in fixed tensors; it stays there as long as nothing else is written."""
+        self._context, self._held = self._take_context(), None
+
+    def _take_context(self) -> tuple[Tensor, RaggedBlock] | None:
+        """The context that waits for the next draft forward; it waits no longer."""
+        context, self._context = self._context, None
+        if self._held is not None:
+            states, lengths = self._held
+            context = (states, RaggedBlock(lengths, states.shape[1]))
+        return context
 
     def flush(self) -> None:
         """Writes the context that waits for the next draft forward, where there will be none."""
-        if self._context is None:
+        if (context := self._take_context()) is None:
             return
-        (states, block), self._context = self._context, None
-        self.cache.begin(block)
-        self.draft.write_context(states, self.cache)
+        self.cache.begin(context[1])
+        self.draft.write_context(context[0], self.cache)
 
     @property
     def context_hidden_states(self) -> Tensor:
@@ -130,9 +171,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.cache.begin(self._on_draft(block))
         self.block_ids[:, 0] = state.anchor
         noise_embeds = draft.embed(self.block_ids.to(device), self.target.embedding)
-        context, self._context = self._context, None
+        context = self._take_context()
         hidden = draft.forward_block(noise_embeds.to(self.device, draft.dtype), self.cache, context)
-        self.num_forwards += 1
         # The slots that propose, and how far ahead of each one's own position its token is.
         ahead = int(draft.config.sample_from_anchor)
         slots = slice(1 - ahead, self.verify_width - ahead)

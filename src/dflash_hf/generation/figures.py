@@ -33,6 +33,19 @@ def verify_frame(num_accepted: Sequence[Sequence[int]], num_committed: Sequence[
     return pandas.DataFrame(lines, columns=columns)
 
 
+def new_figure(width: float, height: float) -> Any:
+    """Returns an empty `matplotlib.figure.Figure` of this many inches, not registered with pyplot.
+
+    Raises:
+        ImportError: Without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(MISSING.format(name="matplotlib")) from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
 def acceptance_figure(
     joint: Sequence[float], conditional: Sequence[float], histogram: Sequence[int], acceptance_length: float
 ) -> Any:
@@ -46,11 +59,7 @@ def acceptance_figure(
     Raises:
         ImportError: Without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(MISSING.format(name="matplotlib")) from error
-    figure = Figure(figsize=(9.0, 3.0), layout="constrained")
+    figure = new_figure(9.0, 3.0)
     left, right = figure.subplots(1, 2)
     positions = range(1, len(joint) + 1)
     left.bar(positions, joint, color="#4c78a8", label="joint: all up to here")
@@ -64,4 +73,4 @@ def acceptance_figure(
     return figure
 
 
-__all__ = ["acceptance_figure", "verify_frame"]
+__all__ = ["acceptance_figure", "new_figure", "verify_frame"]

@@ -26,9 +26,10 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dflash_hf.checkpoints import explain_foreign_draft
 from dflash_hf.devices import execution_devices
+from dflash_hf.generation.cuda_graph import check_device
 from dflash_hf.generation.kept_cache import check_cache, seq_length
 from dflash_hf.generation.loop import decode
-from dflash_hf.generation.pictures import keep_new_pictures
+from dflash_hf.generation.pictures import check_pictures, keep_new_pictures
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import Target, check_pair, check_target, find_target
@@ -89,7 +90,7 @@ def _check_stock(draft: DFlashDraftModel) -> None:
     Raises:
         ValueError: Naming the fields.
     """
-    names = ("own_embed_tokens", "own_lm_head", "sample_from_anchor", "window_from_anchor")
+    names = ("own_embed_tokens", "own_lm_head", "sample_from_anchor", "window_from_anchor", "tap_after_deepstack")
     if wrong := [name for name in names if getattr(draft.config, name)]:
         raise ValueError(
             f"expected a draft that Transformers' speculation_type='dflash' can run, got {', '.join(wrong)} in its "
@@ -145,11 +146,15 @@ def prepare(
             'device_map={"": device}'
         )
     knobs.validate_knobs(draft.config.block_size, draft.config.sample_from_anchor)
+    check_device(knobs.engine, target.device)
     _check_settings(model, config, arguments)
     _check_inputs(target, config, arguments, model_kwargs)
     cache, ids = model_kwargs.get("past_key_values"), arguments.get("inputs", model_kwargs.get("input_ids"))
-    if cache is not None and ids is not None:
-        keep_new_pictures(target, ids, seq_length(cache), arguments)
+    past = 0 if cache is None else seq_length(cache)
+    if ids is not None and past:
+        keep_new_pictures(target, ids, past, arguments)
+    elif ids is not None and model_kwargs.get("inputs_embeds") is None:
+        check_pictures(target, ids, arguments)
     if config.token_healing:
         _heal_tokens(model, arguments)
     if config.stop_strings is not None:

@@ -21,8 +21,10 @@ from transformers.generation.streamers import BaseStreamer
 from dflash_hf.devices import eagerly
 from dflash_hf.generation.candidate_generator import Propose
 from dflash_hf.generation.integration import prepare
-from dflash_hf.generation.loop import Accept, Run, prefill, step
+from dflash_hf.generation.loop import step
+from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.processors import BlockProcessors
+from dflash_hf.generation.run import Accept, Run
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import find_target
 
@@ -225,7 +227,7 @@ def _advance(run: Run, index: int, output_logits: bool, output_hidden_states: bo
 
 def _committed(run: Run, counts: list[int]) -> list[Tensor]:
     """Copies of the last `counts` tokens of every row."""
-    ends = (run.state.num_new + run.state.columns).tolist()
+    ends = run.state.cursor.tolist()
     return [
         run.state.ids[row, end - count : end].clone()
         for row, (end, count) in enumerate(zip(ends, counts, strict=True))

@@ -126,11 +126,12 @@ class KeptCache:
         except BaseException:
             if self.given:
                 del self.cache.layers[len(before) :]
-                for layer, (attributes, copies) in zip(self.cache.layers, before, strict=True):
+                for layer, (attributes, _) in zip(self.cache.layers, before, strict=True):
                     vars(layer).clear()
                     vars(layer).update(attributes)
-                    for tensor, copy in copies:
-                        tensor.copy_(copy)
+                # Last, because on a device that has failed nothing can be copied.
+                for tensor, copy in (pair for _, copies in before for pair in copies):
+                    tensor.copy_(copy)
             raise
 
     def begin(self, generator: DFlashCandidateGenerator, positions: Tensor, limit: int) -> None:
@@ -176,6 +177,7 @@ class KeptCache:
         generator: DFlashCandidateGenerator,
         sequences: Tensor,
         verify: Callable[[Iterator[RaggedBlock]], None],
+        is_lent: bool = False,
     ) -> int:
         """Advances the cache by what was decoded and attaches the draft's context. The run is over then.
 
@@ -183,10 +185,11 @@ class KeptCache:
 
         Args:
             state (`DecodeState`): After the run; its `block` is overwritten.
-            ragged (`RaggedCache`): The run's; emptied layer by layer.
+            ragged (`RaggedCache`): The run's; emptied layer by layer unless it is lent.
             generator (`DFlashCandidateGenerator`): The run's.
             sequences (`torch.Tensor` of shape `[B, columns + longest answer]`): What `generate` returns.
             verify (callable): Runs the target over `state.block` wherever an iterator of blocks says.
+            is_lent (`bool`): The buffers of both caches are for the next call: nothing of them may go with the cache.
 
         Returns:
             `int`: Forwards of the target that it took.
@@ -203,10 +206,11 @@ class KeptCache:
             assert isinstance(layer, RaggedLayer)
             if new.shape[1]:
                 self.cache.update(*layer.read_rows(new), index)
-            layer.release()
+            if not is_lent:
+                layer.release()
         # The draft has context for the token that ended a row, and for no padding after it.
         positions = positions.masked_fill(answer >= state.num_new[:, None], -1)
-        self._attach_context(generator, torch.cat([self.positions, positions], dim=1))
+        self._attach_context(generator, torch.cat([self.positions, positions], dim=1), is_lent)
         return num_forwards
 
     def _padding(
@@ -228,7 +232,7 @@ class KeptCache:
             if index == 0:
                 generator.flush()
 
-    def _attach_context(self, generator: DFlashCandidateGenerator, positions: Tensor) -> None:
+    def _attach_context(self, generator: DFlashCandidateGenerator, positions: Tensor, is_lent: bool) -> None:
         """Attaches a draft's context to the cache; `positions` `[B, C]` are those that there is context for."""
         holder: Any = self.cache
         holder.dflash_context = None
@@ -240,9 +244,9 @@ class KeptCache:
         layer = full[-1] if full else len(self.cache.layers) - 1
         holder.dflash_context = DraftContext(
             draft=_names.setdefault(generator.draft, uuid.uuid4().hex),
-            buffers=[(r.key_buffer, r.value_buffer) for r in generator.cache.layers if isinstance(r, RaggedLayer)],
+            buffers=[_pair(layer, is_lent) for layer in generator.cache.layers],
             positions=positions,
-            offset=offset,
+            offset=offset.clone() if is_lent else offset,
             # The draft's last blocks were written behind its context.
             newest=lengths - offset + max(generator.block_size, generator.verify_width) - 1,
             layer=layer,
@@ -269,6 +273,13 @@ class KeptCache:
             return None, "it is another draft's"
         context = context.repeated(rows)
         return (None, "the cache has other rows now") if context is None else (context, "")
+
+
+def _pair(layer: object, is_lent: bool) -> tuple[Tensor, Tensor]:
+    """A ragged layer's buffers, or copies of lent ones."""
+    assert isinstance(layer, RaggedLayer)
+    keys, values = layer.key_buffer, layer.value_buffer
+    return (keys.clone(), values.clone()) if is_lent else (keys, values)
 
 
 def check_cache(cache: object, target: Target, rows: int, num_ids: int, mask: Tensor | None) -> None:

@@ -45,6 +45,11 @@ class Recorder:
         self._pieces: dict[str, list[list[Tensor]]] = {}
         self._rows = rows
 
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is collected at all."""
+        return self.has_scores or self.has_logits or self.has_hidden_states
+
     def add_prefill(self, outputs: Any) -> None:
         """Keeps the prefill's hidden states, which are the first token's entry as they are: `[B, S, D]` per layer."""
         self._first_hidden_states = outputs.hidden_states if self.has_hidden_states else None

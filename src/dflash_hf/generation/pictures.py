@@ -1,4 +1,4 @@
-"""Pictures in a conversation that goes on from a cache: only the new ones go through the vision tower.
+"""Pictures in the prompt: that they fit its tokens, and that of those in a cache none is looked at again.
 
 Under M-RoPE a token's positions follow from the sizes of all pictures before it, and the prefill takes only those
 whose tokens are new. Transformers takes both from one `image_grid_thw`, which can be right for one of the two only;
@@ -7,12 +7,50 @@ here they are taken apart before it is called.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dflash_hf.target import Target
+
+
+def check_pictures(target: Target, input_ids: Tensor, arguments: dict[str, Any]) -> None:
+    """Refuses pictures that do not fit the prompts' tokens, before anything looks at them.
+
+    Only where a picture is as many tokens as `image_grid_thw` says, in Qwen's family, and without videos (GLM spells
+    those with tokens of pictures); others check in their own forward. Tokens of pictures without any are text like any
+    other, as in plain `generate`.
+
+    Args:
+        target (`Target`): The target.
+        input_ids (`torch.Tensor` of shape `[B, T]`): Prompts without anything cached.
+        arguments (`dict`): Of `generate`.
+
+    Raises:
+        ValueError: If the numbers of tokens, sizes and patches do not fit.
+    """
+    model: Any = target.model
+    grids, pixels = arguments.get("image_grid_thw"), arguments.get("pixel_values")
+    rule = getattr(getattr(model, "model", None), "get_rope_index", None)
+    if rule is None or "video_grid_thw" not in inspect.signature(rule).parameters:  # HunYuan: more tokens
+        return
+    if grids is None or arguments.get("video_grid_thw") is not None:
+        return
+    token = model.config.image_token_id
+    num_patches, num_tokens = int(grids.prod(dim=-1).sum()), int((input_ids == token).sum())
+    wanted = num_patches // model.config.vision_config.spatial_merge_size**2
+    if num_tokens != wanted:
+        raise ValueError(
+            f"expected {wanted} image tokens ({token}) for the {len(grids)} images of image_grid_thw, got "
+            f"{num_tokens} in input_ids; pass what the processor made of text and images together"
+        )
+    if pixels is None or pixels.shape[0] != num_patches:
+        raise ValueError(
+            f"expected pixel_values of {num_patches} patches, as image_grid_thw says, got "
+            f"{None if pixels is None else pixels.shape[0]}; pass what the processor made of the images"
+        )
 
 
 def keep_new_pictures(target: Target, input_ids: Tensor, past: int, arguments: dict[str, Any]) -> None:
@@ -73,4 +111,4 @@ def keep_new_pictures(target: Target, input_ids: Tensor, past: int, arguments: d
         arguments.pop("pixel_values", None)
 
 
-__all__ = ["keep_new_pictures"]
+__all__ = ["check_pictures", "keep_new_pictures"]

@@ -45,6 +45,11 @@ def _ask(function: Callable[[int, Tensor], list[int]], numbers: list[int], index
     return function(numbers[index], ids)
 
 
+def _plain(value: object) -> object:
+    """A number or switch as it is, a tensor as its values."""
+    return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else value
+
+
 class BlockProcessors:
     """A run's processors, split by whether they can be applied to a block at once.
 
@@ -59,6 +64,13 @@ class BlockProcessors:
         # Exact types: a subclass may look at anything.
         self.warpers = LogitsProcessorList([p for p in processors if type(p) in STATELESS])
         self.is_stateless = len(self.warpers) == len(processors)
+
+    def settings(self) -> tuple[object, ...]:
+        """Returns the kinds and numbers of the stateless warpers: what a captured step has of them. Reads tensors."""
+        return tuple(
+            (type(warper), tuple(sorted((name, _plain(value)) for name, value in vars(warper).items())))
+            for warper in self.warpers
+        )
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         """Applies all processors to one position: prefixes `[B, S]`, scores `[B, V]`."""

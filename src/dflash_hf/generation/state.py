@@ -13,29 +13,34 @@ class DecodeState:
     """Everything a step reads and writes. `B` rows, `W` verified tokens per step, all on the target's device.
 
     Args:
-        ids (`torch.Tensor` of shape `[B, columns + max_new + W]`, int64): The prompts, left-padded, then what has been
-            committed; anything behind a row's last committed token is scratch.
+        ids (`torch.Tensor` of shape `[B, at least columns + limit + W]`, int64): The prompts, left-padded, then what
+            has been committed; anything behind a row's last committed token is scratch.
         columns (`int`): Columns of the prompts in `ids`.
-        num_new (`torch.Tensor` of shape `[B]`, int64): Tokens generated so far.
         limit (`int`): Tokens a row may generate.
+        cursor (`torch.Tensor` of shape `[B]`, int64): Column of `ids` that a row's next token goes to.
+        remaining (`torch.Tensor` of shape `[B]`, int64): Tokens a row may still generate.
         lengths (`torch.Tensor` of shape `[B]`, int64): Tokens in the caches: all of the row but the anchor.
         block (`torch.Tensor` of shape `[B, W]`, int64): What is verified next: the anchor, which is the last committed
             token, then the proposals. `anchor` `[B]` and `proposals` `[B, W - 1]` are views of it.
-        done (`torch.Tensor` of shape `[B]`, bool): Rows that have finished; they commit nothing more.
+        done (`torch.Tensor` of shape `[B]`, bool): Rows that have finished; they commit nothing more, and a step over
+            them changes nothing but scratch.
         position_delta (`torch.Tensor` of shape `[B]` or `[rows, B]`, int64): Target position of a token minus its
             index in the row; several of them per token under M-RoPE.
-        eos_ids (`torch.Tensor` of shape `[N]`, int64, *optional*): End-of-sequence ids.
+        eos_ids (`torch.Tensor` of shape `[N]`, int64, *optional*): End-of-sequence ids; negative ones are none.
         key (`torch.Tensor` of shape `[]`, int64, *optional*): Seed of the sampling noise; `None` is greedy.
         draft_probs (`torch.Tensor` of shape `[B, W - 1, V]`, *optional*): Law of the proposals, for rejection.
         tokens (`torch.Tensor` of shape `[B, W]`, int64): Written by the accept step: what may be committed.
         num_accepted (`torch.Tensor` of shape `[B]`, int64): Written by the accept step: proposals that matched.
         num_committed (`torch.Tensor` of shape `[B]`, int64): Written by the accept step: tokens kept.
+
+    What a step reads of a run is in tensors, never in `columns` and `limit`, so that a captured step serves any run.
     """
 
     ids: Tensor
     columns: int
-    num_new: Tensor
     limit: int
+    cursor: Tensor
+    remaining: Tensor
     lengths: Tensor
     block: Tensor
     done: Tensor
@@ -57,6 +62,11 @@ class DecodeState:
         """What the draft proposes to follow it `[B, W - 1]`."""
         return self.block[:, 1:]
 
+    @property
+    def num_new(self) -> Tensor:
+        """Tokens that each row has generated so far `[B]`."""
+        return self.cursor - self.columns
+
     @classmethod
     def start(
         cls,
@@ -71,27 +81,54 @@ class DecodeState:
     ) -> DecodeState:
         """Allocates the state of a run over prompts `[B, columns]`; nothing has been generated yet."""
         batch, columns = input_ids.shape
-        device = input_ids.device
+        state = cls.allocate(batch, columns + limit + width, width, input_ids.device)
+        state.restart(input_ids, lengths=lengths, limit=limit, position_delta=position_delta, eos_ids=eos_ids, key=key)
+        return state
+
+    @classmethod
+    def allocate(cls, batch: int, num_columns: int, width: int, device: torch.device) -> DecodeState:
+        """Allocates tensors for runs of up to `num_columns` columns, scratch included; call [`restart`] before use."""
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.long, device=device)
 
         return cls(
-            ids=torch.cat([input_ids, zeros(batch, limit + width)], dim=1),
-            columns=columns,
-            num_new=zeros(batch),
-            limit=limit,
-            lengths=lengths,
+            ids=zeros(batch, num_columns),
+            columns=0,
+            limit=0,
+            cursor=zeros(batch),
+            remaining=zeros(batch),
+            lengths=zeros(batch),
             block=zeros(batch, width),
             done=torch.zeros(batch, dtype=torch.bool, device=device),
-            position_delta=position_delta,
-            eos_ids=eos_ids,
-            key=key,
+            position_delta=zeros(batch),
+            eos_ids=None,
+            key=None,
             draft_probs=None,
             tokens=zeros(batch, width),
             num_accepted=zeros(batch),
             num_committed=zeros(batch),
         )
+
+    def restart(
+        self,
+        input_ids: Tensor,
+        *,
+        lengths: Tensor,
+        limit: int,
+        position_delta: Tensor,
+        eos_ids: Tensor | None,
+        key: Tensor | None,
+    ) -> None:
+        """Begins a run over prompts `[B, columns]` in the same tensors; the last three are taken as they are."""
+        self.columns, self.limit = input_ids.shape[1], limit
+        self.ids.zero_()[:, : self.columns] = input_ids
+        self.cursor.fill_(self.columns)
+        self.remaining.fill_(limit)
+        self.lengths.copy_(lengths)
+        for scratch in (self.block, self.done, self.tokens, self.num_accepted, self.num_committed):
+            scratch.zero_()
+        self.position_delta, self.eos_ids, self.key, self.draft_probs = position_delta, eos_ids, key, None
 
 
 __all__ = ["DecodeState"]

@@ -37,18 +37,20 @@ class SpeculativeStats:
         num_committed (`list[list[int]]`): Per row, tokens committed at each verify (the bonus included).
         num_accepted (`list[list[int]]`): Per row, proposals that matched at each verify, before any cut.
         num_proposed (`int`): Proposals checked per verify (`verify_width - 1`).
-        num_target_forwards (`int`): Forwards of the target, the prefill's included.
+        num_target_forwards (`int`): Forwards of the target, the prefill's included, and the one behind the end that a
+            host one step behind has started.
         num_draft_forwards (`int`): Block forwards of the draft.
         prepare_seconds (`float`): Wall time in seconds from the call to the prefill: Transformers' preparation.
         prefill_seconds (`float`): The prefill, up to the first token.
         draft_seconds (`float`): Forwards of the draft, the newest context included.
-        verify_seconds (`float`): Forwards of the target over blocks.
+        verify_seconds (`float`): Forwards of the target over blocks. Under the engines `"static"` and `"cuda_graph"`
+            draft and acceptance count here too.
         accept_seconds (`float`): Logits processors, choosing and accepting tokens, reading the counts on the host.
         rest_seconds (`float`): Streamer and other stopping criteria (where rows advance together they count under
             `accept_seconds`), putting the output together. The six parts follow one another without gaps. On an
             accelerator work is queued, not waited for: without `draft.generation_config.synchronize` only their sum
             means something there.
-        engine (`str`): Engine that ran.
+        engine (`str`): Engine that ran: `"eager"`, `"static"` or `"cuda_graph"`.
         proposal (`str`): Proposal rule that ran; `"greedy"` without sampling.
         cache_bytes (`int`): Size of the target's and the draft's K/V buffers, in bytes.
     """

@@ -90,25 +90,31 @@ def accept_by(state: DecodeState, num_accepted: Tensor) -> None:
 
 def accept_step(state: DecodeState) -> None:
     """Commits what was accepted: cuts at EOS and at the limit, moves lengths and anchor, appends to `ids`."""
-    num_committed, done = clamp_commit(
-        state.tokens, state.num_accepted, state.eos_ids, state.limit - state.num_new, state.done
-    )
+    num_committed, done = clamp_commit(state.tokens, state.num_accepted, state.eos_ids, state.remaining, state.done)
     state.num_committed.copy_(num_committed)
     state.done.copy_(done)
     width, device = state.tokens.shape[1], state.ids.device
-    columns = torch.arange(state.columns, state.columns + width, device=device) + state.num_new[:, None]
+    columns = torch.arange(width, device=device) + state.cursor[:, None]
     state.ids.scatter_(1, columns, state.tokens)
     commit_step(state)
 
 
 def commit_step(state: DecodeState) -> None:
     """Moves lengths and anchor by `state.num_committed`; the tokens are in `ids` already."""
-    # Out of place: the block that was just verified still holds the old lengths.
-    state.lengths = state.lengths + state.num_committed
-    state.num_new += state.num_committed
+    state.lengths += state.num_committed
+    state.cursor += state.num_committed
+    state.remaining -= state.num_committed
     # Whatever was written behind it, the last committed token is the next anchor; a finished row keeps its own.
-    last = state.ids.gather(1, state.num_new[:, None] + (state.columns - 1))
+    last = state.ids.gather(1, state.cursor[:, None] - 1)
     state.anchor.copy_(last[:, 0])
+
+
+def report(state: DecodeState) -> Tensor:
+    """Returns what the host has to know of a step, int64 `[5, B]`.
+
+    Tokens committed, proposals accepted, lengths, finished rows, and columns of `ids` that are filled.
+    """
+    return torch.stack([state.num_committed, state.num_accepted, state.lengths, state.done.long(), state.cursor])
 
 
 def context_step(generator: DFlashCandidateGenerator, taps: Taps, block: RaggedBlock) -> None:
@@ -123,6 +129,7 @@ __all__ = [
     "commit_step",
     "context_step",
     "draft_step",
+    "report",
     "select_step",
     "verify_step",
 ]

@@ -1,16 +1,21 @@
 """Training a draft: random anchors, one mask rule, a decaying cross entropy, acceptance walked without decoding."""
 
 from dflash_hf.training.acceptance import WalkedAcceptance, walk, walked_acceptance
+from dflash_hf.training.chat import ChatDataset
 from dflash_hf.training.config import DFlashTrainingConfig
-from dflash_hf.training.data import Example, regenerate_answers
+from dflash_hf.training.data import Example
+from dflash_hf.training.messages import prepare_multimodal_messages
+from dflash_hf.training.regenerate import regenerate_answers
 from dflash_hf.training.trainer import DFlashTrainer, StepReport
 
 __all__ = [
+    "ChatDataset",
     "DFlashTrainer",
     "DFlashTrainingConfig",
     "Example",
     "StepReport",
     "WalkedAcceptance",
+    "prepare_multimodal_messages",
     "regenerate_answers",
     "walk",
     "walked_acceptance",

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import Target
-from dflash_hf.training.anchors import all_anchors
+from dflash_hf.training.anchors import Anchors, all_anchors
 from dflash_hf.training.collators import Batch, collate
-from dflash_hf.training.data import Example
+from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.forward import run_blocks, target_features
 from dflash_hf.training.loss import block_labels
 
@@ -73,7 +73,8 @@ def accepted_at_anchors(
         target (`Target`): The target, in eval mode.
         examples (sequence of [`Example`]): The target's own greedy answers, one batch.
         block_size (`int`, *optional*): Width of the draft's block; default the draft's own.
-        verify_width (`int`, *optional*): Width of the verify, the anchor included; default `block_size`.
+        verify_width (`int`, *optional*): Width of the verify, the anchor included; default `block_size`, or one more
+            where the anchor's slot proposes too (`sample_from_anchor`).
         chunk_anchors (`int`): Blocks per row and forward.
 
     Returns:
@@ -84,10 +85,11 @@ def accepted_at_anchors(
         ValueError: If a width is out of range.
     """
     block_size = draft.config.block_size if block_size is None else block_size
-    verify_width = block_size if verify_width is None else verify_width
-    if not 2 <= block_size <= draft.config.block_size or not 1 <= verify_width <= block_size:
+    widest = block_size + int(draft.config.sample_from_anchor)
+    verify_width = widest if verify_width is None else verify_width
+    if not 2 <= block_size <= draft.config.block_size or not 1 <= verify_width <= widest:
         raise ValueError(
-            f"expected 2 <= block_size <= {draft.config.block_size} and 1 <= verify_width <= block_size, got "
+            f"expected 2 <= block_size <= {draft.config.block_size} and 1 <= verify_width <= {widest}, got "
             f"{block_size} and {verify_width}; use the draft's block or a smaller one"
         )
     device = draft.fc.weight.device
@@ -95,8 +97,9 @@ def accepted_at_anchors(
     if verify_width == 1:  # nothing is proposed
         return torch.zeros_like(batch.input_ids)
     batch = batch.to(device)
-    assert draft.config.target_layer_ids is not None
-    features = target_features(target, draft.config.target_layer_ids, batch).taps
+    config = draft.config
+    assert config.target_layer_ids is not None
+    features = target_features(target, config.target_layer_ids, batch, after_deepstack=config.tap_after_deepstack).taps
     return accepted_with_features(draft, target, batch, features, block_size, verify_width, chunk_anchors)
 
 
@@ -120,14 +123,16 @@ def accepted_with_features(
     Returns:
         `torch.Tensor` of shape `[B, S]`, int64, on the CPU: See `accepted_at_anchors`.
     """
+    ahead = int(draft.config.sample_from_anchor)  # of its own index, the token that a slot proposes
     anchors = all_anchors(batch.loss_mask.cpu(), block_size).to(batch.input_ids.device)
     accepted = torch.zeros_like(batch.input_ids)
     for start in range(0, anchors.indices.shape[1], chunk_anchors):
         part = anchors.select(start, start + chunk_anchors)
-        labels = block_labels(batch.input_ids, batch.loss_mask, part)
+        proposed = Anchors(indices=part.indices, keep=part.keep, block_size=block_size + ahead)
+        labels = block_labels(batch.input_ids, batch.loss_mask, proposed)
         hidden = run_blocks(draft, target, batch, features, part)
         # Only as many slots as a verify would look at go through the head; every block is a row of its own.
-        hidden = states = hidden.view(-1, block_size, hidden.shape[-1])[:, 1:verify_width]
+        hidden = states = hidden.view(-1, block_size, hidden.shape[-1])[:, 1 - ahead : verify_width - ahead]
         if draft.lm_head is None:  # as in decoding: the head sees the target's dtype, whatever the draft's is
             states = hidden.to(target.model.dtype)
         heads = batch.input_ids.gather(1, part.indices).flatten()
@@ -161,15 +166,15 @@ def walked_acceptance(
     was_training = draft.training
     draft.eval()
     committed: list[list[int]] = [[] for _ in examples]
-    order = sorted(range(len(examples)), key=lambda index: len(examples[index].input_ids))
+    lengths = example_lengths(examples)
+    order = sorted(range(len(examples)), key=lambda index: lengths[index])
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
-        accepted = accepted_at_anchors(
-            draft, target, [examples[i] for i in chosen], block_size=block_size, verify_width=verify_width
-        )
-        for index, row in zip(chosen, accepted.tolist(), strict=True):
-            first = examples[index].prompt_length()
-            mask = examples[index].loss_mask
+        part = [examples[i] for i in chosen]
+        accepted = accepted_at_anchors(draft, target, part, block_size=block_size, verify_width=verify_width)
+        for index, example, row in zip(chosen, part, accepted.tolist(), strict=True):
+            first = example.prompt_length()
+            mask = example.loss_mask
             last = next((at - 1 for at in range(first, len(mask)) if not mask[at]), len(mask) - 1)
             committed[index] = walk(row, first, last)
         if on_batch is not None:

@@ -1,9 +1,10 @@
-"""Batches: right-padded rows of similar length, in an order that is a function of seed and epoch alone."""
+"""Batches: padded rows of similar length, in an order that is a function of seed and epoch alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ POOL_BATCHES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Right-padded examples; `B` rows, `S` tokens.
+    """Padded examples; `B` rows, `S` tokens.
 
     Args:
         input_ids (`torch.Tensor` of shape `[B, S]`, int64): Tokens.
@@ -40,35 +41,57 @@ class Batch:
         )
 
 
-def collate(examples: Sequence[Example], pad_token_id: int = 0) -> Batch:
-    """Pads examples on the right to the longest of them; text and images may be mixed."""
+def collate(
+    examples: Sequence[Example], pad_token_id: int = 0, *, padding_side: Literal["left", "right"] = "right"
+) -> Batch:
+    """Pads examples to the longest of them; text and any number of images may be mixed.
+
+    Inputs per token are padded with the rows, by 0 (text). The others are joined along their first dimension, padded
+    with zeros in the others: that is how processors lay out pictures of several rows, of different sizes too.
+    """
     shape = (len(examples), max(len(example.input_ids) for example in examples))
     input_ids = torch.full(shape, pad_token_id, dtype=torch.long)
     attention_mask, loss_mask = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
+    columns: list[slice] = []
     for row, example in enumerate(examples):
         length = len(example.input_ids)
-        input_ids[row, :length] = torch.tensor(example.input_ids)
-        attention_mask[row, :length] = True
-        loss_mask[row, :length] = torch.tensor(example.loss_mask, dtype=torch.bool)
+        columns.append(slice(0, length) if padding_side == "right" else slice(shape[1] - length, shape[1]))
+        input_ids[row, columns[row]] = torch.tensor(example.input_ids, dtype=torch.long)
+        attention_mask[row, columns[row]] = True
+        loss_mask[row, columns[row]] = torch.tensor(example.loss_mask, dtype=torch.bool)
     names = dict.fromkeys(name for example in examples for name in example.model_inputs)
     return Batch(
         input_ids=input_ids,
         attention_mask=attention_mask,
         loss_mask=loss_mask,
-        model_inputs={name: _join(examples, name, shape) for name in names},
+        model_inputs={name: _join(examples, name, shape, columns) for name in names},
     )
 
 
-def _join(examples: Sequence[Example], name: str, shape: tuple[int, int]) -> Tensor:
+def _join(examples: Sequence[Example], name: str, shape: tuple[int, int], columns: Sequence[slice]) -> Tensor:
     """One of a batch's other inputs: `[B, S]` if it has a value per token, else all examples' one after another."""
     present = [
         (row, e.model_inputs[name], len(e.input_ids)) for row, e in enumerate(examples) if name in e.model_inputs
     ]
     if any(value.shape != (length,) for _, value, length in present):
-        return torch.cat([value for _, value, _ in present])
+        return _concatenate([value for _, value, _ in present])
     joined = torch.zeros(shape, dtype=present[0][1].dtype)
-    for row, value, length in present:
-        joined[row, :length] = value
+    for row, value, _ in present:
+        joined[row, columns[row]] = value
+    return joined
+
+
+def _concatenate(values: list[Tensor]) -> Tensor:
+    """Joins along the first dimension, padding the others with zeros at their ends."""
+    sizes = [max(value.shape[dim] for value in values) for dim in range(1, values[0].ndim)]
+    if all(list(value.shape[1:]) == sizes for value in values):
+        return torch.cat(values)
+    joined = values[0].new_zeros(sum(len(value) for value in values), *sizes)
+    start = 0
+    for value in values:
+        rows = slice(start, start + len(value))
+        joined[(rows, *(slice(0, size) for size in value.shape[1:]))] = value
+        start += len(value)
     return joined
 
 

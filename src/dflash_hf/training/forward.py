@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.taps import Taps
@@ -32,9 +34,36 @@ class Features:
     next_ids: Tensor | None = None
 
 
+def forward_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
+    """Returns what the target's forward gets for a batch.
+
+    Answer tokens of type 0 get the type that `generate` gives to new tokens: some targets attend both ways within a
+    prompt, where all is of type 0.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        batch (`Batch`): The rows.
+    """
+    inputs: dict[str, Any] = dict(batch.model_inputs)
+    if "token_type_ids" in inputs:
+        types: Tensor = inputs["token_type_ids"]
+        asked: Any = model
+        kwargs = {"token_type_ids": torch.zeros(1, 1, dtype=torch.long)}
+        kwargs = asked._update_model_kwargs_for_generation(ModelOutput(), kwargs)
+        new = batch.loss_mask & (types == 0)
+        inputs["token_type_ids"] = types.masked_fill(new, int(kwargs["token_type_ids"][0, -1]))
+    return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask.to(torch.long), **inputs}
+
+
 @torch.no_grad()
 def target_features(
-    target: Target, layer_ids: list[int], batch: Batch, *, with_head: bool = False, top_level: bool = False
+    target: Target,
+    layer_ids: list[int],
+    batch: Batch,
+    *,
+    after_deepstack: bool = False,
+    with_head: bool = False,
+    top_level: bool = False,
 ) -> Features:
     """Runs the frozen target over a batch and records the tapped layers; sets no mode, keeps no gradient.
 
@@ -42,22 +71,18 @@ def target_features(
         target (`Target`): The target, in eval mode.
         layer_ids (`list[int]`): Layers to tap.
         batch (`Batch`): Right-padded rows on the target's device.
+        after_deepstack (`bool`): Tap after DeepStack's additions, as the draft's `tap_after_deepstack` says.
         with_head (`bool`): Also apply the head and return `next_ids`.
         top_level (`bool`): Call the model itself even where its decoder alone would do, as with images.
     """
     through_model = top_level or with_head or bool(batch.model_inputs)
     decoder = None if through_model else target.model.get_decoder()
     module = target.model if decoder is None else decoder
-    options: dict[str, Any] = dict(batch.model_inputs)
+    inputs = forward_inputs(target.model, batch)
     if through_model and not with_head and "logits_to_keep" in inspect.signature(target.model.forward).parameters:
-        options["logits_to_keep"] = 1
-    with Taps(target.layers, layer_ids) as taps:
-        output = module(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask.to(torch.long),
-            use_cache=False,
-            **options,
-        )
+        inputs["logits_to_keep"] = 1
+    with Taps(target.layers, layer_ids, after_deepstack=after_deepstack) as taps:
+        output = module(**inputs, use_cache=False)
         return Features(taps=taps.take(), next_ids=output.logits.argmax(dim=-1) if with_head else None)
 
 
@@ -112,4 +137,4 @@ def run_blocks(
     return output.last_hidden_state
 
 
-__all__ = ["Features", "attention_kinds", "block_inputs", "run_blocks", "target_features"]
+__all__ = ["Features", "attention_kinds", "block_inputs", "forward_inputs", "run_blocks", "target_features"]

@@ -24,9 +24,9 @@ from dflash_hf.training.acceptance import walked_acceptance
 from dflash_hf.training.anchors import Anchors, sample_anchors
 from dflash_hf.training.collators import Batch, bucketed_batches, collate
 from dflash_hf.training.config import DFlashTrainingConfig, default_gamma
-from dflash_hf.training.data import Example
+from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.forward import run_blocks, target_features
-from dflash_hf.training.loss import BlockLabels, BlockLoss, block_labels, block_loss, decay_weights
+from dflash_hf.training.loss import BlockLoss, block_labels, block_loss, decay_weights
 from dflash_hf.training.optimizer import make_optimizers, make_schedulers
 from dflash_hf.training.state import append_record, load_checkpoint, save_checkpoint
 
@@ -61,7 +61,8 @@ class DFlashTrainer:
     Args:
         target (`PreTrainedModel`): Frozen here (`requires_grad_(False)`, `eval()`) and never changed otherwise.
         draft (`DFlashDraftModel`): Trained in place, in float32 unless it is of another dtype.
-        train_dataset (sequence of [`Example`]): Prompts with the target's own answers.
+        train_dataset (sequence of [`Example`]): Prompts with the target's own answers, with and without pictures. It
+            may build them when asked; with `lengths` (tokens of each example) none is built before it is needed.
         args ([`DFlashTrainingConfig`]): Options.
         eval_dataset (sequence of [`Example`], *optional*): Held-out examples whose acceptance is walked.
 
@@ -81,6 +82,7 @@ class DFlashTrainer:
         self.args, self.train_dataset, self.eval_dataset = args, train_dataset, eval_dataset
         if not any(1 in example.loss_mask for example in train_dataset):
             raise ValueError("expected examples with answer tokens, got none; give prompts with the target's answers")
+        self.lengths = example_lengths(train_dataset)
         self.accelerator = Accelerator()
         self.device = self.accelerator.device
         target.requires_grad_(False)
@@ -90,7 +92,7 @@ class DFlashTrainer:
         self.draft = draft
         self.block_size = args.block_size or draft.config.block_size
         self.gamma = args.gamma or default_gamma(self.block_size)
-        self.weights = decay_weights(self.block_size, self.gamma).float().to(self.device)
+        self.weights = decay_weights(self.block_size, self.gamma).float()
         world = self.accelerator.num_processes
         self.batches_per_step = args.gradient_accumulation_steps * world
         num_batches = math.ceil(len(train_dataset) / args.per_device_train_batch_size)
@@ -144,15 +146,19 @@ class DFlashTrainer:
         The loss is normalised over all the batches of the step, so accumulation changes nothing but memory.
         """
         self.draft.train()
-        work = [self._prepare(step, batch, at) for at, batch in enumerate(self._step_batches(step))]
-        total = sum((labels.mask * self.weights).sum() for _, _, labels in work)
+        work = [(batch, self._anchors(step, batch, at)) for at, batch in enumerate(self._step_batches(step))]
+        total = sum(
+            (block_labels(batch.input_ids, batch.loss_mask, anchors).mask * self.weights).sum()
+            for batch, anchors in work
+        )
         assert isinstance(total, Tensor)
         # Gradients are averaged over processes, hence the mean of the weights and not their sum.
-        total = self.accelerator.reduce(total, reduction="mean")
+        total = self.accelerator.reduce(total.to(self.device), reduction="mean")
         assert isinstance(total, Tensor)
         sums: list[BlockLoss] = []
-        for batch, anchors, labels in work:
-            result = self._batch_loss(batch, anchors, labels)
+        for batch, anchors in work:
+            # One batch at a time: its pictures may be large.
+            result = self._batch_loss(batch.to(self.device), anchors.to(self.device))
             self.accelerator.backward((result.loss + result.selector_loss) / total.clamp_min(1e-9))
             sums.append(
                 BlockLoss(
@@ -207,8 +213,7 @@ class DFlashTrainer:
         """This process's batches of a step."""
         epoch, position = divmod(step, self.steps_per_epoch)
         if self._epoch_batches is None or self._epoch_batches[0] != epoch:
-            lengths = [len(example.input_ids) for example in self.train_dataset]
-            batches = bucketed_batches(lengths, self.args.per_device_train_batch_size, self.args.seed, epoch)
+            batches = bucketed_batches(self.lengths, self.args.per_device_train_batch_size, self.args.seed, epoch)
             self._epoch_batches = (epoch, batches)
         batches = self._epoch_batches[1]
         first = position * self.batches_per_step + self.accelerator.process_index
@@ -219,22 +224,23 @@ class DFlashTrainer:
             wanted = list(range(first, min(stop, len(batches))))
         return [collate([self.train_dataset[i] for i in batches[at]]) for at in wanted]
 
-    def _prepare(self, step: int, batch: Batch, at: int) -> tuple[Batch, Anchors, BlockLabels]:
-        """Draws the anchors of a batch and moves everything to the device."""
+    def _anchors(self, step: int, batch: Batch, at: int) -> Anchors:
+        """Draws the anchors of a batch, on the CPU."""
         seed = 0
         for part in (self.args.seed, step, self.accelerator.process_index, at):
             seed = (seed * 1_000_003 + part) % 2**63
         generator = torch.Generator().manual_seed(seed)
-        anchors = sample_anchors(batch.loss_mask, self.args.num_anchors, self.block_size, generator).to(self.device)
-        batch = batch.to(self.device)
-        return batch, anchors, block_labels(batch.input_ids, batch.loss_mask, anchors)
+        return sample_anchors(batch.loss_mask, self.args.num_anchors, self.block_size, generator)
 
-    def _batch_loss(self, batch: Batch, anchors: Anchors, labels: BlockLabels) -> BlockLoss:
+    def _batch_loss(self, batch: Batch, anchors: Anchors) -> BlockLoss:
         """The forward of one batch, up to its loss."""
+        labels = block_labels(batch.input_ids, batch.loss_mask, anchors)
         with_head = self.args.labels == "target"
-        assert self.draft.config.target_layer_ids is not None
+        config = self.draft.config
+        assert config.target_layer_ids is not None
         with self._autocast():
-            features = target_features(self.target, self.draft.config.target_layer_ids, batch, with_head=with_head)
+            options = {"after_deepstack": config.tap_after_deepstack, "with_head": with_head}
+            features = target_features(self.target, config.target_layer_ids, batch, **options)
             if features.next_ids is not None:
                 ids = torch.cat([batch.input_ids[:, :1], features.next_ids[:, :-1]], dim=1)
                 labels = block_labels(ids, batch.loss_mask, anchors, batch.input_ids)

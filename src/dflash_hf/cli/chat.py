@@ -1,0 +1,128 @@
+"""`dflash-hf chat`: a conversation with a pair, in the terminal or on a web page."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from dflash_hf.chat.conversation import Conversation, Settings
+from dflash_hf.chat.model import ChatModel
+from dflash_hf.chat.pictures import Picture, read_picture
+from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION
+
+
+def bundled_pair() -> Path:
+    """The bundled pair that sees pictures, where a clone has it, else the one for text."""
+    return BUNDLED_VISION if (BUNDLED_VISION / "draft").is_dir() else BUNDLED
+
+
+def chat(
+    target: Annotated[str, typer.Option(help="Folder or Hub id of the target.")] = str(bundled_pair() / "target"),
+    draft: Annotated[str, typer.Option(help="Folder or Hub id of its draft.")] = str(bundled_pair() / "draft"),
+    web: Annotated[bool, typer.Option("--web", help="On a web page; needs dflash-hf[demo].")] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 7860,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in the terminal, in tokens.", min=1)] = 320,
+    temperature: Annotated[float, typer.Option(help="In the terminal; 0 is greedy.", min=0.0, max=2.0)] = 0.0,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; small models want one.", min=1)] = None,
+    dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
+) -> None:
+    """Chat with a pair, about pictures too if the target sees them, and see why the answers are fast."""
+    console = Console()
+    is_bundled = Path(target).resolve().is_relative_to(BUNDLED)
+    if threads or is_bundled:
+        torch.set_num_threads(threads or 1)
+    model = ChatModel.load(target, draft, dtype, device)
+    model.warm_up()
+    if not web:
+        converse(model, Settings(max_new_tokens=max_new_tokens, temperature=temperature), console)
+        return
+    try:
+        from dflash_hf.chat.page import Page
+    except ModuleNotFoundError as error:
+        raise ValueError(f"expected Gradio for --web, got no {error.name}; pip install 'dflash-hf[demo]'") from error
+    page = Page(model, (target, draft))
+    console.print(f"The chat is at http://{host}:{port} (Ctrl-C ends it)", highlight=False)
+    # As Ctrl-C does, so that the uploads are deleted: Python leaves at once on SIGTERM otherwise.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    page.launch(host, port)
+
+
+def converse(model: ChatModel, settings: Settings, console: Console) -> None:
+    """Reads questions and prints answers as they come, each with its statistics, until the end of input.
+
+    `/image PATH` adds a picture to the next question, `/new` starts over, `/quit` ends; Ctrl-C ends an answer.
+    """
+    console.print("[dim]/image PATH adds a picture, /new starts over, /quit ends; Ctrl-C ends an answer", markup=True)
+    conversation, pictures = Conversation(), list[Picture]()
+    while True:
+        try:
+            line = console.input("[bold blue]> [/]").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            if line == "/quit":
+                return
+            if line == "/new":
+                conversation, pictures = Conversation(), []
+            elif line.startswith("/image "):
+                found = _picture(Path(line.removeprefix("/image ").strip()).expanduser())
+                if not model.takes_pictures:
+                    raise ValueError("expected a text, got a picture: this target reads text only; ask without it")
+                pictures.append(found)
+            elif line:
+                sent, pictures = pictures, []  # those of a question that is refused do not stay, as on the page
+                _answer(model, conversation, line, sent, settings, console)
+        except ValueError as error:
+            console.print(str(error), style="red", markup=False, highlight=False)
+
+
+def _picture(path: Path) -> Picture:
+    if not path.is_file():
+        raise ValueError(f"expected a picture, got {path}, which is not there; mend the path")
+    return read_picture(path)
+
+
+def _answer(
+    model: ChatModel,
+    conversation: Conversation,
+    line: str,
+    pictures: list[Picture],
+    settings: Settings,
+    console: Console,
+) -> None:
+    """Prints one answer, accepted runs and the target's own tokens told apart, and a line of numbers."""
+    shown = 0
+    answer = None
+    answers = model.ask(conversation, line, pictures, settings)
+    while True:
+        try:
+            for answer in answers:
+                for run in answer.runs[shown:]:
+                    console.out(run.text, end="", highlight=False, style="blue" if run.num_accepted else None)
+                    console.out(run.bonus, end="", highlight=False, style="underline")
+                shown = len(answer.runs)
+            break
+        except KeyboardInterrupt:
+            # The generator ended with the interrupt, and the run with it.
+            break
+    console.print()
+    if answer is not None and answer.error:
+        raise ValueError(answer.error)
+    if answer is not None and answer.runs:
+        console.print(
+            f"{answer.num_tokens} tokens, {len(answer.runs)} forwards, acceptance length "
+            f"{answer.acceptance_length:.2f}, {answer.tokens_per_second:.0f} tokens/s",
+            style="dim",
+            highlight=False,
+        )
+
+
+__all__ = ["chat", "converse"]

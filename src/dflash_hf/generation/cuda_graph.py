@@ -1,0 +1,345 @@
+"""One CUDA graph per step: which engine a call gets, what is captured, replayed and kept, and what if it cannot be.
+
+A graph belongs to fixed buffers, a number of K/V slots that are read, and settings baked into it (`_settings`). All
+that a run may need are captured before its first step, longest first, into one pool of memory. Capturing runs the step
+over rows that count as finished, which changes nothing but scratch. A graph knows addresses of weights: where one of
+them, or what a module does, has changed since, it is captured again (`_fingerprint`).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from dflash_hf.devices import execution_devices, is_offloaded
+from dflash_hf.generation.buffers import buckets_between
+from dflash_hf.generation.host_reads import HostReadError, NoHostReads
+from dflash_hf.generation.run import Run
+from dflash_hf.generation.static_step import Forwards, StaticStep
+from dflash_hf.generation_config import Engine
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target import LENGTH_DEPENDENT_ROPE, Target, rope_kinds
+
+logger: Any = logging.get_logger(__name__)
+Settings = tuple[object, ...]
+# Each has graphs for several lengths; a sampling temperature of its own is a setting of its own.
+MAX_SETTINGS = 4
+# One capture at a time: the beginning of one returns memory to the driver.
+_capturing = threading.Lock()
+# Transformers' own hooks, which do nothing unless a forward is asked for hidden states, and taps, which listen to
+# their own thread's run.
+_HARMLESS_HOOKS = ("transformers.utils.output_capturing", "dflash_hf.taps")
+
+
+class NotCapturableError(RuntimeError):
+    """A step cannot be captured; the message is the reason."""
+
+
+@dataclass(slots=True)
+class Captured:
+    """A graph, and what its body returned.
+
+    Args:
+        graph (`torch.cuda.CUDAGraph`): Or anything else with a `replay`.
+        forwards (*optional*): Outputs and block of a step that does not decide by itself; overwritten by a replay.
+        draft_probs (`torch.Tensor`, *optional*): Law of the proposals; overwritten by a replay.
+    """
+
+    graph: Any
+    forwards: Forwards | None
+    draft_probs: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class Graphs:
+    """What has been captured over one set of buffers.
+
+    Args:
+        fingerprint (`int`): Of the models at the time.
+        pool: The memory pool that all graphs share; replays never overlap.
+        captured (`dict`): Per settings and number of slots.
+        reason (`str`, *optional*): Why nothing can be captured.
+    """
+
+    fingerprint: int
+    pool: Any
+    captured: dict[tuple[Settings, int], Captured] = field(default_factory=dict)
+    reason: str | None = None
+
+    def forget_oldest(self, settings: Settings) -> None:
+        """Makes room for graphs of these settings: those of the ones that were captured first go, if they are many."""
+        others = list(dict.fromkeys(key for key, _ in self.captured if key != settings))
+        for gone in others[: max(len(others) - MAX_SETTINGS + 1, 0)]:
+            self.captured = {key: graph for key, graph in self.captured.items() if key[0] != gone}
+
+
+def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
+    """Returns the engine that a call asks for, as far as it can be had; says once in the log why it cannot.
+
+    Raises:
+        ValueError: If `"cuda_graph"` is asked for and the target is not on CUDA.
+    """
+    wanted = draft.generation_config.engine
+    if wanted in ("eager", "static"):
+        return wanted
+    if target.device.type != "cuda":
+        check_device(wanted, target.device)
+        return "eager"
+    reason = why_not(target, draft)
+    if reason is None:
+        return "cuda_graph"
+    _log_eager(reason)
+    return "eager"
+
+
+def check_device(engine: Engine, device: torch.device) -> None:
+    """Refuses CUDA graphs where there is no CUDA.
+
+    Raises:
+        ValueError: If `engine` is `"cuda_graph"` and `device` is no CUDA device.
+    """
+    if engine == "cuda_graph" and device.type != "cuda":
+        raise ValueError(
+            f"expected a target on CUDA under engine='cuda_graph', got one on {device}; leave engine at 'auto'"
+        )
+
+
+def why_not(target: Target, draft: DFlashDraftModel) -> str | None:
+    """Returns why steps of this pair cannot be captured, as far as it shows without running one, or `None`."""
+    model, rope = target.model, sorted(rope_kinds(target) & set(LENGTH_DEPENDENT_ROPE))
+    parts = [*target.layers, target.embedding, target.head]
+    if any(is_offloaded(part) for part in (model, draft)):
+        return "weights that are offloaded"
+    if len({device for part in (*parts, draft) for device in execution_devices(part)}) > 1:
+        return "parts on several devices"
+    if not target.takes_inference_mode:
+        return "weights that are no plain tensors (quantised or sharded)"
+    if rope:
+        return f"a RoPE of type {rope[0]}, which looks at positions on the host"
+    if torch.is_autocast_enabled(target.device.type):
+        return "autocast, which keeps copies of weights"
+    hook = next((name for name, module in _modules(target, draft) if _has_own_hooks(module)), None)
+    if hook is not None:
+        return f"a forward hook on {hook or type(model).__name__}, which a replay would not call"
+    return None
+
+
+def start_engine(run: Run, engine: Engine) -> StaticStep | None:
+    """Returns the step that a run with fixed buffers takes, captured where it can be; `None` is the eager one."""
+    if run.buffers is None:
+        return None
+    if engine == "static":
+        return StaticStep(run)
+    step = GraphStep(run)
+    try:
+        with step.on_device():
+            step.capture()
+    except NotCapturableError as reason:
+        _log_eager(str(reason))
+        run.buffers.graphs = Graphs(_fingerprint(run.target, run.generator.draft), None, reason=str(reason))
+        run.stats.engine = "eager"
+        return None
+    return step
+
+
+class GraphStep(StaticStep):
+    """A step over a run's fixed buffers, replayed from CUDA graphs.
+
+    Args:
+        run (`Run`): Begun, with buffers on CUDA.
+    """
+
+    name = "cuda_graph"
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.settings = _settings(run, self.decides)
+        fingerprint = _fingerprint(run.target, run.generator.draft)
+        graphs = self.buffers.graphs
+        if not isinstance(graphs, Graphs) or graphs.fingerprint != fingerprint:
+            graphs = Graphs(fingerprint, None)
+            self.buffers.graphs = graphs
+        self.graphs: Graphs = graphs
+
+    def capture(self) -> None:
+        """Captures all steps that the run may need and that are not kept, longest first.
+
+        Raises:
+            NotCapturableError: If one cannot be captured, or there is no memory for it; nothing captured is kept then.
+        """
+        if self.graphs.reason is not None:
+            raise NotCapturableError(self.graphs.reason)
+        if unknown := [name for name, value in self.run.extra.items() if not _is_plain(value)]:
+            raise NotCapturableError(f"inputs of the caller's own in every forward: {', '.join(unknown)}")
+        run = self.run
+        shortest = run.longest + self.widest
+        longest = shortest + run.state.limit + run.generator.verify_width
+        missing = [
+            bound
+            for bound in buckets_between(shortest, longest, self.buffers.capacity)
+            if (self.settings, bound) not in self.graphs.captured
+        ]
+        if not missing:
+            return
+        self.graphs.forget_oldest(self.settings)
+        try:
+            with _capturing, self._frozen():
+                for bound in missing:
+                    self.graphs.captured[self.settings, bound] = self.capture_one(bound)
+        except BaseException as error:
+            self.graphs.captured.clear()
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
+            torch.cuda.empty_cache()
+            raise NotCapturableError(f"no memory left to capture it ({_first_line(error)})") from error
+
+    def launch(self, bound: int) -> Forwards | None:
+        """Replays the step over the first `bound` slots; waits for nothing."""
+        captured = self.graphs.captured[self.settings, bound]
+        captured.graph.replay()
+        self.run.state.draft_probs = captured.draft_probs
+        return captured.forwards
+
+    def capture_one(self, bound: int) -> Captured:
+        """Captures the step over `bound` slots, after running it once on the same stream."""
+        device = self.buffers.shape.device
+        stream = _capture_stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        # Libraries allocate, and kernels are compiled and chosen, at their first call.
+        with torch.cuda.stream(stream):
+            self.warm_up(bound)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        if self.graphs.pool is None:
+            self.graphs.pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        pool = self.graphs.pool
+        try:
+            # The outer context puts the stream back also where `torch.cuda.graph` fails to: after a refused capture.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(device)),
+                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+            ):
+                forwards = self.body(bound)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            with device_errors_explained():
+                torch.cuda.synchronize(device)  # a device that has failed does not get over it
+            raise NotCapturableError(f"CUDA could not capture it ({_first_line(error)})") from error
+        return Captured(graph, forwards, self.run.state.draft_probs)
+
+    def warm_up(self, bound: int) -> None:
+        """Runs the step once, uncaptured.
+
+        Raises:
+            NotCapturableError: If it reads a tensor on the host.
+        """
+        try:
+            with NoHostReads():
+                self.body(bound)
+        except HostReadError as error:
+            name = type(self.run.target.model).__name__
+            raise NotCapturableError(f"a step of {name} needs the host ({error})") from error
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Makes the buffers' device the current one: replays go to its stream."""
+        return torch.cuda.device(self.buffers.shape.device)
+
+    @contextmanager
+    def _frozen(self) -> Generator[None]:
+        """Makes all rows count as finished: a step then changes nothing but scratch."""
+        done = self.run.state.done
+        before = done.clone()
+        done.fill_(True)
+        try:
+            yield
+        finally:
+            done.copy_(before)
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures on a device: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
+def _settings(run: Run, decides: bool) -> Settings:
+    """What is baked into a captured step of this run, besides the shapes of its buffers."""
+    state, generator = run.state, run.generator
+    rule = None if state.key is None else generator.rule
+    extra = tuple(sorted((name, value) for name, value in run.extra.items() if _is_plain(value)))
+    return (decides, rule, run.processors.settings(), state.eos_ids is None, generator.offset is None, extra)
+
+
+def _fingerprint(target: Target, draft: DFlashDraftModel) -> int:
+    """A number that changes when weights move or are replaced, or modules are switched."""
+    parts: list[object] = [getattr(target.config, "_experts_implementation", None)]
+    for _, module in _modules(target, draft):
+        parts.append((id(type(module)), module.training))
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        parts.extend((t.data_ptr(), t.dtype, t.shape) for t in tensors if t is not None)
+        if hasattr(module, "active_adapters") and hasattr(module, "scaling"):  # a layer of PEFT's
+            layer: Any = module
+            active, merged = layer.active_adapters, getattr(layer, "merged_adapters", ())
+            parts.append((str(active), str(merged), getattr(layer, "disable_adapters", False), str(layer.scaling)))
+    return hash(tuple(parts))
+
+
+def _modules(target: Target, draft: DFlashDraftModel) -> Iterator[tuple[str, nn.Module]]:
+    """Every module that a step may run, with its name."""
+    yield from target.model.named_modules()
+    yield from draft.named_modules()
+
+
+def _has_own_hooks(module: nn.Module) -> bool:
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(getattr(hook, "__module__", None) not in _HARMLESS_HOOKS for hook in hooks)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value can be part of a graph's settings."""
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+@contextmanager
+def device_errors_explained() -> Generator[None]:
+    """Says what an error of the device means for the process."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "CUDA error" not in str(error):  # older releases of torch have no class for them
+            raise
+        raise RuntimeError(
+            f"expected the steps to run on CUDA, got {_first_line(error)}; this run is lost and its buffers are not "
+            "used again. A device that has failed stays so: restart the process, and set engine='eager' with "
+            "CUDA_LAUNCH_BLOCKING=1 to see where it happens"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _log_eager(reason: str) -> None:
+    logger.warning_once(f"Steps with a DFlash draft run eagerly, not as CUDA graphs: {reason}")
+
+
+__all__ = [
+    "Captured",
+    "GraphStep",
+    "Graphs",
+    "NotCapturableError",
+    "check_device",
+    "choose_engine",
+    "device_errors_explained",
+    "start_engine",
+    "why_not",
+]

@@ -1,0 +1,130 @@
+"""The step over fixed buffers: the same functions as the eager loop's, with nothing read on the host and the same
+operations on the same addresses whatever is accepted. That is what a CUDA graph needs; here it runs uncaptured, on any
+device.
+
+Where nothing of the user's has to look at a step, the step decides by itself what is accepted and the host stays one
+step behind: it starts step `n + 1`, then reads what step `n` reported. A row that has finished is frozen, so the one
+step too many at the end changes nothing. Elsewhere only the two forwards are taken from here and `loop.step` decides.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from dflash_hf.attention import RaggedBlock
+from dflash_hf.generation import steps
+from dflash_hf.generation.buffers import NUM_REPORTED, FixedBuffers, round_up
+from dflash_hf.generation.run import Run, finish_step, verify
+
+Forwards = tuple[CausalLMOutputWithPast, RaggedBlock]
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Where the host finds a step's outcome: `[5 + W, B]` int64, pinned beside CUDA, and when it is there."""
+
+    outcome: Tensor
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def beside(cls, outcome: Tensor) -> _Slot:
+        """Makes one for a device's outcome."""
+        is_cuda = outcome.is_cuda
+        host = torch.empty(outcome.shape, dtype=outcome.dtype, pin_memory=is_cuda)
+        return cls(host, torch.cuda.Event() if is_cuda else None)
+
+    def fetch(self, outcome: Tensor) -> None:
+        """Starts copying an outcome; waits for nothing."""
+        self.outcome.copy_(outcome, non_blocking=True)
+        if self.arrived is not None:
+            self.arrived.record()
+
+    def read(self) -> Tensor:
+        """Waits for the outcome and returns it."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.outcome
+
+
+class StaticStep:
+    """A step over a run's fixed buffers, uncaptured.
+
+    Args:
+        run (`Run`): Begun, with buffers.
+    """
+
+    name = "static"
+
+    def __init__(self, run: Run) -> None:
+        assert run.buffers is not None
+        self.run = run
+        self.buffers: FixedBuffers = run.buffers
+        self.decides = (
+            run.processors.is_stateless and not run.criteria and run.lockstep is None and not run.recorder.is_on
+        )
+        generator = run.generator
+        self.widest = max(generator.block_size, generator.verify_width)
+        run.stats.engine = self.name
+
+    def forwards(self, run: Run) -> Forwards:
+        """Drafts and verifies, once; what is returned is overwritten by the next call."""
+        run.count_forwards()
+        found = self.launch(self.bound(run, 0))
+        assert found is not None
+        return found
+
+    def advance(self, run: Run) -> None:
+        """Runs steps until every row has finished, the host one step behind."""
+        slots = (_Slot.beside(self.buffers.outcome), _Slot.beside(self.buffers.outcome))
+        self._begin(run, slots[0], 0)
+        index = 0
+        while not run.finished:
+            self._begin(run, slots[(index + 1) % 2], 1)
+            outcome = slots[index % 2].read()
+            run.watch.lap("verify")
+            finish_step(run, outcome[:NUM_REPORTED].tolist(), outcome[NUM_REPORTED:].T)
+            index += 1
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """What has to be entered before a step is launched."""
+        return nullcontext()
+
+    def launch(self, bound: int) -> Forwards | None:
+        """Runs a step, or its forwards alone, over the first `bound` slots of every row."""
+        return self.body(bound)
+
+    def body(self, bound: int) -> Forwards | None:
+        """What is captured: the whole step if it decides by itself, else its forwards, which are returned."""
+        run, state = self.run, self.run.state
+        width = run.generator.verify_width
+        drafted = RaggedBlock(state.lengths, run.generator.block_size, bound)
+        block = drafted if drafted.width == width else RaggedBlock(state.lengths, width, bound)
+        steps.draft_step(state, run.generator, drafted)
+        outputs = verify(run, block)
+        if not self.decides:
+            return outputs, block
+        assert outputs.logits is not None
+        steps.select_step(state, outputs.logits.to(state.ids.device), block, run.processors)
+        steps.accept_step(state)
+        self.buffers.outcome[:NUM_REPORTED] = steps.report(state)
+        self.buffers.outcome[NUM_REPORTED:] = state.tokens.T
+        return None
+
+    def bound(self, run: Run, num_unread: int) -> int:
+        """The slots that a step may need, `num_unread` steps after the one the host has read last."""
+        longest = run.longest + num_unread * run.generator.verify_width + self.widest
+        return min(round_up(longest), self.buffers.capacity)
+
+    def _begin(self, run: Run, slot: _Slot, num_unread: int) -> None:
+        run.count_forwards()
+        self.launch(self.bound(run, num_unread))
+        slot.fetch(self.buffers.outcome)
+
+
+__all__ = ["Forwards", "StaticStep"]

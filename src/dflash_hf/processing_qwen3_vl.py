@@ -1,0 +1,98 @@
+"""Qwen3-VL's processor where torchvision is missing: text and pictures, without videos.
+
+Transformers' `Qwen3VLProcessor` insists on a video processor, and that on torchvision. Pictures need neither: they go
+through `Qwen2VLImageProcessorPil`, which `AutoImageProcessor` chooses by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from transformers.models.auto import processing_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.qwen3_vl import processing_qwen3_vl
+from transformers.utils.import_utils import is_torchvision_available
+from transformers.video_processing_utils import BaseVideoProcessor
+
+# What pictures and videos have in common, so that a folder that says nothing of videos fits its own vision tower.
+_SHARED = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
+
+
+class Qwen3VLProcessor(processing_qwen3_vl.Qwen3VLProcessor):
+    """Transformers' `Qwen3VLProcessor` without its video processor.
+
+    Named as the original is: the name is saved, and both read what the other wrote. It makes the same tensors of the
+    same messages: `input_ids`, `attention_mask` and `mm_token_type_ids` `[B, S]`, `pixel_values`
+    `[patches, channels * temporal_patch_size * patch_size**2]` and `image_grid_thw` `[images, 3]`.
+
+    Args:
+        image_processor (`Qwen2VLImageProcessorPil`): For the pictures.
+        tokenizer (`PreTrainedTokenizerBase`): For the text; pad on the left to generate.
+        chat_template (`str`, *optional*): Jinja template of a conversation.
+        video_settings (`dict`, *optional*): Settings of a video processor. Only kept, and saved with the others.
+    """
+
+    def __init__(
+        self,
+        image_processor: Any = None,
+        tokenizer: Any = None,
+        chat_template: str | dict[str, str] | None = None,
+        video_settings: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+        shared = {name: getattr(image_processor, name) for name in _SHARED}
+        defaults = {"video_processor_type": "Qwen3VLVideoProcessor", **shared}
+        self.video_settings: dict[str, Any] = video_settings or defaults
+
+    def __call__(
+        self, images: Any = None, text: Any = None, videos: Any = None, audio: Any = None, **kwargs: Any
+    ) -> Any:
+        """Makes a model's inputs of texts and pictures, as `Qwen3VLProcessor` does.
+
+        Raises:
+            ValueError: On a video.
+        """
+        if videos is not None:
+            raise ValueError("expected pictures and text, got a video; install torchvision for videos")
+        return super().__call__(images=images, text=text, audio=audio, **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what `processor_config.json` holds, the video processor's settings at the place of the original."""
+        config = super().to_dict()
+        config["video_processor"] = config.pop("video_settings")
+        return config
+
+    @classmethod
+    def get_processor_dict(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Reads `processor_config.json`, or the files that older folders have in its place."""
+        config, unused = super().get_processor_dict(pretrained_model_name_or_path, **kwargs)
+        videos = config.pop("video_processor", None)
+        if videos is None:
+            videos, _ = BaseVideoProcessor.get_video_processor_dict(pretrained_model_name_or_path, **kwargs)
+        if "video_processor_type" in videos:  # without it, it is the pictures' file
+            config["video_settings"] = videos
+        return config, unused
+
+
+def register() -> None:
+    """Lets `AutoProcessor` choose this class where torchvision is missing, and it could only fail otherwise.
+
+    Importing `dflash_hf` does it. Where torchvision is installed, nothing changes.
+    """
+    if is_torchvision_available():
+        return
+    auto: Any = processing_auto
+    names: dict[str, str] = auto.PROCESSOR_MAPPING_NAMES
+    for model_type in [model for model, name in names.items() if name == Qwen3VLProcessor.__name__]:
+        # The name that a folder states is looked up here before it is among registered classes.
+        del names[model_type]
+        config = CONFIG_MAPPING[model_type]
+        auto.AutoProcessor.register(config, Qwen3VLProcessor, exist_ok=True)
+        # Older releases take no registration for a config of Transformers' own.
+        auto.PROCESSOR_MAPPING._extra_content.setdefault(config, Qwen3VLProcessor)
+
+
+__all__ = ["Qwen3VLProcessor", "register"]

@@ -1,0 +1,128 @@
+"""The target's own answers to prompts with and without pictures, greedily, in left-padded batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from dflash_hf.training.collators import collate
+from dflash_hf.training.data import Example, example_lengths
+from dflash_hf.training.forward import forward_inputs
+
+Prompt = Sequence[int] | Mapping[str, Any] | Example
+
+
+@torch.no_grad()
+def regenerate_answers(
+    target: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    eos_token_id: int | list[int],
+    pad_token_id: int,
+    batch_size: int = 64,
+    guesses: Sequence[Sequence[int]] | None = None,
+) -> list[list[int]]:
+    """Writes the target's greedy answer to each prompt with plain `generate`, in batches of similar length.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        prompts (sequence): Prompts, generation prompt included: ids, what a processor gives for one prompt (pictures
+            included), or an [`Example`] without an answer. Only those of a batch are held at a time, so a sequence may
+            build them when asked; see [`ChatDataset`].
+        max_new_tokens (`int`): Longest answer in tokens.
+        eos_token_id, pad_token_id (`int`): Of the tokenizer.
+        batch_size (`int`): Prompts per call.
+        guesses (sequence of sequences of `int`, *optional*): A likely answer to each prompt, its end token included.
+            One forward tells whether it is what the target would write; only the others are generated. An empty guess
+            is none.
+
+    Returns:
+        `list[list[int]]`: Answer ids, the end token included unless the limit came first.
+
+    Raises:
+        ValueError: If there are not as many guesses as prompts, or a prompt holds an answer.
+    """
+    if guesses is not None and len(guesses) != len(prompts):
+        raise ValueError(
+            f"expected {len(prompts)} guesses (one per prompt), got {len(guesses)}; an empty guess is none"
+        )
+    lengths = prompt_lengths(prompts)
+    answers: list[list[int] | None] = [None] * len(prompts)
+    if guesses is not None:
+        confirmed = _confirmed_guesses(target, prompts, lengths, guesses, pad_token_id, batch_size)
+        for index, right in enumerate(confirmed):
+            if right and len(guesses[index]) <= max_new_tokens:
+                answers[index] = list(guesses[index])
+    ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
+    # A batch runs as long as its longest answer, for which a guess is the best sign there is.
+    expected = [len(guess) for guess in guesses] if guesses is not None else [0] * len(prompts)
+    missing = [i for i, answer in enumerate(answers) if answer is None]
+    order = sorted(missing, key=lambda i: (expected[i], lengths[i]))
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        batch = collate([as_prompt(prompts[i]) for i in chosen], pad_token_id, padding_side="left").to(target.device)
+        output = target.generate(  # type: ignore[operator]
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask.to(torch.long),
+            **batch.model_inputs,
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+        )
+        for index, row in zip(chosen, output[:, batch.input_ids.shape[1] :].tolist(), strict=True):
+            stop = next((at + 1 for at, token in enumerate(row) if token in ends), len(row))
+            answers[index] = row[:stop]
+    return [answer for answer in answers if answer is not None]
+
+
+def as_prompt(prompt: Prompt) -> Example:
+    """Returns a prompt as an example without an answer.
+
+    Raises:
+        ValueError: If it has one.
+    """
+    example = prompt if isinstance(prompt, Example) else Example.from_pair(prompt, [])
+    if any(example.loss_mask):
+        raise ValueError(
+            f"expected a prompt without an answer, got one with {sum(example.loss_mask)} answer tokens; "
+            "leave the assistant's last turn out"
+        )
+    return example
+
+
+def prompt_lengths(prompts: Sequence[Prompt]) -> list[int]:
+    """Returns the number of tokens of each prompt; see `example_lengths`."""
+    if hasattr(prompts, "lengths"):
+        return example_lengths(prompts)  # type: ignore[arg-type]  # a sequence that builds examples
+    return [len(as_prompt(prompt).input_ids) for prompt in prompts]
+
+
+def _confirmed_guesses(
+    target: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    lengths: Sequence[int],
+    guesses: Sequence[Sequence[int]],
+    pad_token_id: int,
+    batch_size: int,
+) -> list[bool]:
+    """Whether the target's argmax at every position of each guess is the guess itself."""
+    confirmed = [False] * len(prompts)
+    order = sorted((i for i, guess in enumerate(guesses) if guess), key=lambda i: lengths[i] + len(guesses[i]))
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        batch = collate([as_prompt(prompts[i]).with_answer(guesses[i]) for i in chosen], pad_token_id)
+        batch = batch.to(target.device)
+        output = target(**forward_inputs(target, batch), use_cache=False)
+        best = output.logits.argmax(dim=-1)[:, :-1]
+        right = ((best == batch.input_ids[:, 1:]) | ~batch.loss_mask[:, 1:]).all(dim=1)
+        for index, good in zip(chosen, right.tolist(), strict=True):
+            confirmed[index] = good
+    return confirmed
+
+
+__all__ = ["Prompt", "as_prompt", "prompt_lengths", "regenerate_answers"]

@@ -1,0 +1,152 @@
+"""Whatever is sent to it, the chat says a sentence and goes on."""
+
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from helpers.browser import Chat, Server
+from helpers.processors import picture
+
+SENTENCE_WORDS = ("Traceback", "Error:", 'File "')
+
+
+def bomb(path: Path, width: int, height: int) -> None:
+    """Writes a small PNG whose header promises a large picture."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = zlib.compress(bytes(1000))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b""))
+
+
+def write_bad(name: str, folder: Path) -> tuple[Path, str]:
+    """Writes a picture that is to be refused; returns it and a part of the sentence."""
+    path = folder / f"{name}.png"
+    if name == "broken":
+        path.write_bytes(b"this is no picture")
+        return path, "none or is damaged"
+    if name == "cut":
+        picture(64, 64).save(path)
+        path.write_bytes(path.read_bytes()[:-600])
+        return path, "damaged"
+    if name == "empty":
+        path.write_bytes(b"")
+        return path, "none or is damaged"
+    if name == "bomb":
+        bomb(path, 60_000, 60_000)
+        return path, "megapixels"
+    if name == "large":
+        bomb(path, 9_000, 9_000)
+        return path, "9000 × 9000"
+    assert name == "thin"
+    Image.new("RGB", (2000, 2)).save(path)
+    return path, "aspect ratio"
+
+
+@pytest.mark.parametrize("name", ["broken", "cut", "empty", "bomb", "large", "thin"])
+def test_bad_picture_is_refused_in_a_sentence(
+    name: str, endless: Server, open_chat: Callable[..., Chat], tmp_path: Path
+) -> None:
+    path, part = write_bad(name, tmp_path)
+    chat = open_chat(endless)
+    chat.set_length(16)
+    chat.send("what is this", path)
+    sentence = chat.notice()
+    assert part in sentence
+    assert not any(word in chat.page.content() for word in SENTENCE_WORDS)
+    # The text is still there, the picture is not, and sending it again works.
+    assert chat.page.input_value("#df-box textarea") == "what is this"
+    chat.page.wait_for_function("document.querySelectorAll('#df-box .thumbnail-item').length === 0")
+    chat.page.click("#df-box .submit-button")
+    assert len(chat.wait("done")) == 16
+    assert chat.page.locator(".df-notice").count() == 0
+
+
+def write_odd(name: str, folder: Path) -> Path:
+    """Writes a picture that is odd, and fine."""
+    image = picture(48, 32)
+    if name == "animated":
+        path = folder / "animated.gif"
+        image.save(path, save_all=True, append_images=[picture(48, 32, seed) for seed in (1, 2, 3)], duration=50)
+    elif name == "cmyk":
+        path = folder / "cmyk.jpg"
+        image.convert("CMYK").save(path)
+    elif name == "pixel":
+        path = folder / "pixel.png"
+        Image.new("RGB", (1, 1), "red").save(path)
+    elif name == "deep":
+        path = folder / "deep.png"
+        Image.new("I;16", (40, 40), 40_000).save(path)
+    elif name == "turned":
+        path = folder / "turned.jpg"
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        image.save(path, exif=exif)
+    else:
+        path = folder / "seen-through.png"
+        image.convert("LA").save(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["animated", "cmyk", "pixel", "deep", "turned", "transparent"])
+def test_odd_picture_is_answered(name: str, endless: Server, open_chat: Callable[..., Chat], tmp_path: Path) -> None:
+    chat = open_chat(endless)
+    chat.set_length(16)
+    assert len(chat.ask("what is this", write_odd(name, tmp_path))) == 16
+    if name == "animated":
+        assert chat.page.text_content(".df-pictures figcaption") == "first of 4 frames"
+
+
+def test_file_that_is_too_large_is_refused_before_it_is_kept(
+    endless: Server, open_chat: Callable[..., Chat], tmp_path: Path
+) -> None:
+    path = tmp_path / "heavy.png"
+    path.write_bytes(b"\x89PNG" + bytes(21 * 2**20))
+    chat = open_chat(endless)
+    chat.page.set_input_files("#df-box input[type=file]", [str(path)])
+    toast = chat.page.wait_for_selector(".toast-body")
+    assert toast is not None
+    assert "size" in toast.inner_text().lower()
+    kept = [
+        file
+        for file in endless.log.parent.glob("dflash-chat-*/**/*")
+        if file.is_file() and file.stat().st_size > 2**20
+    ]
+    assert not kept, f"the server kept {kept}"
+
+
+def test_empty_message_is_refused(endless: Server, open_chat: Callable[..., Chat]) -> None:
+    chat = open_chat(endless)
+    chat.send("   ")
+    assert "Expected a question, got an empty message" in chat.notice()
+    assert chat.page.locator(".df-turn").count() == 0
+
+
+def test_long_prompt_is_refused_with_numbers_before_any_work(endless: Server, open_chat: Callable[..., Chat]) -> None:
+    chat = open_chat(endless)
+    chat.set_length(96)
+    chat.send("x" * 5000)
+    sentence = chat.notice()
+    assert "at most 4,000 tokens" in sentence
+    assert "got 5,0" in sentence
+    assert chat.page.locator(".df-turn").count() == 0
+    chat.page.fill("#df-box textarea", "x" * 200_001)
+    chat.page.click("#df-box .submit-button")
+    chat.page.wait_for_function("document.querySelector('.df-notice')?.textContent.includes('200,001')")
+
+
+def test_text_is_shown_as_it_was_written(endless: Server, open_chat: Callable[..., Chat]) -> None:
+    text = "<img src=x onerror=\"document.title='broken'\"> ${1 + 1} {{value}} `x` <b>b</b> & \\( x \\)"
+    chat = open_chat(endless)
+    chat.set_length(16)
+    chat.ask(text)
+    assert chat.page.text_content(".df-user p") == text
+    chat.ask("again")
+    assert chat.page.locator(".df-user p").first.text_content() == text
+    assert chat.page.title() == "DFlash chat"

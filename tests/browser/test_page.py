@@ -1,0 +1,209 @@
+"""The page itself: what it loads, what it serves, where it listens, and that it can be read on every screen."""
+
+import http.client
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from playwright.sync_api import Page
+
+from helpers.browser import PATIENCE, Chat, Server, stop
+from helpers.processors import picture
+
+# Relative luminance contrast of an element's text with what is behind it (WCAG 2), colours composited.
+CONTRAST = """element => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const layers = [];
+  for (let e = element; e; e = e.parentElement) layers.unshift(getComputedStyle(e).backgroundColor);
+  canvas.fillStyle = "white";
+  canvas.fillRect(0, 0, 1, 1);
+  const read = () => [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  for (const colour of layers) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+  const back = read();
+  canvas.fillStyle = getComputedStyle(element).color;
+  canvas.fillRect(0, 0, 1, 1);
+  const linear = v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = rgb => { const [r, g, b] = rgb.map(v => linear(v / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b };
+  const [high, low] = [light(read()), light(back)].sort((a, b) => b - a);
+  return (high + 0.05) / (low + 0.05);
+}"""
+# Something that cannot be seen without scrolling sideways, inside a column too.
+SPILLS = (
+    "[...document.querySelectorAll('#df-main, #df-chat, #df-scroll, #df-side, #df-settings .block')]"
+    ".some(e => e.scrollWidth > e.clientWidth + 1 || e.getBoundingClientRect().right > innerWidth)"
+)
+READ = [
+    ".df-user p",
+    ".df-run span",
+    ".df-meta",
+    ".df-figure strong",
+    ".df-figure small",
+    ".df-legend li",
+    ".df-hint",
+    ".df-chart figcaption",
+    ".df-positions span",
+    ".df-header p",
+    "#df-settings .label-text",
+    "#df-new",
+]
+
+
+def get(url: str) -> tuple[int, bytes]:
+    """Fetches an address as it stands, dots included."""
+    try:
+        with urllib.request.urlopen(url, timeout=60) as reply:
+            return reply.status, reply.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_page_can_be_read(width: int, scheme: str, bundled: Server, open_chat: Callable[..., Chat]) -> None:
+    chat = open_chat(bundled, width=width, height=844, color_scheme=scheme)
+    assert chat.page.evaluate("document.body.classList.contains('dark')") == (scheme == "dark")
+    sideways = "document.documentElement.scrollWidth > innerWidth || " + SPILLS
+    assert not chat.page.evaluate(sideways), "the empty page scrolls sideways"
+    chat.ask(bundled.question())
+    for selector in READ:
+        contrast = chat.page.locator(selector).first.evaluate(CONTRAST)
+        assert contrast >= 4.5, f"{selector} has a contrast of {contrast:.2f} ({scheme})"
+    assert not chat.page.evaluate(sideways), "the page scrolls sideways"
+    for selector in (
+        "#df-box textarea",
+        "#df-box .submit-button",
+        "#df-draft input",
+        "#df-new",
+        "#df-heat input >> nth=0",
+    ):
+        box: Any = chat.page.locator(selector).first.bounding_box()
+        assert box is not None, selector
+        assert box["x"] >= 0, selector
+        assert box["x"] + box["width"] <= width, selector
+    side: Any = chat.page.locator("#df-side").bounding_box()
+    talk: Any = chat.page.locator("#df-chat").bounding_box()
+    beside = side["x"] >= talk["x"] + talk["width"]
+    assert beside == (width == 1280), "the statistics stand beside the chat where there is room, else below it"
+
+
+def test_theme_can_be_switched(bundled: Server, open_page: Callable[..., Page]) -> None:
+    page = open_page(bundled)
+    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.click("[data-df-theme]")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+
+
+def test_example_is_asked_with_a_click(bundled: Server, open_chat: Callable[..., Chat]) -> None:
+    chat = open_chat(bundled)
+    example = chat.page.locator("[data-df-example]").first
+    text, pictures = example.get_attribute("data-df-example"), example.locator("img").count()
+    example.click()
+    assert chat.wait("done")
+    assert chat.page.text_content(".df-user p") == text
+    assert chat.page.locator(".df-pictures img").count() == pictures
+
+
+def test_example_is_asked_once_by_a_double_click(bundled: Server, open_chat: Callable[..., Chat]) -> None:
+    chat = open_chat(bundled)
+    example = chat.page.locator("[data-df-example]").first
+    pictures = example.locator("img").count()
+    example.dblclick()
+    chat.wait("done")
+    assert chat.page.locator(".df-pictures img").count() == pictures
+    assert chat.page.locator("#df-box .thumbnail-item, .df-notice").count() == 0
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/gradio_api/file=/etc/passwd",
+        "/gradio_api/file=../../../../../../etc/passwd",
+        "/gradio_api/file=%2Fetc%2Fpasswd",
+        "/gradio_api/file/etc/passwd",
+        "/file=/etc/passwd",
+        "/static/../../../../../../../etc/passwd",
+        "/assets/%2e%2e/%2e%2e/%2e%2e/%2e%2e/%2e%2e/%2e%2e/%2e%2e/%2e%2e/etc/passwd",
+        "/theme.css/../../../etc/passwd",
+        "/gradio_api/file=http://127.0.0.1:1/secret",
+        "/gradio_api/file=https%3A%2F%2Fexample.com%2Fsecret",
+        "/gradio_api/proxy=http://127.0.0.1:1/secret",
+    ],
+)
+def test_no_other_file_and_no_other_address_is_served(path: str, endless: Server) -> None:
+    status, body = get(endless.url + path)
+    assert status in (400, 403, 404), (status, body[:200])
+    assert b"root:" not in body
+
+
+def test_files_of_the_clone_and_the_target_are_not_served(endless: Server) -> None:
+    for file in (Path(__file__), endless.pair / "target" / "config.json", endless.log, Path.cwd() / "pyproject.toml"):
+        assert file.is_file()
+        assert get(f"{endless.url}/gradio_api/file={file}")[0] == 403
+
+
+@pytest.mark.parametrize("kind", ["path", "url"])
+def test_call_with_a_path_of_the_server_as_upload_is_refused(
+    kind: str, endless: Server, open_page: Callable[..., Page], tmp_path: Path
+) -> None:
+    """The same request that the page makes, with another file in it."""
+    secret = tmp_path / "secret.png"
+    picture(32, 32).save(secret)
+    page = open_page(endless)
+    place = str(secret) if kind == "path" else "http://127.0.0.1:1/secret.png"
+
+    def tamper(route: Any) -> None:
+        body = json.loads(route.request.post_data)
+        for value in body["data"]:
+            if isinstance(value, dict) and "files" in value:
+                value["files"] = [{"path": place, "meta": {"_type": "gradio.FileData"}, "orig_name": "secret.png"}]
+        route.continue_(post_data=json.dumps(body))
+
+    page.route(re.compile(r"/queue/join"), tamper)
+    page.fill("#df-box textarea", "what is this")
+    page.click("#df-box .submit-button")
+    page.wait_for_selector(".df-notice, .toast-body")
+    assert page.locator(".df-pictures img").count() == 0
+    assert "Traceback" not in page.content()
+    assert "upload" in page.locator(".df-notice, .toast-body").first.inner_text()
+
+
+def test_uploads_are_deleted(forgetful: Server, open_chat: Callable[..., Chat], tmp_path: Path) -> None:
+    picture(32, 32).save(tmp_path / "short-lived.png")
+    chat = open_chat(forgetful)
+    chat.attach(tmp_path / "short-lived.png")
+    [folder] = forgetful.log.parent.glob("dflash-chat-*")
+    deadline = time.monotonic() + PATIENCE
+    while any(file.is_file() for file in folder.rglob("short-lived.png")):
+        assert time.monotonic() < deadline, "the upload was kept"
+        chat.page.wait_for_timeout(200)
+    chat.page.fill("#df-box textarea", "what is this")
+    chat.page.click("#df-box .submit-button")
+    assert "uploads are deleted" in chat.notice()
+    chat.page.context.close()
+    stop(forgetful)
+    assert not folder.exists()
+
+
+def test_it_listens_on_loopback_only(endless: Server) -> None:
+    listening = [
+        c.laddr for c in psutil.Process(endless.process.pid).net_connections() if c.status == psutil.CONN_LISTEN
+    ]
+    assert listening
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+
+
+def test_large_requests_are_refused(endless: Server) -> None:
+    connection = http.client.HTTPConnection(endless.url.removeprefix("http://"), timeout=60)
+    connection.putrequest("POST", "/gradio_api/queue/join")
+    connection.putheader("Content-Length", str(3 * 2**20))
+    connection.endheaders()
+    assert connection.getresponse().status == 413
+    connection.close()

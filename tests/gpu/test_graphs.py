@@ -1,0 +1,232 @@
+"""CUDA graphs on a GPU: the eager loop's text, no wait for the device, kept and freed, and errors of a capture.
+
+What can be shown without a GPU is in tests/unit/test_engine.py and tests/equality/test_static_step.py, with tapes in
+place of graphs.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_hf import free_buffers
+from dflash_hf.generation import buffers
+from dflash_hf.generation.buffers import kept_buffers
+from dflash_hf.generation.cuda_graph import GraphStep, why_not
+from dflash_hf.generation.static_step import StaticStep
+from dflash_hf.target import find_target
+from helpers.static import tensor_oracle
+from helpers.vision import vision_prompts, vision_target
+from tiny import DFLASH2, FAMILIES, prompts, tiny_draft, tiny_target, truth_of
+
+pytestmark = pytest.mark.gpu
+NEW = 40
+LENGTHS = {"one": [9], "three": [4, 11, 7]}
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+
+
+@pytest.fixture(autouse=True)
+def short_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run passes through several graphs."""
+    monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 16)
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths that graphs are captured for."""
+    found: list[int] = []
+    capture = GraphStep.capture_one
+
+    def counted(self: GraphStep, bound: int) -> Any:
+        found.append(bound)
+        return capture(self, bound)
+
+    monkeypatch.setattr(GraphStep, "capture_one", counted)
+    return found
+
+
+def on_gpu(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cuda() for name, tensor in inputs.items()}
+
+
+def target_on_gpu(family: str, dtype: torch.dtype) -> Any:
+    """A tiny target whose experts, if it has any, count nothing on the host."""
+    target: Any = tiny_target(family).to("cuda", dtype)
+    if family in ("qwen3-moe", "gpt-oss"):
+        target.set_experts_implementation("batched_mm")
+    return target
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch", LENGTHS)
+def test_a_graph_gives_the_plain_text(batch: str, family: str) -> None:
+    target = target_on_gpu(family, torch.float32)
+    for seed, (block_size, width) in enumerate([(8, 8), (8, 3), (16, 9)]):
+        inputs = on_gpu(prompts(LENGTHS[batch], seed))
+        ref = target.generate(**inputs, **GREEDY)
+        draft = tensor_oracle(target, truth_of(inputs, ref), seed, block_size).cuda()
+        draft.generation_config.verify_width = width
+        for _ in range(2):
+            out = target.generate(**inputs, **GREEDY, assistant_model=draft)
+            assert torch.equal(out, ref)
+            assert draft.last_stats.engine == "cuda_graph"
+        assert 1.0 < draft.last_stats.acceptance_length < width
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "gemma3"])
+def test_a_replay_is_the_same_step_uncaptured_bit_by_bit(family: str, dtype: torch.dtype) -> None:
+    target = target_on_gpu(family, dtype)
+    inputs = on_gpu(prompts([4, 11, 7], 1))
+    draft = tiny_draft(target, 8).cuda()
+    texts: list[Tensor] = []
+    committed: list[Any] = []
+    for engine in ("static", "cuda_graph"):
+        draft.generation_config.engine = engine
+        texts.append(target.generate(**inputs, **GREEDY, assistant_model=draft))
+        committed.append(draft.last_stats.num_committed)
+        assert draft.last_stats.engine == engine
+    assert torch.equal(texts[0], texts[1])
+    assert committed[0] == committed[1]
+
+
+@pytest.mark.parametrize("kind", [{}, DFLASH2], ids=["dflash", "dflash 2"])
+@pytest.mark.parametrize("proposal", ["shared_noise", "argmax", "sample"])
+def test_a_sampled_text_is_the_eager_one(proposal: Any, kind: dict[str, Any]) -> None:
+    target = target_on_gpu("qwen3", torch.float64)
+    inputs = on_gpu(prompts([4, 11, 7], 4))
+    draft = tiny_draft(target, 6, **kind).cuda()
+    draft.generation_config.proposal = proposal
+    texts: list[Tensor] = []
+    for engine in ("eager", "cuda_graph", "cuda_graph"):
+        draft.generation_config.engine = engine
+        torch.manual_seed(5)
+        settings = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "eos_token_id": [9]}
+        texts.append(target.generate(**inputs, max_new_tokens=NEW, **settings, assistant_model=draft))
+        assert draft.last_stats.engine == engine
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl", "gemma3", "qwen2.5-vl"])
+def test_pictures_give_the_plain_text(family: str) -> None:
+    target = vision_target(family).float().cuda()
+    inputs = on_gpu(vision_prompts(target.cpu(), family, [[(4, 4)], [], [(2, 8), (6, 4)]], 0))
+    inputs = {name: t.float() if t.is_floating_point() else t for name, t in inputs.items()}
+    target = target.cuda()
+    ref = target.generate(**inputs, **GREEDY)
+    draft = tensor_oracle(target, truth_of(inputs, ref), 0, 8).cuda()
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    assert draft.last_stats.engine == "cuda_graph"
+
+
+@pytest.mark.parametrize("batch", LENGTHS)
+def test_the_steady_state_never_waits_for_the_device(batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_on_gpu("qwen3-sliding", torch.float32)
+    inputs = on_gpu(prompts(LENGTHS[batch], 2))
+    ref = target.generate(**inputs, **GREEDY)
+    draft = tensor_oracle(target, truth_of(inputs, ref), 2, 8).cuda()
+    begin, num_guarded = StaticStep._begin, 0
+
+    def guarded(self: StaticStep, *args: Any) -> None:
+        nonlocal num_guarded
+        num_guarded += 1
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            begin(self, *args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(StaticStep, "_begin", guarded)
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    assert draft.last_stats.engine == "cuda_graph"
+    assert num_guarded == draft.last_stats.num_target_forwards - 1 > 3
+
+
+def test_graphs_are_kept_between_calls_and_freed_on_request(captured: list[int]) -> None:
+    target = target_on_gpu("qwen3", torch.float32)
+    inputs = on_gpu(prompts([4, 11, 7], 0))
+    ref = target.generate(**inputs, **GREEDY)
+    draft = tiny_draft(target, 8).cuda()
+    for new in (NEW, 9, NEW):
+        out = target.generate(**inputs, max_new_tokens=new, do_sample=False, assistant_model=draft)
+        assert torch.equal(out, ref[:, : 11 + new])
+    assert captured == sorted(set(captured), reverse=True)
+    assert len(captured) > 1
+    del out
+    gc.collect()
+    held, kept = torch.cuda.memory_allocated(), sum(one.num_bytes() for one in kept_buffers(draft))
+    free_buffers(draft)
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= held - kept < held
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+
+
+@pytest.mark.parametrize("what", ["prefix", "scores"])
+def test_what_the_host_decides_is_decided_between_two_replays(what: str) -> None:
+    target = target_on_gpu("qwen3", torch.float64)
+    inputs = on_gpu(prompts([4, 11, 7], 3))
+    settings: dict[str, Any] = {**GREEDY, "return_dict_in_generate": True}
+    settings |= {"repetition_penalty": 1.3} if what == "prefix" else {"output_scores": True}
+    ref = target.generate(**inputs, **settings).sequences
+    draft = tensor_oracle(target, truth_of(inputs, ref), 3, 8).cuda()
+    assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft).sequences, ref)
+    assert draft.last_stats.engine == "cuda_graph"
+
+
+def test_a_capture_that_cuda_refuses_ends_in_the_eager_loop(captured: list[int]) -> None:
+    """A read on the host that hides from the check: only while a stream is being captured."""
+    target = target_on_gpu("qwen3", torch.float32)
+    inputs = on_gpu(prompts([4, 11, 7], 0))
+    ref = target.generate(**inputs, **GREEDY)
+    draft = tiny_draft(target, 8).cuda()
+    norm: Any = target.model.norm
+    forward = norm.forward
+
+    def hiding(states: Tensor) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            states.sum().item()
+        return forward(states)
+
+    norm.forward = hiding
+    for _ in range(2):
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+        assert draft.last_stats.engine == "eager"
+    assert len(captured) == 1
+    assert kept_buffers(draft)[0].graphs.reason.startswith("CUDA could not capture it")
+    norm.forward = forward
+    free_buffers(draft)
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    assert draft.last_stats.engine == "cuda_graph"
+
+
+def test_auto_says_why_it_runs_eagerly() -> None:
+    target = target_on_gpu("qwen3", torch.float32)
+    draft = tiny_draft(target, 8)  # stays on the CPU
+    assert why_not(find_target(target), draft) == "parts on several devices"
+
+
+def test_two_threads_each_have_their_graphs() -> None:
+    target = target_on_gpu("qwen3", torch.float32)
+    draft = tiny_draft(target, 8).cuda()
+    calls = [on_gpu(prompts([4, 11, 7], seed)) for seed in range(2)]
+    refs = [target.generate(**inputs, **GREEDY) for inputs in calls]
+    found: list[bool] = []
+
+    def run(index: int) -> None:
+        for _ in range(3):
+            out = target.generate(**calls[index], **GREEDY, assistant_model=draft)
+            found.append(torch.equal(out, refs[index]))
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 6
+    assert 1 <= len(kept_buffers(draft)) <= 2

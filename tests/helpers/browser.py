@@ -1,0 +1,146 @@
+"""A server process of the chat, and a person at its page."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page
+
+from helpers.source_tree import ROOT
+
+PATIENCE = 120  # seconds; a loaded machine is no failure
+
+
+@dataclass
+class Server:
+    """A running chat."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    pair: Path
+
+    def question(self) -> str:
+        """A held-out question of one turn without pictures that the pair has an answer to."""
+        rows = map(json.loads, (self.pair / "held_out.jsonl").read_text(encoding="utf-8").splitlines())
+        found = (row["messages"][0]["content"] for row in rows if len(row["messages"]) == 1)
+        return next(text for text in found if isinstance(text, str))
+
+    def logged(self) -> str:
+        """What it has written so far."""
+        return self.log.read_text(errors="replace")
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(command: list[str], log: Path, pair: Path, port: int) -> Server:
+    """Starts a server process and waits until its page can be had."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "TMPDIR": str(log.parent)}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
+    server = Server(f"http://127.0.0.1:{port}", process, log, pair)
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline and process.poll() is None:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return server
+        time.sleep(0.2)  # the one wait that nothing reports the end of
+    process.kill()
+    pytest.fail(f"the chat did not start:\n{server.logged()}")
+
+
+def stop(server: Server) -> None:
+    """Ends a server and looks at what it wrote: no stack traces but of paths that Gradio refused.
+
+    By SIGTERM: what a shell starts in the background ignores SIGINT, and so do its children.
+    """
+    server.process.terminate()
+    server.process.wait(PATIENCE)
+    traces = [trace for trace in server.logged().split("Traceback")[1:] if "was not uploaded by a user" not in trace]
+    assert not traces, server.logged()
+
+
+class Chat:
+    """A person at a page.
+
+    Args:
+        page: The page.
+    """
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.answers = 0
+
+    def attach(self, *pictures: Path) -> None:
+        """Adds pictures to the message and waits until they are uploaded."""
+        self.page.set_input_files("#df-box input[type=file]", [str(path) for path in pictures])
+        self.page.wait_for_function(
+            "n => document.querySelectorAll('#df-box .thumbnail-item').length >= n", arg=len(pictures)
+        )
+
+    def send(self, text: str, *pictures: Path) -> None:
+        """Attaches pictures, writes a message and sends it."""
+        if pictures:
+            self.attach(*pictures)
+        self.page.fill("#df-box textarea", text)
+        self.page.click("#df-box .submit-button")
+
+    def ask(self, text: str, *pictures: Path) -> str:
+        """Sends a message and returns the answer, once it is there."""
+        self.send(text, *pictures)
+        return self.wait("done")
+
+    def wait(self, state: str) -> str:
+        """Waits until there is one answer more than before and it is in a state, and returns its text."""
+        self.answers += 1
+        self.page.wait_for_function(
+            "([n, state]) => { const all = document.querySelectorAll('.df-answer');"
+            "return all.length === n && all[n - 1].dataset.state === state }",
+            arg=[self.answers, state],
+        )
+        self.page.wait_for_selector("#df-box .submit-button")
+        return str(self.page.locator(".df-answer .df-text").last.text_content())
+
+    def wait_for_runs(self, number: int) -> None:
+        """Waits until an answer that is being written has that many runs."""
+        self.page.wait_for_function("n => document.querySelectorAll('#df-current .df-run').length >= n", arg=number)
+
+    def notice(self) -> str:
+        """Waits for a sentence about what could not be done, and returns it."""
+        self.page.wait_for_selector(".df-notice")
+        return str(self.page.text_content(".df-notice"))
+
+    def set_length(self, tokens: int) -> None:
+        """Sets the longest answer."""
+        box = self.page.locator("#df-length input[type=number]")
+        box.fill(str(tokens))
+        box.press("Tab")
+
+    def meta(self) -> str:
+        """The line under the newest answer."""
+        return str(self.page.locator(".df-meta").last.text_content())
+
+    def numbers(self, selector: str, name: str) -> list[float]:
+        """The values of a custom property of all elements that match."""
+        script = "(all, name) => all.map(e => parseFloat(e.style.getPropertyValue(name)))"
+        found: Any = self.page.eval_on_selector_all(selector, script, name)
+        return [float(value) for value in found]
+
+
+__all__ = ["PATIENCE", "Chat", "Server", "free_port", "start", "stop"]

@@ -1,0 +1,85 @@
+"""A folder with the processor files of a published Qwen3-VL, small, and pictures to put through it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from helpers.vision import PATCH, vision_target
+
+_VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *_VISION]
+TEMPLATE = """{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
+{%- set content = message.content if message.content is not string else [{'type': 'text', 'text': message.content}] %}
+{%- for part in content %}
+{%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- elif part.type == 'video' %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}
+{%- elif message.role == 'assistant' %}{% generation %}{{- part.text + '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{- part.text }}{% endif %}
+{%- endfor %}
+{%- if message.role != 'assistant' %}{{- '<|im_end|>' }}{% endif %}{{- '\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+SIZE = {"shortest_edge": 64, "longest_edge": 4096}
+PICTURES: dict[str, Any] = {
+    "size": SIZE,
+    "patch_size": PATCH,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "processor_class": "Qwen3VLProcessor",
+}
+
+
+def qwen_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of single bytes with Qwen's special tokens, padding on the left."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=SPECIAL[0],
+        eos_token=SPECIAL[2],
+        extra_special_tokens=SPECIAL[1:],
+        padding_side="left",
+    )
+
+
+def published_folder(path: Path) -> Path:
+    """Writes the files that Qwen publishes beside Qwen3-VL's weights, and returns their folder."""
+    path.mkdir(parents=True, exist_ok=True)
+    qwen_tokenizer().save_pretrained(path)
+    (path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"}))
+    (path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    pictures = {**PICTURES, "image_processor_type": "Qwen2VLImageProcessorFast"}
+    (path / "preprocessor_config.json").write_text(json.dumps(pictures))
+    videos = {**PICTURES, "video_processor_type": "Qwen3VLVideoProcessor", "fps": 3}
+    (path / "video_preprocessor_config.json").write_text(json.dumps(videos))
+    return path
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """A picture in which every pixel differs from its neighbours."""
+    image = Image.new("RGB", (width, height))
+    image.putdata([((7 * i + seed) % 256, (13 * i) % 256, (29 * i + 5 * seed) % 256) for i in range(width * height)])
+    return image
+
+
+def qwen_target(processor: Any) -> PreTrainedModel:
+    """Builds a tiny Qwen3-VL for the tokens of a processor, as `vision_target` does. It writes text only."""
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    tokenizer = processor.tokenizer
+    target = vision_target("qwen3-vl", vocab_size=len(tokenizer), **{name: getattr(processor, name) for name in names})
+    config: Any = target.generation_config
+    config.pad_token_id = tokenizer.pad_token_id
+    config.suppress_tokens = tokenizer.convert_tokens_to_ids(SPECIAL)
+    return target
+
+
+__all__ = ["PICTURES", "TEMPLATE", "picture", "published_folder", "qwen_target", "qwen_tokenizer"]

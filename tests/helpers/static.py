@@ -1,0 +1,122 @@
+"""What tests of the static step need: an oracle that reads nothing on the host, and a stand-in for CUDA graphs.
+
+A tape records the operations of a step once and runs them again on the very tensors that they were recorded with, as a
+replayed graph does: no Python of the step runs, nothing can have another address, shape or order than it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from dflash_hf.generation import buffers, cuda_graph, loop
+from dflash_hf.generation.cuda_graph import Captured, GraphStep
+from tiny import OracleDraft, draft_config, randomise_dflash2
+
+DECIMALS = 43758.5453
+
+
+class TensorOracle(OracleDraft):
+    """The oracle without a read on the host: how much of a block is right follows from its row and position."""
+
+    def arm(self, truth: list[list[int]], seed: int) -> TensorOracle:
+        """Sets what it knows: row -> all of the row's true tokens."""
+        longest = max(map(len, truth)) + 2 * self.config.block_size
+        self.known = torch.zeros(len(truth), longest, dtype=torch.long)
+        for row, tokens in enumerate(truth):
+            self.known[row, : len(tokens)] = torch.tensor(tokens)
+        self.seed = seed
+        return self
+
+    def compute_logits(self, hidden_states: Tensor, head: nn.Module) -> Tensor:
+        """Replaces the head's logits: right up to a slot that looks random, then wrong."""
+        logits = super(OracleDraft, self).compute_logits(hidden_states, head)
+        batch, width, vocab = logits.shape
+        if self.known.device != logits.device:
+            self.known = self.known.to(logits.device)
+        first = self.positions[:batch, :1] + 1
+        slots = torch.arange(width, device=logits.device)
+        rows = torch.arange(batch, device=logits.device)[:, None]
+        drawn = torch.frac(torch.sin(first.double() * 12.9898 + rows * 78.233 + self.seed) * DECIMALS).abs()
+        true = self.known.gather(1, (first + slots).clamp_max(self.known.shape[1] - 1))
+        wanted = torch.where(slots < torch.floor(drawn * (width + 1)), true, (true + 1 + slots) % vocab)
+        return nn.functional.one_hot(wanted, vocab).to(logits.dtype) * self.strength
+
+
+def tensor_oracle(
+    target: PreTrainedModel, truth: list[list[int]], seed: int, block_size: int = 8, **overrides: Any
+) -> TensorOracle:
+    """Builds a [`TensorOracle`] for a tiny target; as `tiny.oracle_draft` otherwise."""
+    torch.manual_seed(seed)
+    draft = TensorOracle(draft_config(target, block_size, **overrides)).to(target.dtype).eval()
+    if draft.candidate_selector is not None:
+        draft.strength = 4.0
+    randomise_dflash2(draft)
+    return draft.arm(truth, seed)
+
+
+class Tape(TorchDispatchMode):
+    """Records operations while it is entered, and runs them again."""
+
+    num_replays = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Sequence[Any], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self) -> None:
+        """Runs them again; what they return goes where it was."""
+        Tape.num_replays += 1
+        for func, args, kwargs, out in self.calls:
+            again = func(*args, **kwargs)
+            for then, now in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if isinstance(then, Tensor) and then.numel() and then.data_ptr() != now.data_ptr():
+                    then.copy_(now)
+
+
+class TapeStep(GraphStep):
+    """Captures on tape instead of on a GPU; all else is the engine's own."""
+
+    captured: ClassVar[list[int]] = []
+
+    def capture_one(self, bound: int) -> Captured:
+        """Captures the step over `bound` slots, after running it once under guard."""
+        self.warm_up(bound)
+        TapeStep.captured.append(bound)
+        with Tape() as tape:
+            forwards = self.body(bound)
+        return Captured(tape, forwards, self.run.state.draft_probs)
+
+    def on_device(self) -> Any:
+        """Needs nothing to be entered."""
+        return torch.no_grad()
+
+
+def use_tapes(monkeypatch: pytest.MonkeyPatch, smallest_bucket: int = 8) -> None:
+    """Makes `"cuda_graph"` run from tapes, on any device, with short buckets; counters begin at 0."""
+
+    def choose(target: Any, draft: Any) -> Any:
+        wanted = draft.generation_config.engine
+        return {"auto": "cuda_graph"}.get(wanted, wanted)
+
+    monkeypatch.setattr(buffers, "SMALLEST_BUCKET", smallest_bucket)
+    monkeypatch.setattr(loop, "choose_engine", choose)
+    monkeypatch.setattr(cuda_graph, "GraphStep", TapeStep)
+    monkeypatch.setattr("dflash_hf.generation.integration.check_device", lambda engine, device: None)
+    TapeStep.captured = []
+    Tape.num_replays = 0
+
+
+__all__ = ["Tape", "TapeStep", "TensorOracle", "tensor_oracle", "use_tapes"]

@@ -1,0 +1,126 @@
+"""The chat on the bundled text pair: its answers, what it counts, what it goes on from, and the terminal."""
+
+import os
+import subprocess
+import sys
+import threading
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from dflash_hf.chat.conversation import Answer, Conversation, Settings
+from dflash_hf.chat.model import ChatModel, Race
+
+ROOT = Path(__file__).resolve().parents[2]
+TOY = ROOT / "demos" / "toy"
+QUESTIONS = ("Compute 41 + 80 - 99 + 14.", "Compute 19 + 50 - 30.")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+
+
+@cache
+def model() -> ChatModel:
+    return ChatModel.load(str(TOY / "target"), str(TOY / "draft"))
+
+
+def ask(conversation: Conversation, text: str, **settings: object) -> Answer:
+    *_, answer = model().ask(conversation, text, [], Settings(**{"max_new_tokens": 320, **settings}))
+    return answer
+
+
+def test_answers_are_plain_generate_s_and_the_figures_are_the_run_s_own() -> None:
+    plain, drafted = Conversation(), Conversation()
+    for question in QUESTIONS:
+        expected = ask(plain, question, use_draft=False)
+        answer = ask(drafted, question)
+        assert answer.text == expected.text
+        assert answer.num_tokens == expected.num_tokens
+        stats = answer.stats
+        assert stats is not None
+        assert answer.num_tokens == stats.num_new_tokens
+        assert answer.acceptance_length == stats.acceptance_length
+        assert answer.acceptance_per_position() == stats.acceptance_per_position()
+        assert answer.histogram() == stats.acceptance_histogram()[1:]
+        bonus = sum(
+            committed > accepted
+            for committed, accepted in zip(stats.num_committed[0], stats.num_accepted[0], strict=True)
+        )
+        assert sum(bool(run.bonus) for run in answer.runs) in (bonus, bonus - 1), "only an end has no text"
+    assert answer.num_cached_tokens > 0
+    assert plain.turns[1].answer.num_cached_tokens == 0
+
+
+def test_stopped_answer_leaves_a_conversation_that_goes_on() -> None:
+    conversation = Conversation()
+    ask(conversation, QUESTIONS[0])
+    answers = model().ask(conversation, QUESTIONS[1], [], Settings())
+    for answer in answers:
+        if answer.runs:
+            conversation.stop.set()
+    assert conversation.turns[-1].answer.state == "stopped"
+    again = ask(conversation, QUESTIONS[0])
+    assert again.num_cached_tokens > 0, "the stopped run cost the cache"
+    inputs = model().encode(conversation, 320)
+    ids = model().target.generate(**inputs, max_new_tokens=320, do_sample=False)
+    assert again.text == model().tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_leaving_an_answer_ends_its_run() -> None:
+    conversation = Conversation()
+    answers = model().ask(conversation, QUESTIONS[0], [], Settings(use_draft=False))
+    next(answers)
+    [run] = [thread for thread in threading.enumerate() if thread.name == "dflash-chat-run"]
+    answers.close()
+    # Another question to the same conversation must not call the old run back.
+    assert ask(conversation, QUESTIONS[0]).state == "done"
+    run.join(30)
+    assert not run.is_alive()
+    assert conversation.turns[0].answer.num_tokens < conversation.turns[1].answer.num_tokens
+
+
+def test_refused_messages_leave_the_conversation_as_it_was() -> None:
+    conversation = Conversation()
+    ask(conversation, QUESTIONS[0])
+    for text, part in ((" ", "empty message"), ("x " * 2000, "at most 704 tokens"), ("y" * 200_001, "200,001")):
+        with pytest.raises(ValueError, match=part):
+            model().ask(conversation, text, [], Settings(max_new_tokens=320))
+    with pytest.raises(ValueError, match="reads text only"):
+        model().ask(conversation, "see", [object()], Settings())
+    assert len(conversation.turns) == 1
+
+
+def test_race_is_identical_and_counts_both() -> None:
+    conversation = Conversation()
+    with pytest.raises(ValueError, match="empty conversation"):
+        model().race(conversation, 320)
+    answer = ask(conversation, QUESTIONS[0], temperature=1.0)
+    *_, race = model().race(conversation, 320)
+    assert isinstance(race, Race)
+    assert race.identical
+    assert race.plain.num_tokens == race.drafted.num_tokens == len(race.plain.ids)
+    texts = ["".join(run.text + run.bonus for run in lane.runs) for lane in (race.plain, race.drafted)]
+    assert texts[0] == texts[1] == ask(Conversation(), QUESTIONS[0]).text
+    assert len(race.drafted.runs) < len(race.plain.runs)
+    assert conversation.turns[0].answer is answer
+
+
+def test_terminal_chat_answers_and_counts() -> None:
+    answer = ask(Conversation(), QUESTIONS[0])
+    command = [
+        sys.executable,
+        "-m",
+        "dflash_hf.cli",
+        "chat",
+        "--target",
+        str(TOY / "target"),
+        "--draft",
+        str(TOY / "draft"),
+    ]
+    typed = f"{QUESTIONS[0]}\n/image nowhere.png\n/new\n/quit\n"
+    run = subprocess.run(
+        command, input=typed, capture_output=True, text=True, env=ENVIRONMENT, timeout=250, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert answer.text in run.stdout
+    assert f"{answer.num_tokens} tokens, {len(answer.runs)} forwards" in run.stdout.replace("\n", " ")
+    assert "nowhere.png, which is not there" in run.stdout.replace("\n", " ")

@@ -1,0 +1,182 @@
+"""The bundled pair for pictures at work, in float32: identical answers, and acceptance above the floors.
+
+The pair is `demos/toy/vision`: `target/` with its processor, `draft/`, `held_out.jsonl` and the pictures it names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import DynamicCache
+from typer.testing import CliRunner, Result
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.cli.demo import read_prompts
+from dflash_hf.cli.main import app
+from dflash_hf.cli.pair import load_pair
+from dflash_hf.evaluation.doctor import diagnose
+from dflash_hf.evaluation.harness import encode_prompt
+from dflash_hf.evaluation.prompts import picture_names
+
+VISION = Path(__file__).resolve().parents[2] / "demos" / "toy" / "vision"
+GREEDY: dict[str, Any] = {"max_new_tokens": 192, "do_sample": False}
+# Of each kind, the prompts that are answered by plain `generate` too.
+COMPARED = 2
+Row = dict[str, Any]
+
+
+@cache
+def pair() -> tuple[Any, DFlashDraftModel, Any]:
+    return load_pair(str(VISION / "target"), str(VISION / "draft"))
+
+
+def prompts(per_kind: int) -> list[Row]:
+    return read_prompts(VISION / "held_out.jsonl", per_kind)
+
+
+def with_pictures(count: int) -> list[Row]:
+    """Prompts of one user turn with so many pictures."""
+    rows = [row for row in prompts(COMPARED) if len(row["messages"]) == 1]
+    found = [row for row in rows if len(picture_names(row["messages"])) == count]
+    assert found, f"no held-out prompt of one turn has {count} pictures"
+    return found
+
+
+def mixed_rows() -> list[Row]:
+    """Prompts without a picture, with one, with two, and a conversation, if there is one."""
+    chats = [row for row in prompts(COMPARED) if len(row["messages"]) > 1 and picture_names(row["messages"])]
+    return [with_pictures(1)[0], with_pictures(0)[0], with_pictures(2)[0], with_pictures(1)[-1], *chats[:1]]
+
+
+def encode(row: Row) -> dict[str, Tensor]:
+    return encode_prompt(pair()[2], row["messages"], torch.device("cpu"))
+
+
+def batch_of(rows: list[Row]) -> dict[str, Tensor]:
+    encoded = pair()[2].apply_chat_template(
+        [row["messages"] for row in rows],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_tensors="pt",
+        return_dict=True,
+        processor_kwargs={"padding": True, "padding_side": "left"},
+    )
+    return dict(encoded)
+
+
+def test_the_pair_is_small_and_float32() -> None:
+    target, draft, processor = pair()
+    assert target.dtype == draft.dtype == torch.float32
+    files = [path for name in ("target", "draft") for path in (VISION / name).rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 16e6
+    assert draft.config.block_size == 16
+    assert draft.config.mask_token_id == processor.tokenizer.mask_token_id
+
+
+def test_answers_are_identical_and_acceptance_is_above_the_floors() -> None:
+    target, draft, processor = pair()
+    verifies: dict[str, list[int]] = defaultdict(list)
+    seen: dict[str, int] = defaultdict(int)
+    exact: list[bool] = []
+    for row in prompts(10**6):
+        inputs = encode(row)
+        out = target.generate(**inputs, **GREEDY, assistant_model=draft)
+        verifies[row["kind"]] += draft.last_stats.num_committed[0]
+        answer = processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        exact.append(answer.split() == row["answer"].split())
+        seen[row["kind"]] += 1
+        if seen[row["kind"]] <= COMPARED:
+            assert torch.equal(target.generate(**inputs, **GREEDY), out), row
+    shown = {row["kind"] for row in prompts(1) if picture_names(row["messages"])}
+    lengths = {kind: sum(counts) / len(counts) for kind, counts in verifies.items()}
+    for kinds, floor in ((shown, 5.0), (verifies.keys() - shown, 4.0)):
+        pooled = [count for kind in kinds for count in verifies[kind]]
+        assert sum(pooled) / len(pooled) >= floor, lengths
+    assert sum(exact) / len(exact) >= 0.9
+
+
+def test_batches_of_texts_and_pictures_are_identical_and_accept_what_the_rows_accept_alone() -> None:
+    target, draft, _ = pair()
+    rows = mixed_rows()
+    inputs = batch_of(rows)
+    plain = target.generate(**inputs, **GREEDY)
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), plain)
+    together = draft.last_stats.num_committed
+    for index, row in enumerate(rows):
+        target.generate(**encode(row), **GREEDY, assistant_model=draft)
+        assert draft.last_stats.num_committed == [together[index]], row
+
+
+def follow(first: Tensor, inputs: dict[str, Tensor], row: Row, follow_up: Row) -> dict[str, Tensor]:
+    """What the processor makes of a conversation that went on: `row`'s prompt, its answer, another user turn."""
+    processor = pair()[2]
+    turn = follow_up["messages"][-1]
+    later = [*row["messages"], {"role": "assistant", "content": "@@@"}, turn]
+    text = processor.apply_chat_template(later, add_generation_prompt=True).partition("@@@")[2]
+    parts = [] if isinstance(turn["content"], str) else turn["content"]
+    pictures = [Image.open(part["path"]) for part in parts if part["type"] == "image"]
+    more = dict(processor(text=text, images=pictures or None, return_tensors="pt"))
+    # The answer may have been cut off before its end token.
+    skip = int(first[0, -1] == more["input_ids"][0, 0])
+    answer = first[:, inputs["input_ids"].shape[1] :]
+    both: dict[str, Tensor] = {"input_ids": torch.cat([first, more["input_ids"][:, skip:]], dim=1)}
+    both["attention_mask"] = torch.ones_like(both["input_ids"])
+    types = [inputs["mm_token_type_ids"], torch.zeros_like(answer), more["mm_token_type_ids"][:, skip:]]
+    both["mm_token_type_ids"] = torch.cat(types, dim=1)
+    for name in ("pixel_values", "image_grid_thw"):
+        both[name] = torch.cat([turn[name] for turn in (inputs, more) if name in turn])
+    return both
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_second_turn_goes_on_from_a_kept_cache(count: int) -> None:
+    """The first turn has a picture; the second has `count` more of them."""
+    target, draft, _ = pair()
+    row, follow_up = with_pictures(1)[0], with_pictures(count)[-1]
+    inputs = encode(row)
+    first = target.generate(**inputs, **GREEDY)
+    both = follow(first, inputs, row, follow_up)
+    plain = target.generate(**both, **GREEDY)
+    assert torch.equal(target.generate(**both, **GREEDY, assistant_model=draft), plain)
+    committed = draft.last_stats.num_committed
+    cache = DynamicCache(config=target.config.get_text_config())
+    settings = {**GREEDY, "assistant_model": draft, "past_key_values": cache}
+    assert torch.equal(target.generate(**inputs, **settings), first)
+    assert torch.equal(target.generate(**both, **settings), plain)
+    assert draft.last_stats.num_committed == committed
+
+
+def test_the_doctor_finds_nothing() -> None:
+    target, draft, processor = pair()
+    diagnosis = diagnose(target, draft, processor, [row["messages"] for row in prompts(1)], max_new_tokens=64)
+    assert [(check.name, check.sentence) for check in diagnosis.findings] == []
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_the_demo_command_answers_texts_and_pictures() -> None:
+    result = run("demo", "--per-kind", "1", "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout.splitlines()[-1])
+    assert record["all"]["identical"] is True
+    names = [tuple(row["pictures"]) for row in record["rows"]]
+    assert names[-len(prompts(1)) :] == [tuple(picture_names(row["messages"])) for row in prompts(1)]
+    assert all(row["num_target_forwards"] < row["num_tokens"] for row in record["rows"])
+
+
+def test_the_generate_command_asks_the_bundled_pair_about_a_picture() -> None:
+    part, question = with_pictures(1)[0]["messages"][0]["content"]
+    result = run("generate", question["text"], "--image", part["path"])
+    assert result.exit_code == 0, result.output
+    assert f"[{Path(part['path']).name}] {question['text']}" in " ".join(result.stdout.split())
+    assert "yes" in result.stdout

@@ -1,0 +1,284 @@
+"""The parts of the chat that need no model: pictures, text from ids, pages and their conversations, HTML."""
+
+import io
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from dflash_hf.chat import render
+from dflash_hf.chat.conversation import Answer, Conversation, Run, Settings, Turn
+from dflash_hf.chat.examples import find_examples
+from dflash_hf.chat.jobs import Job
+from dflash_hf.chat.model import MAX_PICTURES, ChatModel, Lane, Race
+from dflash_hf.chat.pictures import KEPT_PIXELS, MAX_FILE_BYTES, read_picture
+from dflash_hf.chat.sessions import MAX_SESSIONS, Sessions
+from dflash_hf.chat.stream import RunStreamer, RunText, Stopped
+from dflash_hf.cli.chat import converse
+from helpers.processors import picture, qwen_tokenizer
+
+
+def answered(text: str) -> Turn:
+    run = Run(text=text, bonus="", num_tokens=1, num_accepted=0, seconds=0.1)
+    return Turn(text="question", pictures=[], answer=Answer(drafted=True, block_size=4, runs=[run], state="done"))
+
+
+# ---- pictures
+
+
+def test_pictures_become_upright_rgb(tmp_path: Path) -> None:
+    image = picture(48, 32)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image.save(tmp_path / "turned.png", exif=exif)
+    assert read_picture(tmp_path / "turned.png").image.size == (32, 48)
+
+    seen_through = Image.new("RGBA", (4, 4), (255, 0, 0, 0))
+    seen_through.save(tmp_path / "alpha.png")
+    assert read_picture(tmp_path / "alpha.png").image.getpixel((0, 0)) == (255, 255, 255)
+
+    Image.new("I;16", (4, 4), 32768).save(tmp_path / "deep.png")
+    assert set(read_picture(tmp_path / "deep.png").image.getpixel((1, 1))) <= {127, 128}
+
+    image.convert("CMYK").save(tmp_path / "cmyk.tiff")
+    found = read_picture(tmp_path / "cmyk.tiff").image
+    assert found.mode == "RGB"
+    assert max(abs(a - b) for a, b in zip(found.tobytes(), image.tobytes(), strict=True)) <= 2
+
+
+def test_first_frame_of_an_animation_is_read_and_said(tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "green")]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    found = read_picture(tmp_path / "a.gif")
+    assert found.note == "first of 3 frames"
+    assert found.image.getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_large_picture_is_kept_small_and_a_larger_one_is_never_decoded(tmp_path: Path) -> None:
+    Image.new("L", (4000, 3000)).save(tmp_path / "large.png")
+    kept = read_picture(tmp_path / "large.png").image
+    assert 0.99 * KEPT_PIXELS < kept.width * kept.height <= KEPT_PIXELS
+    assert kept.width / kept.height == pytest.approx(4 / 3, rel=1e-2)
+    Image.new("1", (9000, 9000)).save(tmp_path / "larger.png")
+    with pytest.raises(ValueError, match=r"at most 64 megapixels, got larger\.png with 9000 × 9000 \(81\)"):
+        read_picture(tmp_path / "larger.png")
+    (tmp_path / "heavy.png").write_bytes(bytes(MAX_FILE_BYTES + 1))
+    with pytest.raises(ValueError, match=r"at most 20 MB"):
+        read_picture(tmp_path / "heavy.png")
+
+
+@pytest.mark.parametrize("content", [b"", b"GIF89a", b"%!PS-Adobe-3.0 EPSF-3.0\n", b"<svg xmlns='x'/>"])
+def test_what_is_no_picture_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.png").write_bytes(content)
+    with pytest.raises(ValueError, match=r"^expected a .*picture.*, got x\.png"):
+        read_picture(tmp_path / "x.png")
+
+
+# ---- text from ids
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_text_of_runs_joins_to_the_whole_text(size: int) -> None:
+    tokenizer: Any = qwen_tokenizer()  # a token is a byte: characters span up to four of them
+    text = "naïve – 日本語, 🙂🙃 and é"
+    ids = tokenizer(text)["input_ids"]
+    runs = RunText(tokenizer)
+    parts = [runs.add(ids[start : start + size]) for start in range(0, len(ids), size)]
+    assert "".join(parts) == text
+    assert not any("\ufffd" in part for part in parts)
+
+
+def test_bytes_that_are_no_character_come_out_in_the_end() -> None:
+    tokenizer: Any = qwen_tokenizer()
+    broken = tokenizer("é")["input_ids"][:1]
+    runs = RunText(tokenizer)
+    text = "".join(runs.add(ids) for ids in [*([one] for one in broken * 12), tokenizer("ok")["input_ids"]])
+    assert text.endswith("ok")
+    assert "\ufffd" in text
+
+
+# ---- runs and pages
+
+
+def test_stop_ends_a_run_and_the_wait_for_one() -> None:
+    free, stop = threading.Lock(), threading.Event()
+    streamer = RunStreamer(stop)
+
+    def run() -> None:
+        streamer.put(None)
+        stop.set()
+        streamer.put(None)
+
+    with Job(free, stop, run) as job:
+        assert job.over.wait(30)
+    assert job.state == "stopped"
+    with free, Job(free, stop, lambda: pytest.fail("it did not wait")) as job:
+        assert job.over.wait(30)
+    assert job.state == "stopped"
+
+
+def test_leaving_ends_the_run_and_errors_become_sentences() -> None:
+    free, stop = threading.Lock(), threading.Event()
+
+    def forever() -> None:
+        if stop.wait(60):
+            raise Stopped
+
+    with Job(free, stop, forever) as job:
+        assert not job.over.is_set()
+    assert job.over.wait(30)
+    assert job.state == "stopped"
+
+    def fail() -> None:
+        raise KeyError("secret")
+
+    with Job(free, threading.Event(), fail) as job:
+        assert job.over.wait(30)
+    assert (job.state, "KeyError" in job.error, "secret" in job.error) == ("failed", True, False)
+    assert free.acquire(blocking=False), "the lock was kept"
+
+
+def test_pages_have_conversations_of_their_own() -> None:
+    sessions = Sessions()
+    with sessions.use("a") as first, sessions.use("b") as second:
+        assert first is not second
+        with pytest.raises(ValueError, match="one run at a time"), sessions.use("a"):
+            pass
+    with sessions.use("a") as again:
+        assert again is first
+        sessions.stop("a")
+        assert first.stop.is_set()
+        assert not second.stop.is_set()
+        sessions.forget("a")
+    with sessions.use("a") as new:
+        assert new is not first
+    with pytest.raises(ValueError, match="session"), sessions.use(None):
+        pass
+    for index in range(2 * MAX_SESSIONS):
+        with sessions.use(str(index)):
+            pass
+    assert len(sessions) <= MAX_SESSIONS
+
+
+def test_unanswered_turns_are_not_part_of_the_conversation() -> None:
+    failed = Turn(text="failed", pictures=[], answer=Answer(drafted=True, block_size=4, state="failed"))
+    asked = Turn(text="now", pictures=[], answer=Answer(drafted=True, block_size=4))
+    conversation = Conversation(turns=[answered("yes"), failed, asked])
+    assert [m["content"] for m in conversation.messages(in_parts=False)] == ["question", "yes", "now"]
+    assert conversation.messages(in_parts=True)[2]["content"] == [{"type": "text", "text": "now"}]
+
+
+@pytest.mark.parametrize("settings", [{"temperature": -1.0}, {"temperature": 9.0}, {"max_new_tokens": 0}])
+def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^expected"):
+        Settings(**settings)
+
+
+# ---- HTML and examples
+
+
+def test_nothing_that_was_written_is_markup() -> None:
+    text = "<script>x</script> & \"quoted\" 'too' ${1} {{value}} `y`"
+    turn = Turn(text=text, pictures=[], answer=answered(text).answer)
+    turn.answer.runs.append(Run(text=text, bonus=text, num_tokens=2, num_accepted=1, seconds=0.2))
+    for page in (render.turn_block(turn), render.notice(text), render.header(text, text, 4)):
+        assert not any(raw in page for raw in ("<script", "${", "{{", "`", 'd="q'))
+
+
+def test_race_that_differs_says_where() -> None:
+    lanes = Lane(drafted=False, ids=[1, 2, 3], seconds=2.0), Lane(drafted=True, ids=[1, 2, 4], seconds=1.0)
+    race = Race(plain=lanes[0], drafted=lanes[1], state="done")
+    assert "not identical" in render.race_lanes(race)
+    assert "token 3" in render.race_lanes(race)
+    race.drafted.ids = [1, 2]
+    assert race.first_difference == 3
+    race.drafted.ids = [1, 2, 3]
+    assert "all 3 tokens are the same" in render.race_lanes(race)
+
+
+def test_examples_are_the_pair_s_own_prompts(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "pictures").mkdir()
+    picture(16, 16).save(tmp_path / "pictures" / "a.png")
+    outside = tmp_path.parent / "outside.png"
+    picture(16, 16).save(outside)
+
+    def row(kind: str, text: str, *paths: str, turns: int = 1) -> dict[str, Any]:
+        content = [{"type": "image", "path": path} for path in paths] + [{"type": "text", "text": text}]
+        return {"kind": kind, "messages": [{"role": "user", "content": content if paths else text}] * turns}
+
+    rows = [row("talk", "hi"), row("see", "what", "pictures/a.png"), row("see", "second", "pictures/a.png")]
+    rows += [row("out", "x", "../outside.png"), row("gone", "x", "pictures/b.png"), row("long", "x", turns=3)]
+    (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = find_examples(str(tmp_path / "target"), takes_pictures=True)
+    assert [(example.text, len(example.pictures)) for example in found] == [("what", 1), ("hi", 0)]
+    assert [e.text for e in find_examples(str(tmp_path / "target"), takes_pictures=False)] == ["hi"]
+    assert find_examples("Qwen/Qwen3-VL-8B-Instruct", takes_pictures=True) == []
+
+
+# ---- the terminal
+
+
+class Refusing:
+    """In place of a model: refuses the first message, and notes what it is asked."""
+
+    def __init__(self, takes_pictures: bool) -> None:
+        self.takes_pictures = takes_pictures
+        self.asked: list[tuple[str, int]] = []
+
+    def ask(self, conversation: Conversation, text: str, pictures: list[Any], settings: Settings) -> Any:
+        self.asked.append((text, len(pictures)))
+        if len(self.asked) == 1:
+            raise ValueError("expected less, got [/more]; [bold]shorten it")
+        return iter([Answer(drafted=False, block_size=4, state="done")])
+
+
+def typed(model: Any, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the terminal shows for these lines, up to the end of input."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    shown = io.StringIO()
+    converse(model, Settings(), Console(file=shown, width=1000))
+    return shown.getvalue()
+
+
+def test_terminal_shows_sentences_as_they_are_and_refused_pictures_do_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture(8, 8).save(tmp_path / "a.png")
+    model = Refusing(takes_pictures=True)
+    shown = typed(model, [f"/image {tmp_path}/a.png", "/image [/nowhere].png", "one", "two"], monkeypatch)
+    assert "got [/nowhere].png, which is not there" in shown
+    assert "got [/more]; [bold]shorten it" in shown
+    assert model.asked == [("one", 1), ("two", 0)]
+
+
+def test_terminal_refuses_a_picture_for_a_target_that_reads_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture(8, 8).save(tmp_path / "a.png")
+    model = Refusing(takes_pictures=False)
+    assert "reads text only" in typed(model, [f"/image {tmp_path}/a.png", "one"], monkeypatch)
+    assert model.asked == [("one", 0)]
+
+
+# ---- the page
+
+
+def test_message_is_refused_before_any_of_its_pictures_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gradio")
+    from dflash_hf.chat import page as pages
+
+    model: Any = object.__new__(ChatModel)
+    model.processor = object()
+    page: Any = object.__new__(pages.Page)
+    page.model, page.sessions, page.uploads = model, Sessions(), "/"
+    monkeypatch.setattr(pages, "read_picture", lambda path: pytest.fail(f"{path} was read"))
+    message = {"text": "which", "files": [__file__] * (MAX_PICTURES + 1)}
+    request: Any = SimpleNamespace(session_hash="a")
+    [values] = page._ask(message, True, 0.0, 16, request)
+    assert f"at most {MAX_PICTURES} pictures" in values[3]
