@@ -16,6 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from dflash_hf import iterate
 from dflash_hf.cache import RaggedCache
+from dflash_hf.generation import steps
 from dflash_hf.recurrent_cache import RecurrentGroup
 from dflash_hf.target import find_target
 from helpers.hybrid import fresh_states, relative_error, use_float64_rules, watch_states
@@ -86,7 +87,8 @@ def test_an_oracle_shows_states_that_keep_what_was_rejected(monkeypatch: pytest.
 def test_states_after_every_step_are_those_of_a_fresh_forward(
     family: str, precise: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tiny_target(family)
+    # Weights of 0.25 make 1.7e-5 of the float32 rule's roundings in plain decoding too, from layer to layer.
+    target = tiny_target(family, initializer_range=0.25 if precise else 0.1)
     if precise:
         use_float64_rules(monkeypatch, target)
     inputs = prompts([4, 11, 7], 1)
@@ -159,10 +161,7 @@ def test_a_replay_is_a_small_part_of_a_verify(capsys: pytest.CaptureFixture[str]
     settings = {**GREEDY, "max_new_tokens": 4}
     target.generate(**inputs, **settings, assistant_model=draft)
     monkeypatch.setattr(RecurrentGroup, "replay", timed("replay", RecurrentGroup.replay))
-    monkeypatch.setattr(
-        "dflash_hf.generation.steps.verify_step",
-        timed("verify", __import__("dflash_hf.generation.steps", fromlist=["verify_step"]).verify_step),
-    )
+    monkeypatch.setattr(steps, "verify_step", timed("verify", steps.verify_step))
     for _ in range(10):
         target.generate(**inputs, **settings, assistant_model=draft)
     share = spent["replay"] / spent["verify"]

@@ -114,12 +114,28 @@ _FLOAT64 = {
 
 
 def use_float64_rules(monkeypatch: pytest.MonkeyPatch, target: PreTrainedModel) -> None:
-    """Has a target's recurrent layers compute in their own dtype."""
-    for recurrence in find_target(target).recurrences.values():
-        code = sys.modules[type(recurrence.module).__module__]
+    """Has a target's recurrent layers compute in its dtype, and so do norms: float32 rounds by the width of a call."""
+    recurrent = [recurrence.module for recurrence in find_target(target).recurrences.values()]
+    for module in recurrent:
+        code = sys.modules[type(module).__module__]
         for name, function in _FLOAT64.items():
             if hasattr(code, name):
                 monkeypatch.setattr(code, name, function)
+    to_float32 = torch.Tensor.float
+    monkeypatch.setattr(torch.Tensor, "float", lambda self: self if self.dtype == torch.float64 else to_float32(self))
+    norms = {
+        type(module.norm)
+        for module in recurrent
+        if hasattr(module, "A_log") and not hasattr(module.norm, "group_size")
+    }
+    for kind in norms:
+        monkeypatch.setattr(kind, "forward", gated_norm)
+
+
+def gated_norm(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
+    """The norm behind a gated delta rule."""
+    scale = torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+    return self.weight * hidden_states * scale * F.silu(gate)
 
 
 def watch_states(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], dict[int, tuple[Tensor, Tensor | None]]]]:

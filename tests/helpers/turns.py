@@ -110,6 +110,7 @@ def turn(
     seed: int = 0,
     whole: bool = True,
     offsets: list[int] | None = None,
+    check_draft: bool = True,
     **settings: Any,
 ) -> tuple[Tensor, Tensor]:
     """Runs a turn with and without a draft and compares; returns the conversation after it."""
@@ -126,7 +127,8 @@ def turn(
     assert torch.equal(out, ref)
     assert draft.last_stats.acceptance_length > 1.2
     check_caches(caches[1], caches[0])
-    check_blocks(draft, target, truth, offsets)
+    if check_draft:
+        check_blocks(draft, target, truth, offsets)
     return ids, after
 
 
