@@ -26,10 +26,11 @@ from dflash_hf.training import Example, walked_acceptance
 HYBRID = Path(__file__).resolve().parents[2] / "demos" / "toy" / "hybrid"
 GREEDY: dict[str, Any] = {"max_new_tokens": 256, "do_sample": False}
 KINDS = ("code", "structured", "dialogue")
-ROWS = 4
-# The walk over these prompts gives more (demos/toy/README.md); a pair that is trained again may be a little worse.
-POOLED_FLOOR = 5.0
-KIND_FLOOR = 4.0
+# Of each kind in the file; the first three take seconds, all of them minutes.
+PER_KIND = 12
+# Measured: 6.30 pooled, 7.04, 5.91 and 6.06 by kind; of the first three of each 6.33, 5.45, 5.92 and 8.66.
+POOLED_FLOOR = 5.5
+KIND_FLOOR = 4.8
 
 
 @cache
@@ -48,30 +49,18 @@ def encode(row: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @cache
-def plain_texts() -> list[Tensor]:
-    """Prompt and answer of each held-out prompt, `[1, S]`, alone and without a draft."""
-    target = pair()[0]
-    return [target.generate(**encode(row), **GREEDY) for row in prompts()]
+def plain_text(at: int) -> Tensor:
+    """Prompt and answer of a held-out prompt, `[1, S]`, alone and without a draft."""
+    return pair()[0].generate(**encode(prompts()[at]), **GREEDY)
 
 
 @cache
-def walked() -> list[list[int]]:
-    """What each verify of each prompt commits, from whole forwards."""
+def walked(at: int) -> list[int]:
+    """What each verify of a held-out prompt commits, from whole forwards: that needs no rollback."""
     target, draft, _ = pair()
-    examples = []
-    for row, text in zip(prompts(), plain_texts(), strict=True):
-        size = encode(row)["input_ids"].shape[1]
-        examples.append(Example.from_pair(text[0, :size].tolist(), text[0, size:].tolist()))
-    return walked_acceptance(draft, find_target(target), examples).committed
-
-
-def lengths(committed: list[list[int]]) -> dict[str, float]:
-    """Mean tokens per verify of each kind, and of all verifies as `pooled`."""
-    verifies: dict[str, list[int]] = defaultdict(list)
-    for row, counts in zip(prompts(), committed, strict=True):
-        verifies[row["kind"]] += counts
-        verifies["pooled"] += counts
-    return {kind: sum(counts) / len(counts) for kind, counts in verifies.items()}
+    size, text = encode(prompts()[at])["input_ids"].shape[1], plain_text(at)[0].tolist()
+    example = Example.from_pair(text[:size], text[size:])
+    return walked_acceptance(draft, find_target(target), [example]).committed[0]
 
 
 def test_the_pair_is_small_hybrid_and_float32() -> None:
@@ -83,43 +72,40 @@ def test_the_pair_is_small_hybrid_and_float32() -> None:
     assert sum(path.stat().st_size for path in files) <= 6e6
     assert draft.config.block_size == 16
     assert draft.config.mask_token_id == pair()[2].mask_token_id
-    assert [row["kind"] for row in prompts()] == [kind for kind in KINDS for _ in range(12)]
+    assert [row["kind"] for row in prompts()] == [kind for kind in KINDS for _ in range(PER_KIND)]
 
 
-def test_the_walk_is_above_the_floors() -> None:
-    """Needs no rollback: whole forwards only."""
-    measured = lengths(walked())
-    assert measured.pop("pooled") >= POOLED_FLOOR, measured
-    assert min(measured.values()) >= KIND_FLOOR, measured
-
-
-def test_every_answer_is_identical_and_every_verify_accepts_what_the_walk_says() -> None:
+@pytest.mark.parametrize("per_kind", [3, pytest.param(PER_KIND, marks=pytest.mark.slow)])
+def test_answers_are_identical_and_every_verify_accepts_what_the_walk_says(per_kind: int) -> None:
     target, draft, _ = pair()
-    committed = []
-    for row, text, steps in zip(prompts(), plain_texts(), walked(), strict=True):
-        assert torch.equal(target.generate(**encode(row), **GREEDY, assistant_model=draft), text), row
-        assert draft.last_stats.num_committed == [steps], row
-        committed += draft.last_stats.num_committed
-    measured = lengths(committed)
-    assert measured.pop("pooled") >= POOLED_FLOOR, measured
-    assert min(measured.values()) >= KIND_FLOOR, measured
+    verifies: dict[str, list[int]] = defaultdict(list)
+    for at, row in enumerate(prompts()):
+        if at % PER_KIND < per_kind:
+            assert torch.equal(target.generate(**encode(row), **GREEDY, assistant_model=draft), plain_text(at)), row
+            assert draft.last_stats.num_committed == [walked(at)], row
+            verifies[row["kind"]] += walked(at)
+    assert tuple(verifies) == KINDS
+    everything = [count for counts in verifies.values() for count in counts]
+    lengths = {kind: sum(counts) / len(counts) for kind, counts in verifies.items()}
+    assert sum(everything) / len(everything) >= POOLED_FLOOR, lengths
+    assert min(lengths.values()) >= KIND_FLOOR, lengths
 
 
-@pytest.mark.parametrize("first", range(0, 36, ROWS))
+# Nine batches of prompts that lie nine apart: all 36, and every batch has all three kinds in it.
+@pytest.mark.parametrize("first", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in range(1, 9))])
 def test_left_padded_batches_are_identical_and_roll_each_row_back_by_itself(first: int) -> None:
     target, draft, tokenizer = pair()
-    # One of every kind in a batch, so that rows differ in length and in what they accept.
-    chosen = [(first // ROWS + 9 * at) % 36 for at in range(ROWS)]
-    rows = [prompts()[at] for at in chosen]
-    inputs = tokenizer.apply_chat_template(
-        [row["messages"] for row in rows],
+    chosen = range(first, len(prompts()), 9)
+    encoded = tokenizer.apply_chat_template(
+        [prompts()[at]["messages"] for at in chosen],
         add_generation_prompt=True,
         return_tensors="pt",
         return_dict=True,
         padding=True,
     )
-    inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+    assert len(chosen) == 4
     assert not inputs["attention_mask"].all(), "no row is padded: the case shows nothing"
     plain = target.generate(**inputs, **GREEDY)
     assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), plain)
-    assert draft.last_stats.num_committed == [walked()[at] for at in chosen]
+    assert draft.last_stats.num_committed == [walked(at) for at in chosen]
