@@ -19,6 +19,8 @@ from dflash_hf.cache import RaggedCache
 from dflash_hf.generation import steps
 from dflash_hf.recurrent_cache import RecurrentGroup
 from dflash_hf.target import find_target
+from dflash_hf.training.collators import Batch
+from dflash_hf.training.forward import target_features
 from helpers.hybrid import fresh_states, relative_error, use_float64_rules, watch_states
 from helpers.static import Tape, tensor_oracle, use_tapes
 from tiny import HYBRIDS, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
@@ -274,3 +276,19 @@ def test_prefill_in_chunks_gives_plain_generates_text() -> None:
     ref = target.generate(**inputs, **settings)
     draft = oracle_draft(target, truth_of(inputs, ref), 2, 8)
     assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "bamba"])
+def test_training_taps_a_recurrent_target(family: str) -> None:
+    target, (inputs, _) = target_of(family), plain(family, "three", 0)
+    real = inputs["attention_mask"].bool()
+    features = target_features(
+        find_target(target),
+        [0, 2],
+        Batch(input_ids=inputs["input_ids"], attention_mask=real, loss_mask=real),
+        with_head=True,
+    )
+    with torch.no_grad():
+        states = target(**inputs, output_hidden_states=True).hidden_states
+    assert torch.equal(features.taps, torch.cat([states[1], states[3]], dim=-1))
+    assert features.next_ids is not None
