@@ -174,7 +174,7 @@ def flash_attention(name: str) -> Callable[..., Any] | str:
         if repository is not None:
             module = module.get_kernel(repository)
         return module.flash_attn_with_kvcache
-    except Exception as error:  # whatever a library raises that cannot be loaded here is the reason that is recorded
+    except (ImportError, AttributeError, OSError, RuntimeError, ValueError) as error:
         return f"not available: {type(error).__name__}: {str(error)[:200]}"
 
 

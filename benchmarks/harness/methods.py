@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from dflash_hf.generation_config import Proposal
+from dflash_hf.generation_config import Engine, Proposal
 
 from .clock import StepClock, synchronize
 from .pair import Inputs, Pair
@@ -197,14 +197,18 @@ def lookup(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
     return Raw(out, first=counter.counts[0])
 
 
-def ours_eager(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
-    """The same with every operation launched from the host."""
-    knobs = pair.draft.generation_config
-    before, knobs.engine = knobs.engine, "eager"
-    try:
-        return ours(pair, inputs, settings)
-    finally:
-        knobs.engine = before
+def ours_on(engine: Engine) -> Method:
+    """Returns our way of decoding on an engine of its own, named after it."""
+
+    def run(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
+        knobs = pair.draft.generation_config
+        before, knobs.engine = knobs.engine, engine
+        try:
+            return ours(pair, inputs, settings)
+        finally:
+            knobs.engine = before
+
+    return Method(name=f"ours/{engine}", run=run, batches=True, replays=engine in ("auto", "cuda_graph"))
 
 
 def ours_at(width: int, block: int) -> Method:
@@ -224,7 +228,7 @@ def ours_at(width: int, block: int) -> Method:
 PLAIN = Method(name="plain", run=plain, batches=True)
 PLAIN_STATIC = Method(name="plain/static", run=plain_static, batches=True, marks_tokens=True)
 OURS = Method(name="ours", run=ours, batches=True, replays=True)
-OURS_EAGER = Method(name="ours/eager", run=ours_eager, batches=True)
+OURS_EAGER = ours_on("eager")
 STOCK = Method(name="stock", run=stock, batches=False)
 LOOKUP = Method(name="lookup", run=lookup, batches=False)
 
