@@ -19,9 +19,8 @@ def lines_of(record: dict[str, Any]) -> list[str]:
         lines.append(f"  not run    {row['model']} {cell} {row['what']}: {row['why'][:160]}")
     for row in record.get("stages", []):
         cell = f"{row['batch']}x{row['context']} width {row['verify_width']}"
-        for key in ("not_captured", "host_reads"):
-            if row[key]:
-                lines.append(f"  {key:10} {row['model']} {cell}: {row[key][:160]}")
+        found = {key: row[key] for key in ("not_captured", "host_reads") if row[key]}
+        lines += [f"  {key:10} {row['model']} {cell}: {why[:160]}" for key, why in found.items()]
     for row in record["rows"]:
         if "identity_rate" in row:
             widest = "-" if row["widest_margin"] is None else f"{row['widest_margin']:.3g}"
