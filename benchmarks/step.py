@@ -20,7 +20,6 @@ import logging
 import os
 import sys
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -235,33 +234,30 @@ def methods_for(
 
 
 def run_methods(bench: Bench, model: str, pair: Pair, cell: Cell, methods: list[tuple[Method, int | None]]) -> None:
-    """Runs the methods over one batch of prompts in turn, after a run of each that does not count."""
+    """Runs each method over one batch of prompts, after a run that does not count.
+
+    One after the other, not in turns: buffers and graphs of several widths at once may be more than are kept between
+    calls, and a graph that is captured anew would be in the step's time.
+    """
     inputs, settings = pair.inputs("random", cell[1], cell[0]), Settings(max_new_tokens=bench.new_tokens)
-    groups: dict[str, Group] = defaultdict(Group)
-    engines: dict[str, str | None] = {}
-    chosen: list[tuple[Method, int | None]] = []
     for method, width in methods:
         if bench.is_late():
             bench.skip(model, cell, method.name, "no time left")
             continue
+        free_buffers(pair.draft)
+        group = Group()
         try:
             if method.marks_tokens and bench.device.type == "cuda":
                 torch.compiler.reset()  # what another cell has compiled was for other shapes
             measure(pair, method, inputs, settings)
+            for _ in range(bench.repeats):
+                group.add(("random", 0), measure(pair, method, inputs, settings), None)
         except (torch.OutOfMemoryError, RuntimeError, ValueError) as error:
             bench.fail(model, cell, method.name, error)
             release(pair)
             continue
-        chosen.append((method, width))
-        engines[method.name] = pair.draft.last_stats.engine if method.name.startswith("ours") else None
-    for repeat in range(bench.repeats):
-        turn = repeat % max(len(chosen), 1)
-        for method, _ in [*chosen[turn:], *chosen[:turn]]:
-            groups[method.name].add(("random", 0), measure(pair, method, inputs, settings), None)
-    bench.rows += [
-        method_row(pair, model, method.name, width, cell, groups[method.name], engines[method.name])
-        for method, width in chosen
-    ]
+        engine = pair.draft.last_stats.engine if method.name.startswith("ours") else None
+        bench.rows.append(method_row(pair, model, method.name, width, cell, group, engine))
 
 
 def run_stages(bench: Bench, model: str, pair: Pair, cell: Cell) -> None:
@@ -385,10 +381,15 @@ def main(
     path = out or Path(os.environ.get("OUT", RESULTS)) / "step.json"
     watch = LoadWatch()
     may_be_kept = may_write(path, quiet=not is_tiny)
-    for name in names:
-        run_model(bench, name, lambda: write(record_of(bench, rate, watch, False), path) if may_be_kept else None)
+    is_complete = True
+    try:
+        for name in names:
+            run_model(bench, name, lambda: write(record_of(bench, rate, watch, False), path) if may_be_kept else None)
+    except KeyboardInterrupt:
+        is_complete = False
+        logger.warning("interrupted: what there is so far is written, as incomplete")
     watch.stop()
-    record = record_of(bench, rate, watch, True)
+    record = record_of(bench, rate, watch, is_complete)
     show(
         "Steps with random weights; tokens per second are DERIVED for acceptance lengths",
         record["rows"],
@@ -399,8 +400,8 @@ def main(
     show("Floors: one H200, Qwen3-8B's shapes, bfloat16", record["floors"], FLOOR_COLUMNS)
     # A tiny pair is never a record.
     finish(record, path, quiet=not is_tiny and watch.is_quiet(), figure=step_figure)
-    if bench.has_failed:
-        raise typer.Exit(1)
+    if bench.has_failed or not is_complete:
+        raise typer.Exit(1 if is_complete else 130)
 
 
 def record_of(bench: Bench, rate: float, watch: LoadWatch, is_complete: bool) -> dict[str, Any]:

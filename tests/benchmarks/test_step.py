@@ -176,6 +176,24 @@ def test_what_breaks_off_costs_only_itself(results: Path, tmp_path: Path, monkey
     assert [(row["what"], row["why"]) for row in record["not_run"]] == [("ours/eager", "RuntimeError: it broke")]
 
 
+def test_an_interrupted_run_leaves_what_it_had(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = step.measure
+
+    def measure(pair: Pair, method: Any, *rest: Any) -> Any:
+        if method.name == "plain":
+            raise KeyboardInterrupt
+        return whole(pair, method, *rest)
+
+    monkeypatch.setattr(step, "measure", measure)
+    out = tmp_path / "step.json"
+    result = run(*QUICK, "--cells", "1x24", "--methods", "ours,plain", "--out", str(out))
+    assert result.exit_code == 130
+    record = json.loads(out.read_text())
+    assert [row["method"] for row in record["rows"]] == ["ours"]
+    assert not record["provenance"]["is_complete"]
+    assert out.with_suffix(".png").stat().st_size > 1000
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
