@@ -24,8 +24,6 @@
 #
 # Where the copy of the tree is no repository, GIT_COMMIT=... says what the records are of.
 set -uo pipefail
-# With job control a part in the background can be interrupted; without it, bash makes it deaf to Ctrl-C.
-set -m
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
 TINY=""
