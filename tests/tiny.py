@@ -72,19 +72,63 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {}),
 }
 
+_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+    "tie_word_embeddings": False,
+}
+
+# Targets with recurrent layers; what reads FAMILIES need not know them.
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5": ("Qwen3_5Text", _DELTA),
+    "qwen3.5-moe": ("Qwen3_5MoeText", _DELTA | _EXPERTS),
+    "qwen3-next": ("Qwen3Next", _DELTA | _EXPERTS),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * (DEPTH // 2)}),
+    "bamba": ("Bamba", _MAMBA2 | {"attn_layer_indices": [1]}),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        _MAMBA2
+        | {
+            "layer_types": ["linear_attention", "full_attention"] * (DEPTH // 2),
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 24,
+            "embedding_multiplier": 4.0,
+        },
+    ),
+}
+
 
 def tiny_target(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Builds a family's causal model: random weights, eval mode, float64, the attention it has by default."""
-    name, extra = FAMILIES[family]
+    name, extra = (FAMILIES | HYBRIDS)[family]
     config = getattr(transformers, f"{name}Config")(**{**COMMON, **extra, **overrides})
     torch.manual_seed(seed)
-    model_class = getattr(transformers, {"Gemma3Text": "Gemma3ForCausalLM"}.get(name, f"{name}ForCausalLM"))
+    model_class = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
     # Gemma 2's eager attention casts float64's lowest number to a float32 minus infinity, and plain `generate` gives
     # NaN on every padded row: it is tested in float32.
     model = model_class(config).to(torch.float32 if family == "gemma2" else torch.float64).eval()
     if family == "gemma2":
         model.set_attn_implementation("eager")  # 5.16 chooses sdpa, which leaves the soft cap out
-    if hasattr(model, "set_experts_implementation") and family in ("qwen3-moe", "gpt-oss"):
+    if hasattr(model, "set_experts_implementation") and getattr(config, "num_experts_per_tok", None):
         model.set_experts_implementation("eager")
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith(("sinks", "bias")):

@@ -2,12 +2,13 @@
 
 A block is written at `lengths[b] .. lengths[b] + width - 1`. Accepting `n` tokens means `lengths[b] += n`; the next
 block overwrites every stale slot before anything reads it. Full layers hold the whole row, sliding layers a ring of
-window + block slots. The target and the draft use the same class.
+window + block slots. The target and the draft use the same class. A target's recurrent layers, which keep a state
+instead of keys and values, are in `recurrent_cache`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.devices import free_memory
+from dflash_hf.recurrence import Recurrence
+from dflash_hf.recurrent_cache import Members, RecurrentGroup, RecurrentLayer, plan_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +217,7 @@ class _LayerPlan:
 
 
 class RaggedCache(Cache):
-    """One [`RaggedLayer`] per layer, and the block that is being written.
+    """One [`RaggedLayer`] or [`RecurrentLayer`] per layer, and the block that is being written.
 
     Args:
         shapes (`list[LayerShape]`): One per layer.
@@ -236,6 +239,7 @@ class RaggedCache(Cache):
     ) -> None:
         super().__init__(layers=[RaggedLayer(shape, batch, max_length, block, dtype, device) for shape in shapes])
         self.block: RaggedBlock | None = None
+        self.groups: list[RecurrentGroup] = []
 
     @classmethod
     def take_prefill(
@@ -246,6 +250,7 @@ class RaggedCache(Cache):
         block: int,
         keep: bool = False,
         into: RaggedCache | None = None,
+        recurrences: Mapping[int, Recurrence] | None = None,
     ) -> RaggedCache:
         """Moves an ordinary prefill cache in, row by row without its padding, emptying it layer by layer.
 
@@ -256,21 +261,36 @@ class RaggedCache(Cache):
             keep (`bool`): Copy only: `prefill` stays as it is.
             into (`RaggedCache`, *optional*): Cleared buffers for rows of `max_length` tokens, used if they have the
                 prefill's shapes and dtypes; the result is another cache if they do not.
+            recurrences (`dict[int, Recurrence]`, *optional*): The target's recurrent layers by index.
 
         Raises:
-            ValueError: If a layer is not an attention layer with keys and values, or the buffers are larger than what
-                is free of the device's memory.
+            ValueError: If a layer is neither an attention layer with keys and values nor one of `recurrences`, or the
+                buffers are larger than what is free of the device's memory.
         """
-        plans = [_LayerPlan.of(layer, index, positions_BS.shape[1]) for index, layer in enumerate(prefill.layers)]
+        recurrent, batch = plan_groups(prefill, recurrences or {}, block), positions_BS.shape[0]
+        plans = {
+            index: _LayerPlan.of(layer, index, positions_BS.shape[1])
+            for index, layer in enumerate(prefill.layers)
+            if index not in (recurrences or {})
+        }
         if not plans:
-            raise ValueError("expected a prefill cache with layers, got an empty one; does the target use its cache?")
-        batch = positions_BS.shape[0]
-        if into is None or not into.has_shapes(plans, batch):
-            _check_plans(plans, batch, max_length, block, emptied=not keep)
+            raise ValueError(
+                "expected a prefill cache with attention layers, got none; does the target use its cache?"
+            )
+        if into is None or not into.has_shapes(plans, recurrent, batch):
+            _check_plans(list(plans.values()), recurrent, batch, max_length, block, emptied=not keep)
             into = None
-        cache = cls([], batch=batch, max_length=0, block=0, dtype=plans[0].dtype, device=plans[0].device)
-        for index, (source, plan) in enumerate(zip(prefill.layers, plans, strict=True)):
-            layer = plan.allocate(batch, max_length, block) if into is None else into.layers[index]
+        dtype, device = next((plan.dtype, plan.device) for plan in plans.values())
+        cache = cls([], batch=batch, max_length=0, block=0, dtype=dtype, device=device)
+        cache.groups = [RecurrentGroup(*members) for members in recurrent] if into is None else into.groups
+        states = {index: layer for group in cache.groups for index, layer in group.layers().items()}
+        for group in cache.groups:
+            group.take(prefill.layers, (positions_BS[:, -1] + 1).to(group.plan.device), keep)
+        for index, source in enumerate(prefill.layers):
+            if index in states:
+                cache.layers.append(states[index])
+                continue
+            layer = plans[index].allocate(batch, max_length, block) if into is None else into.layers[index]
             assert isinstance(layer, RaggedLayer)
             keys, values = stored_columns(source)
             # A sliding layer kept only its newest columns: they are the last ones of the prompt.
@@ -284,16 +304,52 @@ class RaggedCache(Cache):
             del keys, values
         return cache if into is None else into
 
-    def has_shapes(self, plans: list[_LayerPlan], batch: int) -> bool:
+    def has_shapes(self, plans: Mapping[int, _LayerPlan], recurrent: Sequence[Members], batch: int) -> bool:
         """Whether the layers are what these plans would allocate, whatever their length."""
-        return len(self.layers) == len(plans) and all(
-            isinstance(layer, RaggedLayer) and plan.is_met_by(layer, batch)
-            for plan, layer in zip(plans, self.layers, strict=True)
+        attention = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, RaggedLayer)}
+        return (
+            attention.keys() == plans.keys()
+            and all(plan.is_met_by(attention[index], batch) for index, plan in plans.items())
+            and len(self.groups) == len(recurrent)
+            and all(group.is_for(*members) for group, members in zip(self.groups, recurrent, strict=True))
         )
 
     def begin(self, block: RaggedBlock) -> None:
-        """Says where the next writes go."""
+        """Says where the next writes go; recurrent states follow to where the block begins."""
         self.block = block
+        self.advance(block)
+        for layer in self.layers:
+            if isinstance(layer, RecurrentLayer):
+                layer.begin(block.width)
+
+    def advance(self, block: RaggedBlock) -> None:
+        """Takes recurrent states on to where a block begins: by what the last one has kept."""
+        for group in self.groups:
+            group.replay(block.on(group.plan.device).lengths)
+
+    def check_passed(self, block: RaggedBlock) -> None:
+        """Checks that a forward has gone through every layer as it must.
+
+        Raises:
+            RuntimeError: If a layer's attention did not go over this cache, or a recurrent layer did not hand over
+                what it made of the block.
+        """
+        passed_by = [
+            index
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer, RecurrentLayer) and not layer.is_complete
+        ]
+        if passed_by:
+            raise RuntimeError(
+                f"expected the inputs of the recurrences in layers {passed_by}, got none; a compiled or replaced "
+                "module runs no hooks, use the model as it was before"
+            )
+        num = sum(isinstance(layer, RaggedLayer) for layer in self.layers)
+        if block.num_calls != num:
+            raise RuntimeError(
+                f"expected attention over the ragged cache in {num} layers, got it in {block.num_calls}; this target "
+                "does not use Transformers' attention interface throughout"
+            )
 
     def write(self, layer_idx: int, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> None:
         """Writes a block's keys and values, token-major."""
@@ -324,17 +380,16 @@ class RaggedCache(Cache):
 
     def clear(self) -> None:
         """Empties all buffers in place, for another run: what a masked slot holds must be finite."""
-        for layer in self.layers:
-            assert isinstance(layer, RaggedLayer)
-            layer.clear()
+        for part in (*self.layers, *self.groups):
+            if isinstance(part, RaggedLayer | RecurrentGroup):
+                part.clear()
 
     def buffers(self) -> list[Tensor]:
-        """Returns all buffers, keys and values of one layer after the other."""
+        """Returns all buffers, keys and values of one layer after the other, then the recurrent ones."""
+        attention = [layer for layer in self.layers if isinstance(layer, RaggedLayer)]
         return [
-            buffer
-            for layer in self.layers
-            if isinstance(layer, RaggedLayer)
-            for buffer in (layer.key_buffer, layer.value_buffer)
+            *(buffer for layer in attention for buffer in (layer.key_buffer, layer.value_buffer)),
+            *(buffer for group in self.groups for buffer in group.buffers()),
         ]
 
     def num_bytes(self) -> int:
@@ -360,6 +415,7 @@ def check_memory(
     max_length: int,
     block: int,
     freed: int = 0,
+    fixed: int = 0,
 ) -> None:
     """Refuses buffers that are larger than what is free of a device's memory, before any is allocated.
 
@@ -368,14 +424,17 @@ def check_memory(
         device (`torch.device`): Where they will be.
         batch, max_length, block (`int`): See [`RaggedCache`].
         freed (`int`): Bytes that are given back on the way.
+        fixed (`int`): Bytes that are needed whatever the length.
 
     Raises:
         OutOfRoomError: With the bytes that are needed and the greatest length that fits.
     """
     free = free_memory(device)
-    needed = buffer_bytes(shapes, batch, max_length, block)
+    needed = buffer_bytes(shapes, batch, max_length, block) + fixed
     if free is None or needed <= free + freed:
         return
+    freed -= fixed
+    needed -= fixed
     fits, too_long = 0, max_length
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
@@ -390,13 +449,21 @@ def check_memory(
     )
 
 
-def _check_plans(plans: list[_LayerPlan], batch: int, max_length: int, block: int, emptied: bool) -> None:
+def _check_plans(
+    plans: list[_LayerPlan],
+    recurrent: Sequence[Members],
+    batch: int,
+    max_length: int,
+    block: int,
+    emptied: bool,
+) -> None:
     """`check_memory` for what a prefill's cache is moved into, on each device; `emptied` as it goes along or kept."""
     for device in {plan.device for plan in plans}:
         here = [plan for plan in plans if plan.device == device]
         shapes = [(plan.shape, plan.dtype.itemsize, plan.value_dtype.itemsize) for plan in here]
         freed = sum(plan.num_bytes for plan in here) if emptied else 0
-        check_memory(shapes, device, batch, max_length, block, freed)
+        fixed = sum(plan.num_bytes() * len(members) for plan, members in recurrent if plan.device == device)
+        check_memory(shapes, device, batch, max_length, block, freed, fixed)
 
 
 def stored_columns(layer: Any) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dflash_hf.attention import RAGGED_BLOCK
 from dflash_hf.configuration_dflash import LAYER_TYPES, DFlashConfig
 from dflash_hf.devices import execution_device
+from dflash_hf.recurrence import Recurrence, find_recurrence, find_recurrences, supported
 
 _SETTING = "_attn_implementation"
 _MARK = "_dflash_switchable"
@@ -73,6 +74,11 @@ class Target:
         )
 
     @property
+    def recurrences(self) -> dict[int, Recurrence]:
+        """The recurrent parts of layers that have one which can be taken back, by layer index."""
+        return find_recurrences(self.layers)
+
+    @property
     def vocab_size(self) -> int:
         """Number of rows of the embedding (ids that can be looked up)."""
         weight: Any = self.embedding.weight
@@ -102,12 +108,16 @@ def find_target(model: PreTrainedModel) -> Target:
         for module in model.modules()
         if isinstance(module, nn.ModuleList)
         and len(module) == num_layers
-        and all(hasattr(layer, "self_attn") or hasattr(layer, "attn") or hasattr(layer, "mlp") for layer in module)
+        and all(_is_decoder_layer(layer) for layer in module)
     ]
     own = [layers for layers in lists if _text_config_of(layers) is config] or lists
     if not own:
         raise ValueError(f"expected a list of {num_layers} decoder layers inside {name}, found none; not supported")
     return Target(model, config, tuple(own[0]), embedding, head)
+
+
+def _is_decoder_layer(layer: nn.Module) -> bool:
+    return any(hasattr(layer, name) for name in ("self_attn", "attn", "mlp")) or find_recurrence(layer) is not None
 
 
 def _text_config_of(layers: nn.ModuleList) -> object:
@@ -123,8 +133,9 @@ def check_target(target: Target) -> None:
     """Refuses targets whose attention the ragged cache cannot reproduce exactly.
 
     Raises:
-        ValueError: Naming the mechanism: chunked, ALiBi, shared-K/V or cross attention, recurrent layers, or a model
-            that does not use Transformers' attention interface.
+        ValueError: Naming the mechanism: chunked, ALiBi, shared-K/V or cross attention, recurrent layers of a kind
+            that cannot be taken back or that lack what that needs, or a model that does not use Transformers'
+            attention interface.
     """
     config, name = target.config, type(target.model).__name__
     if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
@@ -132,12 +143,12 @@ def check_target(target: Target) -> None:
             f"expected {name} under an attention implementation that knows its soft cap, got 'sdpa', which older "
             "Transformers choose and which leaves it out; call target.set_attn_implementation('eager')"
         )
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    unknown = sorted(layer_types - set(LAYER_TYPES))
+    recurrences = target.recurrences
+    _check_recurrences(target, recurrences)
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
+    unknown = sorted({kind for i, kind in enumerate(layer_types) if i not in recurrences} - set(LAYER_TYPES))
     if "chunked_attention" in unknown or getattr(config, "attention_chunk_size", None):
         reason = "chunked attention (its argument never reaches the attention interface)"
-    elif getattr(target.model, "_is_stateful", False) or any("linear" in t or "mamba" in t for t in unknown):
-        reason = f"recurrent layers ({', '.join(unknown) or 'stateful model'}), which need an exact rollback"
     elif unknown:
         reason = f"layers of type {', '.join(unknown)}"
     elif getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "") == "alibi":
@@ -148,15 +159,41 @@ def check_target(target: Target) -> None:
         reason = "cross attention"
     elif (adapter := _adapter_reason(target.model)) is not None:
         reason = adapter
-    elif not type(target.model)._supports_attention_backend:
+    elif not type(target.model)._supports_attention_backend and not recurrences:  # hybrids do not set it
         reason = NO_INTERFACE
     elif _swallows_keywords(target):
         reason = "layers that do not hand keywords of the forward down to their attention"
     else:
-        reason = next((reason for layer in target.layers if (reason := _layer_reason(layer)) is not None), None)
+        attention = [layer for index, layer in enumerate(target.layers) if index not in recurrences]
+        reason = next((reason for layer in attention if (reason := _layer_reason(layer)) is not None), None)
     if reason is None:
         return
     raise ValueError(f"expected a target with full or sliding attention, got {name} with {reason}; drop the draft")
+
+
+def _check_recurrences(target: Target, recurrences: dict[int, Recurrence]) -> None:
+    """Refuses recurrent layers that cannot be taken back.
+
+    Raises:
+        ValueError: Naming their kind, or what they lack.
+    """
+    kinds = getattr(target.config, "layer_types", None) or []
+    others = {str(kind) for index, kind in enumerate(kinds) if index not in recurrences and _is_recurrent(kind)}
+    reasons = [found for each in recurrences.values() if (found := each.rule.why_not(each.module)) is not None]
+    if others or (getattr(target.model, "_is_stateful", False) and not recurrences):
+        reasons.insert(0, f"others ({', '.join(sorted(others)) or 'a stateful model'})")
+    elif len(recurrences) == len(target.layers):
+        reasons.append("no layer with attention beside them")
+    if reasons:
+        raise ValueError(
+            f"expected a target whose recurrent layers are {supported()}, got {type(target.model).__name__} with "
+            f"{reasons[0]}; drop the draft"
+        )
+
+
+def _is_recurrent(kind: object) -> bool:
+    """Whether a layer type of a config means that a state is kept."""
+    return any(word in str(kind) for word in ("linear", "mamba", "conv", "hybrid", "recurrent"))
 
 
 def _adapter_reason(model: PreTrainedModel) -> str | None:

@@ -292,17 +292,9 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "alibi": ("Bloom", {"n_layer": 4, "n_head": 4}, "(ALiBi|AttentionInterface)"),
     "recurrent": (
-        "Qwen3Next",
-        {
-            "head_dim": 8,
-            "num_experts": 2,
-            "num_experts_per_tok": 1,
-            "linear_num_value_heads": 2,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-        },
-        "recurrent layers",
+        "FalconH1",
+        {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1},
+        "recurrent layers are gated delta nets",
     ),
     "shared": (
         "Gemma3nText",

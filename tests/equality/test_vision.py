@@ -286,7 +286,7 @@ TURNS: dict[str, tuple[list[list[Grid]], list[list[Grid]]]] = {
 
 @pytest.mark.parametrize("whole", [True, False], ids=["all pictures", "new pictures"])
 @pytest.mark.parametrize("turns", TURNS.values(), ids=TURNS.keys())
-@pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl"])
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl", "qwen3.5-vl"])
 def test_a_later_turn_brings_pictures_to_a_kept_cache(
     name: str, turns: tuple[list[list[Grid]], list[list[Grid]]], whole: bool
 ) -> None:

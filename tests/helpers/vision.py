@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tiny import COMMON, MIXED
+from tiny import COMMON, HYBRIDS, MIXED
 
 IMAGE, START, END, VIDEO = 58, 59, 60, 61
 WORDS = 57  # ids below are text
@@ -111,15 +111,23 @@ VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     ),
 }
 
+_ROPE35 = {"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5}}
+_VISION35 = {name: value for name, value in _QWEN3_VISION.items() if name != "deepstack_visual_indexes"}
+# The same with recurrent layers; what reads VISION need not know them.
+VISION_HYBRIDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen3.5-vl": ("Qwen3_5", HYBRIDS["qwen3.5"][1] | _ROPE35, _VISION35, _QWEN_IDS),
+    "qwen3.5-vl-moe": ("Qwen3_5Moe", HYBRIDS["qwen3.5-moe"][1] | _ROPE35, _VISION35, _QWEN_IDS),
+}
+
 
 def vision_target(name: str, seed: int = 0, **others: Any) -> PreTrainedModel:
     """Builds a family's image-text-to-text model: random weights, eval mode, float64; `others` go to its config."""
-    prefix, text, vision, other = VISION[name]
+    prefix, text, vision, other = (VISION | VISION_HYBRIDS)[name]
     config_class = getattr(transformers, f"{prefix}Config")
     config = config_class(text_config={**COMMON, **text, **others}, vision_config=vision, **{**other, **others})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).to(torch.float64).eval()
-    if name == "qwen3-vl-moe":
+    if name.endswith("-moe"):
         model.set_experts_implementation("eager")
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith(("bias", "image_newline", "position_embedding")) or "mm_input_projection" in (
@@ -193,4 +201,4 @@ def vision_prompts(
     return inputs
 
 
-__all__ = ["IMAGE", "VIDEO", "VISION", "Grid", "vision_prompts", "vision_target"]
+__all__ = ["IMAGE", "VIDEO", "VISION", "VISION_HYBRIDS", "Grid", "vision_prompts", "vision_target"]

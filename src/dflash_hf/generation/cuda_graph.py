@@ -34,9 +34,9 @@ Settings = tuple[object, ...]
 MAX_SETTINGS = 4
 # One capture at a time: the beginning of one returns memory to the driver.
 _capturing = threading.Lock()
-# Transformers' own hooks, which do nothing unless a forward is asked for hidden states, and taps, which listen to
+# Transformers' own hooks, which do nothing unless a forward is asked for hidden states, and ours, which listen to
 # their own thread's run.
-_HARMLESS_HOOKS = ("transformers.utils.output_capturing", "dflash_hf.taps")
+_HARMLESS_HOOKS = ("transformers.utils.output_capturing", "dflash_hf.taps", "dflash_hf.recurrent_cache")
 
 
 class NotCapturableError(RuntimeError):

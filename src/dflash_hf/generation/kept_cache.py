@@ -10,6 +10,7 @@ Shapes: `B` rows, `T` columns of the whole conversation, `P` of them in the cach
 
 from __future__ import annotations
 
+import copy
 import uuid
 import weakref
 from collections.abc import Callable, Generator, Iterator
@@ -20,7 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 from transformers.utils import logging
 
 from dflash_hf.attention import RaggedBlock
@@ -29,9 +36,16 @@ from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.positions import slot_positions
+from dflash_hf.recurrent_cache import RecurrentLayer
 from dflash_hf.target import Target
 
-SUPPORTED_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+SUPPORTED_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 logger: Any = logging.get_logger(__name__)
 # A name per draft object: a cache can be copied and pickled with its context, and keeps no draft alive.
@@ -202,7 +216,13 @@ class KeptCache:
             verify(self._padding(state, generator, sequences, num_forwards))
         positions = self.positions[:, -1:] + 1 + answer
         new = torch.cat([self.positions, positions], dim=1)[:, seq_length(self.cache) :]
+        ragged.advance(RaggedBlock(self.positions[:, -1] + 1 + num_columns, 1))
         for index, layer in enumerate(ragged.layers):
+            if isinstance(layer, RecurrentLayer):
+                self.cache.update_conv_state(layer.window, index)
+                if layer.state is not None:
+                    self.cache.update_recurrent_state(layer.state, index)
+                continue
             assert isinstance(layer, RaggedLayer)
             if new.shape[1]:
                 self.cache.update(*layer.read_rows(new), index)
@@ -240,8 +260,9 @@ class KeptCache:
             return
         lengths = (positions >= 0).sum(dim=1)
         offset = torch.zeros_like(lengths) if generator.offset is None else generator.offset
-        full = [index for index, slides in enumerate(self.cache.is_sliding) if not slides]
-        layer = full[-1] if full else len(self.cache.layers) - 1
+        attention = [index for index, layer in enumerate(self.cache.layers) if not _is_recurrent(layer)]
+        full = [index for index in attention if not self.cache.is_sliding[index]]
+        layer = (full or attention)[-1]
         holder.dflash_context = DraftContext(
             draft=_names.setdefault(generator.draft, uuid.uuid4().hex),
             buffers=[_pair(layer, is_lent) for layer in generator.cache.layers],
@@ -311,12 +332,20 @@ def check_cache(cache: object, target: Target, rows: int, num_ids: int, mask: Te
             f"expected past_key_values with {len(references)} layers (the target's), got {len(cache.layers)}; pass a "
             "cache that was made for this target"
         )
+    if any(map(_is_recurrent, references)) and not cache.layers:
+        raise ValueError(
+            "expected past_key_values that know the target's recurrent layers, got a cache made without a config; use "
+            "DynamicCache(config=model.config)"
+        )
     for index, (layer, reference) in enumerate(zip(cache.layers, references, strict=False)):
         if type(layer) not in SUPPORTED_LAYERS:
             raise ValueError(
                 f"expected dynamic or static layers in past_key_values, got {type(layer).__name__} in layer {index}; "
                 "use a DynamicCache or drop assistant_model"
             )
+        if _is_recurrent(reference) or _is_recurrent(layer):
+            _check_recurrent(layer, reference, index, rows, bool(seq_length(cache)))
+            continue
         kept, window = layer_window(layer), layer_window(reference)
         # A static layer that is shorter than the window is a matter of room: see `KeptCache.begin`.
         shorter = isinstance(layer, StaticLayer) and window is not None and kept is not None and kept < window
@@ -328,9 +357,39 @@ def check_cache(cache: object, target: Target, rows: int, num_ids: int, mask: Te
     _check_columns(cache, rows, num_ids, mask)
 
 
+def _is_recurrent(layer: object) -> bool:
+    """Whether a layer of an ordinary cache is for a recurrent layer of the target's."""
+    return isinstance(layer, LinearAttentionLayer)
+
+
+def _check_recurrent(layer: Any, reference: Any, index: int, rows: int, has_columns: bool) -> None:
+    """Refuses a recurrent layer of a cache that is of another target, or does not stand where the others do."""
+    if not (_is_recurrent(layer) and _is_recurrent(reference)):
+        raise ValueError(
+            f"expected a {type(reference).__name__} in layer {index} of past_key_values (the target's), got a "
+            f"{type(layer).__name__}; make the cache with DynamicCache(config=model.config)"
+        )
+    if layer.record_past:
+        raise ValueError(
+            f"expected past_key_values that keep no more than they need, got layer {index} recording its past; start "
+            "from a new one"
+        )
+    if all(layer.has_previous_state.values()) != has_columns:
+        raise ValueError(
+            f"expected past_key_values with a state wherever there are keys, got none in layer {index} or no keys "
+            "beside it; it comes from a forward that was interrupted, start from a new one"
+        )
+    window = layer.conv_states[0]
+    if has_columns and window.shape[0] != rows:
+        raise ValueError(
+            f"expected past_key_values with {rows} rows (input_ids times num_return_sequences), got "
+            f"{window.shape[0]} in layer {index}; start from a new one"
+        )
+
+
 def _check_columns(cache: Cache, rows: int, num_ids: int, mask: Tensor | None) -> None:
     """Compares a cache's rows and columns with those of the call."""
-    layers: list[Any] = cache.layers
+    layers: list[Any] = [layer for layer in cache.layers if not _is_recurrent(layer)]
     keys = [layer.keys for layer in layers]
     own = {tensor.shape[0] for tensor in keys if isinstance(tensor, Tensor) and tensor.dim() == 4}
     if own - {rows}:
@@ -361,8 +420,15 @@ def seq_length(cache: Cache) -> int:
 
 def _snapshot(layer: Any) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
     """A layer's attributes, and copies of those tensors that an update changes in place."""
-    attributes = dict(vars(layer))
+    # States are kept in dicts of the layer's, which change in place too.
+    held: dict[str, Any] = vars(layer)
+    attributes: dict[str, Any] = {
+        name: copy.copy(value) if isinstance(value, dict) else value for name, value in held.items()
+    }
     volatile: list[Tensor] = []
+    if _is_recurrent(layer):
+        states = (*attributes["conv_states"].values(), *attributes["recurrent_states"].values())
+        volatile = [state for state in states if state is not None]
     if isinstance(layer, StaticLayer):
         # Of a full layer, what lies beyond its length is scratch.
         names = ("keys", "values") if isinstance(layer, StaticSlidingWindowLayer) else ()

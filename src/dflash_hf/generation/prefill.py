@@ -183,12 +183,12 @@ def _into_ragged(
     width, keep = generator.verify_width, kept is not None and kept.given
     exact = max_length + (width if buffers is None else max(width, generator.block_size))
     length = exact if buffers is None else buffers.capacity
-    into = None if buffers is None else buffers.cache
+    into, recurrences = None if buffers is None else buffers.cache, generator.target.recurrences
     try:
-        cache = RaggedCache.take_prefill(filled, positions, length, width, keep, into)
+        cache = RaggedCache.take_prefill(filled, positions, length, width, keep, into, recurrences)
     except OutOfRoomError:
         free_buffers(generator.draft)
-        cache = RaggedCache.take_prefill(filled, positions, exact, width, keep, into)
+        cache = RaggedCache.take_prefill(filled, positions, exact, width, keep, into, recurrences)
         if buffers is not None:
             buffers.capacity = exact
     if buffers is not None:

@@ -27,6 +27,7 @@ from dflash_hf.generation.outputs import Recorder
 from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
+from dflash_hf.recurrent_cache import noting
 from dflash_hf.taps import Taps
 from dflash_hf.target import Target, ragged_attention
 
@@ -75,10 +76,10 @@ class Run:
 
 @contextmanager
 def tapped(run: Run) -> Generator[Taps]:
-    """The target with its attention switched and its layers tapped."""
+    """The target with its attention switched, its layers tapped and its recurrences noted."""
     ids = run.generator.draft.config.target_layer_ids
     assert ids is not None
-    with ragged_attention(run.target), Taps(run.target.layers, ids) as taps:
+    with ragged_attention(run.target), noting(run.cache.layers), Taps(run.target.layers, ids) as taps:
         yield taps
 
 
@@ -95,15 +96,11 @@ def verify(run: Run, block: RaggedBlock, held: Taps | None = None) -> CausalLMOu
         `CausalLMOutputWithPast`: The target's output, with logits `[B, W, V]`.
 
     Raises:
-        RuntimeError: If a layer's attention did not go over the ragged cache.
+        RuntimeError: If a layer did not go over the ragged cache as it must.
     """
     with nullcontext(held) if held is not None else tapped(run) as taps:
         outputs = steps.verify_step(run.state, run.target, run.cache, block, run.extra)
-        if block.num_calls != len(run.cache.layers):
-            raise RuntimeError(
-                f"expected attention over the ragged cache in {len(run.cache.layers)} layers, got it in "
-                f"{block.num_calls}; this target does not use Transformers' attention interface throughout"
-            )
+        run.cache.check_passed(block)
         steps.context_step(run.generator, taps, block)
     return outputs
 

@@ -1,0 +1,279 @@
+"""The recurrent part of the ragged cache: states that stay as they were until it is known what a block keeps.
+
+A verify gets the window and the state from before its block, and what it would make of them is dropped. Beside them
+the block's inputs are noted. When the next block begins, the rows' lengths say how many tokens of the last one were
+kept, and `RecurrentGroup.replay` takes window and state on by exactly as many: whatever has shortened a row in
+between, a stopping criterion or another row in step with it, has changed its length too.
+
+Layers of one kind and size share stacked buffers, so that a replay is a few calls for all of them.
+
+Shapes: `L` layers of a group, `B` rows, `C` channels, `k` of the window, `W` tokens of the longest block.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from dflash_hf.recurrence import Recurrence, Rule
+
+
+class RecurrentLayer(LinearAttentionCacheLayerMixin):
+    """One layer's window and state, as Transformers' recurrent modules look for them; views of its group's buffers.
+
+    Args:
+        group (`RecurrentGroup`): Its group.
+        slot (`int`): Its place in it.
+    """
+
+    is_compileable = False
+
+    def __init__(self, group: RecurrentGroup, slot: int) -> None:
+        super().__init__()
+        self.group = group
+        self.slot = slot
+        with torch.inference_mode(False):
+            self.window = group.windows[slot]
+            self.state = None if group.states is None else group.states[slot]
+            self._block = group.blocks[slot]
+            self._noted = group.noted[slot]
+        self.module: weakref.ref[nn.Module] = group.modules[slot]
+        self.conv_states, self.recurrent_states = {0: self.window}, {0: self.state}
+        self.is_conv_states_initialized = {0: True}
+        self.is_recurrent_states_initialized = {0: self.state is not None}
+        self.has_previous_state = {0: True}
+        self.conv_kernel_size = {0: self.window.shape[-1]}
+        self.device, self.dtype = self.window.device, self.window.dtype
+        # Keeps modules from writing into the window themselves, which they do for single tokens.
+        self.record_past = True
+        self._waiting: set[str] = set()
+
+    def begin(self, width: int) -> None:
+        """Expects a block of `width` tokens."""
+        self._waiting = {"", *self.group.rule.projections(self._module())}
+        if self.state is not None and self.group.rule.writes_state:
+            self.recurrent_states[0] = self.state.clone() if width == 1 else self.state
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything of the block has been noted."""
+        return not self._waiting
+
+    def note(self, name: str, output: Tensor) -> None:
+        """Notes a projection of the block `[B, w, ...]`, in place."""
+        before = 0
+        for other, num in self.group.rule.projections(self._module()).items():
+            if other == name:
+                self._noted[:, : output.shape[1], before : before + num].copy_(output[..., -num:])
+            before += num
+        self._waiting.discard(name)
+
+    def hooks(self) -> dict[nn.Module, Callable[[nn.Module, Any, Any], None]]:
+        """Returns the forward hooks that note the projections, for the modules that compute them.
+
+        They listen to the thread that asks for them: another one may run the same layers at the same time.
+        """
+        thread, module = threading.get_ident(), self._module()
+
+        def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
+            def note(module: nn.Module, args: Any, output: Any) -> None:
+                if threading.get_ident() == thread:
+                    self.note(name, output)
+
+            return note
+
+        return {getattr(module, name): hook(name) for name in self.group.rule.projections(module)}
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Notes what goes into the convolution, `[B, C, w]`, and returns it behind the window, `[B, C, k + w]`."""
+        self._block[..., : conv_states.shape[-1]].copy_(conv_states)
+        self._waiting.discard("")
+        return torch.cat([self.window.to(conv_states.dtype), conv_states], dim=-1)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Drops the state after the whole block and returns it."""
+        return recurrent_states
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: the buffers exist from the start."""
+
+    def _module(self) -> nn.Module:
+        module = self.module()
+        assert module is not None, "a run keeps its target alive"
+        return module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """Layers that will share buffers, and what those have to be like.
+
+    Args:
+        rule (`Rule`): Their kind.
+        device (`torch.device`): Where they are.
+        batch, width (`int`): Rows, and tokens of the longest block.
+        window, state (`tuple`): Shape of one row of one layer, and dtype; no state where the window is all.
+        num_noted (`int`): Numbers noted per token.
+    """
+
+    rule: Rule
+    device: torch.device
+    batch: int
+    width: int
+    window: tuple[torch.Size, torch.dtype]
+    state: tuple[torch.Size, torch.dtype] | None
+    num_noted: int
+
+    @classmethod
+    def of(cls, source: Any, index: int, recurrence: Recurrence, width: int) -> GroupPlan:
+        """Reads it off a layer that a prefill has filled; raises ValueError if there is no state in it."""
+        window = getattr(source, "conv_states", {}).get(0)
+        state = getattr(source, "recurrent_states", {}).get(0)
+        if not isinstance(source, LinearAttentionLayer) or window is None or len(source.conv_states) != 1:
+            raise ValueError(
+                f"expected one convolution window in layer {index} of the prefill cache, got "
+                f"{type(source).__name__}; this target keeps its recurrent state elsewhere and is not supported"
+            )
+        return cls(
+            rule=recurrence.rule,
+            device=window.device,
+            batch=window.shape[0],
+            width=width,
+            window=(window.shape[1:], window.dtype),
+            state=None if state is None else (state.shape[1:], state.dtype),
+            num_noted=recurrence.rule.num_noted(recurrence.module),
+        )
+
+    def num_bytes(self) -> int:
+        """Returns the size of one layer's buffers: window, state, the noted block."""
+        (channels, kernel), dtype = self.window
+        noted = (kernel + self.width) * channels + self.width * self.num_noted
+        state = 0 if self.state is None else self.state[0].numel() * self.state[1].itemsize
+        return self.batch * (noted * dtype.itemsize + state)
+
+
+class RecurrentGroup:
+    """Stacked buffers of recurrent layers alike.
+
+    Args:
+        plan (`GroupPlan`): What the layers have in common.
+        members (`dict[int, Recurrence]`): The layers by index.
+    """
+
+    def __init__(self, plan: GroupPlan, members: Mapping[int, Recurrence]) -> None:
+        num, (window, dtype) = len(members), plan.window
+        self.plan = plan
+        self.rule = plan.rule
+        self.indices = list(members)
+        # Buffers outlive the call, a target need not.
+        self.modules = [weakref.ref(member.module) for member in members.values()]
+
+        def zeros(*size: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(num, plan.batch, *size, dtype=dtype, device=plan.device)
+
+        # Plain tensors in any case: a call outside inference mode could not write to others.
+        with torch.inference_mode(False):
+            self.windows = zeros(*window)
+            self.states = None if plan.state is None else zeros(*plan.state[0], dtype=plan.state[1])
+            self.blocks = zeros(window[0], plan.width)
+            self.noted = zeros(plan.width, plan.num_noted)
+            self.lengths = torch.zeros(plan.batch, dtype=torch.long, device=plan.device)
+            self._steps = torch.arange(plan.width, device=plan.device)
+            self._columns = torch.arange(window[1], device=plan.device)
+
+    def layers(self) -> dict[int, RecurrentLayer]:
+        """Returns the layers of a cache that are views of the buffers, by index."""
+        return {index: RecurrentLayer(self, slot) for slot, index in enumerate(self.indices)}
+
+    def is_for(self, plan: GroupPlan, members: Mapping[int, Recurrence]) -> bool:
+        """Whether these are the buffers that would be made for them."""
+        modules = [member.module for member in members.values()]
+        return (self.plan, self.indices) == (plan, list(members)) and all(
+            own() is module for own, module in zip(self.modules, modules, strict=True)
+        )
+
+    def take(self, layers: Sequence[Any], lengths: Tensor, keep: bool) -> None:
+        """Copies the states of a prefill's layers in, freeing each as it goes unless it is to keep them.
+
+        Args:
+            layers (sequence of cache layers): All of the prefill's.
+            lengths (`torch.Tensor` of shape `[B]`, int64): Tokens that the rows' states have seen.
+            keep (`bool`): Copy only.
+        """
+        for slot, index in enumerate(self.indices):
+            source = layers[index]
+            self.windows[slot].copy_(source.conv_states[0])
+            if self.states is not None:
+                self.states[slot].copy_(source.recurrent_states[0])
+            if not keep:
+                source.conv_states[0] = source.recurrent_states[0] = None
+                source.is_conv_states_initialized[0] = source.is_recurrent_states_initialized[0] = False
+                source.has_previous_state[0] = False
+        self.lengths.copy_(lengths)
+
+    def replay(self, lengths: Tensor) -> None:
+        """Takes the states on to where the rows stand now: in place, nothing read on the host.
+
+        Args:
+            lengths (`torch.Tensor` of shape `[B]`, int64): Tokens of each row that the states are to have seen: as
+                many as at the last call, or up to a block more.
+        """
+        num_kept = lengths - self.lengths
+        inputs = torch.cat([self.windows, self.blocks], dim=-1)
+        if self.states is not None:
+            modules = [module() for module in self.modules]
+            kept = self._steps < num_kept[:, None]
+            self.states.copy_(self.rule.replay(modules, inputs, self.noted, self.states, kept))
+        columns = (num_kept[:, None] + self._columns)[None, :, None].expand_as(self.windows)
+        self.windows.copy_(inputs.gather(-1, columns))
+        self.lengths.copy_(lengths)
+
+    def buffers(self) -> list[Tensor]:
+        """Returns every tensor that must stay where it is."""
+        states = [] if self.states is None else [self.states]
+        return [self.windows, *states, self.blocks, self.noted, self.lengths, self._steps, self._columns]
+
+    def clear(self) -> None:
+        """Empties the buffers in place."""
+        states = [] if self.states is None else [self.states]
+        for buffer in (self.windows, *states, self.blocks, self.noted, self.lengths):
+            buffer.zero_()
+
+
+Members = tuple[GroupPlan, dict[int, Recurrence]]
+
+
+def plan_groups(prefill: Cache, recurrences: Mapping[int, Recurrence], width: int) -> list[Members]:
+    """Puts the recurrent layers of a filled cache into groups alike, for blocks of up to `width` tokens.
+
+    Raises:
+        ValueError: If one has no state.
+    """
+    groups: dict[GroupPlan, dict[int, Recurrence]] = {}
+    for index, recurrence in recurrences.items():
+        plan = GroupPlan.of(prefill.layers[index], index, recurrence, width)
+        groups.setdefault(plan, {})[index] = recurrence
+    return list(groups.items())
+
+
+@contextmanager
+def noting(layers: Sequence[object]) -> Generator[None]:
+    """Has the recurrent layers among a cache's note the projections of this thread's blocks."""
+    hooks = [pair for layer in layers if isinstance(layer, RecurrentLayer) for pair in layer.hooks().items()]
+    handles = [module.register_forward_hook(hook) for module, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+__all__ = ["GroupPlan", "RecurrentGroup", "RecurrentLayer", "noting", "plan_groups"]

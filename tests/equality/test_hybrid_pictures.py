@@ -1,0 +1,69 @@
+"""Pictures on recurrent targets: Qwen3.5's vision-language models, alone, in mixed batches and with the cache that is
+returned. Later turns on a kept cache are in `test_vision.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.hybrid import use_float64_rules
+from helpers.static import tensor_oracle, use_tapes
+from helpers.turns import check_caches
+from helpers.vision import VISION_HYBRIDS, Grid, vision_prompts, vision_target
+from tiny import oracle_draft, tiny_draft, tiny_target, truth_of
+
+NEW = 20
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+ROWS: dict[str, list[list[Grid]]] = {
+    "several sizes": [[(4, 6), (2, 2), (8, 4)]],
+    "mixed batch": [[(4, 4)], [], [(2, 8), (6, 4)]],
+}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
+@pytest.mark.parametrize("name", VISION_HYBRIDS)
+def test_pictures_give_the_plain_text(name: str, rows: list[list[Grid]]) -> None:
+    target = vision_target(name)
+    inputs = vision_prompts(target, name, rows, 0)
+    ref = target.generate(**inputs, **GREEDY)
+    assert len(set(ref[:, -NEW:].flatten().tolist())) > 8
+    for block_size in (2, 8, 16):
+        draft = oracle_draft(target, truth_of(inputs, ref), block_size, block_size)
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+        assert 1.0 < draft.last_stats.acceptance_length < block_size
+
+
+@pytest.mark.parametrize("engine", ["static", "cuda_graph"])
+def test_pictures_over_fixed_buffers(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tapes(monkeypatch)
+    target = vision_target("qwen3.5-vl")
+    inputs = vision_prompts(target, "qwen3.5-vl", ROWS["mixed batch"], 0)
+    ref = target.generate(**inputs, **GREEDY)
+    draft = tensor_oracle(target, truth_of(inputs, ref), 0, 8)
+    draft.generation_config.engine = engine
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    assert draft.last_stats.engine == engine
+    assert 1.0 < draft.last_stats.acceptance_length < 8.0
+
+
+def test_the_cache_of_a_conversation_with_pictures_is_plain_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = vision_target("qwen3.5-vl")
+    use_float64_rules(monkeypatch, target)
+    inputs = vision_prompts(target, "qwen3.5-vl", [[(4, 4)]], 0)
+    settings = {**GREEDY, "return_dict_in_generate": True}
+    plain = target.generate(**inputs, **settings)
+    draft = oracle_draft(target, truth_of(inputs, plain.sequences), 1, 6)
+    ours = target.generate(**inputs, **settings, assistant_model=draft)
+    assert torch.equal(ours.sequences, plain.sequences)
+    check_caches(ours.past_key_values, plain.past_key_values)
+
+
+def test_a_draft_of_the_text_model_works_on_the_vision_model() -> None:
+    target, text = vision_target("qwen3.5-vl"), tiny_target("qwen3.5")
+    inputs = vision_prompts(target, "qwen3.5-vl", ROWS["mixed batch"], 0)
+    ref = target.generate(**inputs, **GREEDY)
+    for draft in (tiny_draft(text), oracle_draft(text, truth_of(inputs, ref), 0, 5)):
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    assert draft.last_stats.acceptance_length > 1.2
