@@ -48,6 +48,7 @@ LEVELS = {
     "dflash_hf.ops": 2,
     "dflash_hf.cache": 3,
     "dflash_hf.modeling_dflash": 3,
+    "dflash_hf.new_context": 3,
     "dflash_hf.pretrained": 3,
     "dflash_hf.drafts": 4,
     "dflash_hf.taps": 4,
