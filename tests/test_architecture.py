@@ -49,6 +49,7 @@ LEVELS = {
     "dflash_hf.recurrence": 2,
     "dflash_hf.cache": 3,
     "dflash_hf.modeling_dflash": 3,
+    "dflash_hf.new_context": 3,
     "dflash_hf.pretrained": 3,
     "dflash_hf.recurrent_cache": 3,
     "dflash_hf.drafts": 4,

@@ -359,10 +359,15 @@ class RaggedCache(Cache):
 
     def extend(self, layer_idx: int, key_BKGE: Tensor, value_BKGE: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the keys and values of the block that was begun and returns the `[B, G, extent, E]` to attend to."""
+        assert self.block is not None
+        self.write(layer_idx, key_BKGE, value_BKGE, self.block)
+        return self.read(layer_idx)
+
+    def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Returns the `[B, G, extent, E]` to attend to, with the block that was begun, whose own have been written."""
         layer, block = self.layers[layer_idx], self.block
         assert isinstance(layer, RaggedLayer)
         assert block is not None
-        layer.write(key_BKGE, value_BKGE, block)
         block.window = layer.shape.window
         return layer.read(block)
 
@@ -391,6 +396,12 @@ class RaggedCache(Cache):
             *(buffer for layer in attention for buffer in (layer.key_buffer, layer.value_buffer)),
             *(buffer for group in self.groups for buffer in group.buffers()),
         ]
+
+    def buffers_of(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of one layer, `[B, R, G, E]` each."""
+        layer = self.layers[layer_idx]
+        assert isinstance(layer, RaggedLayer)
+        return layer.key_buffer, layer.value_buffer
 
     def num_bytes(self) -> int:
         """Returns the size of all buffers in bytes."""

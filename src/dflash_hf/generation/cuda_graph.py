@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from dflash_hf import ops
 from dflash_hf.devices import execution_devices, is_offloaded
 from dflash_hf.generation.buffers import buckets_between
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
@@ -276,7 +277,8 @@ def _settings(run: Run, decides: bool) -> Settings:
     state, generator = run.state, run.generator
     rule = None if state.key is None else generator.rule
     extra = tuple(sorted((name, value) for name, value in run.extra.items() if _is_plain(value)))
-    return (decides, rule, run.processors.settings(), state.eos_ids is None, generator.offset is None, extra)
+    settings = run.processors.settings()
+    return (decides, rule, settings, state.eos_ids is None, generator.offset is None, ops.forced(), extra)
 
 
 def _fingerprint(target: Target, draft: DFlashDraftModel) -> int:

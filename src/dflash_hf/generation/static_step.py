@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from dflash_hf import ops
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.generation import steps
 from dflash_hf.generation.buffers import NUM_REPORTED, FixedBuffers, round_up
@@ -68,7 +69,11 @@ class StaticStep:
         self.decides = (
             run.processors.is_stateless and not run.criteria and run.lockstep is None and not run.recorder.is_on
         )
-        generator = run.generator
+        generator, state = run.generator, run.state
+        # A kernel that ends the step begins the next block too.
+        self.is_settled = self.decides and ops.accepts(state.block, state.ids, generator.block_ids)
+        if self.is_settled:
+            self.buffers.begin_block()
         self.widest = max(generator.block_size, generator.verify_width)
         run.stats.engine = self.name
 
@@ -102,15 +107,23 @@ class StaticStep:
     def body(self, bound: int) -> Forwards | None:
         """What is captured: the whole step if it decides by itself, else its forwards, which are returned."""
         run, state = self.run, self.run.state
-        width = run.generator.verify_width
-        drafted = RaggedBlock(state.lengths, run.generator.block_size, bound)
-        block = drafted if drafted.width == width else RaggedBlock(state.lengths, width, bound)
-        steps.draft_step(state, run.generator, drafted)
+        generator, width = run.generator, run.generator.verify_width
+        positions = self.buffers.positions if self.is_settled else None
+        drafted = RaggedBlock(state.lengths, generator.block_size, bound, positions=positions)
+        block = drafted
+        if drafted.width != width:
+            block = RaggedBlock(state.lengths, width, bound, positions=positions)
+        steps.draft_step(state, generator, drafted, has_anchor=self.is_settled)
         outputs = verify(run, block)
         if not self.decides:
             return outputs, block
         assert outputs.logits is not None
-        steps.select_step(state, outputs.logits.to(state.ids.device), block, run.processors)
+        logits = outputs.logits.to(state.ids.device)
+        if positions is not None:
+            outcome = self.buffers.outcome
+            steps.settle_step(state, logits, block, run.processors, generator, positions=positions, outcome=outcome)
+            return None
+        steps.select_step(state, logits, block, run.processors)
         steps.accept_step(state)
         self.buffers.outcome[:NUM_REPORTED] = steps.report(state)
         self.buffers.outcome[NUM_REPORTED:] = state.tokens.T
