@@ -51,6 +51,7 @@ LEVELS = {
     "dflash_hf.modeling_dflash": 3,
     "dflash_hf.new_context": 3,
     "dflash_hf.pretrained": 3,
+    "dflash_hf.cache_size": 2,
     "dflash_hf.recurrent_cache": 3,
     "dflash_hf.drafts": 4,
     "dflash_hf.taps": 4,

@@ -21,7 +21,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflash_hf import ops
 from dflash_hf.attention import RaggedMask, attend, mask_repeats
-from dflash_hf.cache import LayerShape, RaggedCache
+from dflash_hf.cache import RaggedCache
+from dflash_hf.cache_size import LayerShape
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.devices import brought_in, execution_device
 from dflash_hf.dflash2 import CandidateSelector, GroupedDynamicConvolution, convolved, follow_path

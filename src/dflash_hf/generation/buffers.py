@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_hf.cache import OutOfRoomError, RaggedCache, check_memory
+from dflash_hf.cache import RaggedCache
+from dflash_hf.cache_size import OutOfRoomError, check_memory
 from dflash_hf.devices import total_memory
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.state import DecodeState

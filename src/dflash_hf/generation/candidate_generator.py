@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from dflash_hf.attention import RaggedBlock
-from dflash_hf.cache import RaggedCache, check_memory
+from dflash_hf.cache import RaggedCache
+from dflash_hf.cache_size import check_memory
 from dflash_hf.devices import execution_device
 from dflash_hf.dflash2 import follow_path
 from dflash_hf.generation.acceptance import DRAFT_STREAM, TARGET_STREAM, choose

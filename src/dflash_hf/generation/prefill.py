@@ -11,7 +11,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from dflash_hf.cache import OutOfRoomError, RaggedCache
+from dflash_hf.cache import RaggedCache
+from dflash_hf.cache_size import OutOfRoomError
 from dflash_hf.devices import execution_device
 from dflash_hf.generation import steps
 from dflash_hf.generation.acceptance import choose
