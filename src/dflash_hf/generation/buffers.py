@@ -39,7 +39,7 @@ class BufferShape:
 
     Args:
         batch (`int`): Rows.
-        block_size, width (`int`): Widths of the draft's block and of the verify.
+        block_size, width (`int`): Widths of the draft's block and of the widest verify.
         num_eos (`int`): End-of-sequence ids, rounded up.
         position_delta (`tuple[int, ...]`): Shape of the target's position deltas.
         device (`torch.device`): The target's.
@@ -59,7 +59,8 @@ class BufferShape:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class FixedBuffers:
-    """One set of buffers. `B` rows, `W` verified tokens, `L` taps, `D` hidden; addresses and shapes never change.
+    """One set of buffers. `B` rows, `W` verified tokens at most, `L` taps, `D` hidden; addresses and shapes never
+    change. A narrower verify uses the first columns.
 
     Args:
         shape (`BufferShape`): What it is for.
@@ -68,9 +69,10 @@ class FixedBuffers:
         state (`DecodeState`): Restarted by every run.
         draft_cache (`RaggedCache`): The draft's context.
         block_ids (`torch.Tensor` of shape `[B, K]`, int64): The draft's.
-        context_states (`torch.Tensor` of shape `[B, W, L * D]`): Tapped states of the newest verify.
+        context_states (`torch.Tensor` of shape `[B, W, L * D]`): Tapped states of the newest verify; behind a narrower
+            one those of earlier ones, which count as rejected.
         context_lengths (`torch.Tensor` of shape `[B]`, int64): Where that stood, as the draft counts.
-        outcome (`torch.Tensor` of shape `[5 + W, B]`, int64): `steps.report`, then the tokens.
+        outcome (`torch.Tensor` of shape `[5 + W, B]`, int64): `steps.report`, then as many tokens as were verified.
         position_delta, eos_ids, key, offset (`torch.Tensor`): Of the current run, see [`DecodeState`] and
             [`DFlashCandidateGenerator`].
         cache (`RaggedCache`, *optional*): The target's; known after the first prefill.
@@ -174,8 +176,8 @@ class FixedBuffers:
         state = self.state
         caches = [self.draft_cache, *([] if self.cache is None else [self.cache])]
         return [
-            *(state.ids, state.cursor, state.remaining, state.lengths, state.block, state.done),
-            *(state.tokens, state.num_accepted, state.num_committed),
+            *(state.ids, state.cursor, state.remaining, state.lengths, state.whole_block, state.done),
+            *(state.whole_tokens, state.num_accepted, state.num_committed),
             *(self.block_ids, self.context_states, self.context_lengths, self.outcome),
             *(self.position_delta, self.eos_ids, self.key, self.offset),
             *(buffer for cache in caches for buffer in cache.buffers()),

@@ -27,10 +27,13 @@ Forwards = tuple[CausalLMOutputWithPast, RaggedBlock]
 
 @dataclass(slots=True)
 class _Slot:
-    """Where the host finds a step's outcome: `[5 + W, B]` int64, pinned beside CUDA, and when it is there."""
+    """Where the host finds a step's outcome: `[5 + W, B]` int64, pinned beside CUDA, when it is there, and how many
+    tokens the step verified.
+    """
 
     outcome: Tensor
     arrived: torch.cuda.Event | None
+    width: int = 0
 
     @classmethod
     def beside(cls, outcome: Tensor) -> _Slot:
@@ -39,17 +42,18 @@ class _Slot:
         host = torch.empty(outcome.shape, dtype=outcome.dtype, pin_memory=is_cuda)
         return cls(host, torch.cuda.Event() if is_cuda else None)
 
-    def fetch(self, outcome: Tensor) -> None:
-        """Starts copying an outcome; waits for nothing."""
+    def fetch(self, outcome: Tensor, width: int) -> None:
+        """Starts copying the outcome of a step of this width; waits for nothing."""
+        self.width = width
         self.outcome.copy_(outcome, non_blocking=True)
         if self.arrived is not None:
             self.arrived.record()
 
     def read(self) -> Tensor:
-        """Waits for the outcome and returns it."""
+        """Waits for the outcome and returns it, `[5 + width, B]`."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        return self.outcome
+        return self.outcome[: NUM_REPORTED + self.width]
 
 
 class StaticStep:
@@ -74,7 +78,7 @@ class StaticStep:
 
     def forwards(self, run: Run) -> Forwards:
         """Drafts and verifies, once; what is returned is overwritten by the next call."""
-        run.count_forwards()
+        run.begin_step()
         found = self.launch(self.bound(run, 0))
         assert found is not None
         return found
@@ -102,7 +106,7 @@ class StaticStep:
     def body(self, bound: int) -> Forwards | None:
         """What is captured: the whole step if it decides by itself, else its forwards, which are returned."""
         run, state = self.run, self.run.state
-        width = run.generator.verify_width
+        width = state.width
         drafted = RaggedBlock(state.lengths, run.generator.block_size, bound)
         block = drafted if drafted.width == width else RaggedBlock(state.lengths, width, bound)
         steps.draft_step(state, run.generator, drafted)
@@ -113,7 +117,7 @@ class StaticStep:
         steps.select_step(state, outputs.logits.to(state.ids.device), block, run.processors)
         steps.accept_step(state)
         self.buffers.outcome[:NUM_REPORTED] = steps.report(state)
-        self.buffers.outcome[NUM_REPORTED:] = state.tokens.T
+        self.buffers.outcome[NUM_REPORTED : NUM_REPORTED + width] = state.tokens.T
         return None
 
     def bound(self, run: Run, num_unread: int) -> int:
@@ -122,9 +126,9 @@ class StaticStep:
         return min(round_up(longest), self.buffers.capacity)
 
     def _begin(self, run: Run, slot: _Slot, num_unread: int) -> None:
-        run.count_forwards()
+        run.begin_step()
         self.launch(self.bound(run, num_unread))
-        slot.fetch(self.buffers.outcome)
+        slot.fetch(self.buffers.outcome, run.state.width)
 
 
 __all__ = ["Forwards", "StaticStep"]
