@@ -32,6 +32,10 @@ class DFlashGenerationConfig(GenerationConfig):
             token, `"sample"` draws from the draft and accepts by rejection. All three are exact; `"auto"` is
             `"argmax"`, measured better than `"shared_noise"` on the same texts of the bundled pair (docs/log.md). With
             a DFlash 2 draft each rule chooses among the selector's candidates, behind the tokens proposed so far.
+        compile_layers (`bool`, defaults to `False`): Fuse the pointwise parts of the target's layers (norms, RoPE,
+            activations, residuals) with `torch.compile` during a verify, under the engines `"cuda_graph"` and
+            `"static"`. The first call of a shape compiles, which takes a while; nothing of the model stays changed,
+            and what cannot be compiled runs as it is, with the reason in the log. Not measured on a GPU yet.
         synchronize (`bool`, defaults to `False`): Wait for the accelerator before each reading of the clock, so that
             the times in [`SpeculativeStats`] are each part's own. It slows decoding; a CPU has nothing to wait for.
         kwargs: Fields of [`~transformers.GenerationConfig`].
@@ -45,6 +49,7 @@ class DFlashGenerationConfig(GenerationConfig):
         self.verify_width: int | Literal["auto"] | None = kwargs.pop("verify_width", None)
         self.engine: Engine = kwargs.pop("engine", "auto")
         self.proposal: Proposal = kwargs.pop("proposal", "auto")
+        self.compile_layers: bool = kwargs.pop("compile_layers", False)
         self.synchronize: bool = kwargs.pop("synchronize", False)
         super().__init__(**kwargs)
         self.validate_knobs()

@@ -276,7 +276,7 @@ class GraphStep(StaticStep):
         return Captured(graph, forwards, self.run.state.draft_probs)
 
     def warm_up(self, bound: int) -> None:
-        """Runs the step once, uncaptured.
+        """Runs the step once, uncaptured, and again if there is something to compile, which the guard prevents.
 
         Raises:
             NotCapturableError: If it reads a tensor on the host.
@@ -287,6 +287,8 @@ class GraphStep(StaticStep):
         except HostReadError as error:
             name = type(self.run.target.model).__name__
             raise NotCapturableError(f"a step of {name} needs the host ({error})") from error
+        if self.compiles:
+            self.body(bound)
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Makes the buffers' device the current one: replays go to its stream."""
@@ -316,7 +318,15 @@ def _settings(run: Run, decides: bool) -> Settings:
     state, generator = run.state, run.generator
     rule = None if state.key is None else generator.rule
     extra = tuple(sorted((name, value) for name, value in run.extra.items() if _is_plain(value)))
-    return (decides, rule, run.processors.settings(), state.eos_ids is None, generator.offset is None, extra)
+    return (
+        decides,
+        generator.draft.generation_config.compile_layers,
+        rule,
+        run.processors.settings(),
+        state.eos_ids is None,
+        generator.offset is None,
+        extra,
+    )
 
 
 def _fingerprint(target: Target, draft: DFlashDraftModel) -> int:

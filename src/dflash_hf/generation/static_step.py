@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import logging
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.generation import steps
 from dflash_hf.generation.buffers import NUM_REPORTED, FixedBuffers, round_up
+from dflash_hf.generation.compiled import compile_errors, compiled_layers
 from dflash_hf.generation.run import Run, finish_step, verify
 
+logger: Any = logging.get_logger(__name__)
 Forwards = tuple[CausalLMOutputWithPast, RaggedBlock]
 
 
@@ -74,6 +77,7 @@ class StaticStep:
         )
         generator = run.generator
         self.widest = max(generator.block_size, generator.verify_width)
+        self.compiles = generator.draft.generation_config.compile_layers
         run.stats.engine = self.name
 
     def forwards(self, run: Run) -> Forwards:
@@ -110,7 +114,7 @@ class StaticStep:
         drafted = RaggedBlock(state.lengths, run.generator.block_size, bound)
         block = drafted if drafted.width == width else RaggedBlock(state.lengths, width, bound)
         steps.draft_step(state, run.generator, drafted)
-        outputs = verify(run, block)
+        outputs = self._verify(block)
         if not self.decides:
             return outputs, block
         assert outputs.logits is not None
@@ -119,6 +123,22 @@ class StaticStep:
         self.buffers.outcome[:NUM_REPORTED] = steps.report(state)
         self.buffers.outcome[NUM_REPORTED : NUM_REPORTED + width] = state.tokens.T
         return None
+
+    def _verify(self, block: RaggedBlock) -> CausalLMOutputWithPast:
+        """Verifies, with compiled layers if that is asked for and works.
+
+        A compilation that fails does so before the step has changed more than scratch: it is done again without.
+        """
+        if not self.compiles:
+            return verify(self.run, block)
+        try:
+            with compiled_layers(self.run.target, (block.lengths.shape[0], block.width)):
+                return verify(self.run, block)
+        except compile_errors() as error:
+            self.compiles = False
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            logger.warning_once(f"The target's layers run as they are, torch.compile cannot compile them: {reason}")
+        return verify(self.run, block)
 
     def bound(self, run: Run, num_unread: int) -> int:
         """The slots that a step may need, `num_unread` steps after the one the host has read last."""
