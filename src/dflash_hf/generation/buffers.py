@@ -41,7 +41,7 @@ class BufferShape:
 
     Args:
         batch (`int`): Rows.
-        block_size, width (`int`): Widths of the draft's block and of the verify.
+        block_size, width (`int`): Widths of the draft's block and of the widest verify.
         num_eos (`int`): End-of-sequence ids, rounded up.
         position_delta (`tuple[int, ...]`): Shape of the target's position deltas.
         device (`torch.device`): The target's.
@@ -61,7 +61,8 @@ class BufferShape:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class FixedBuffers:
-    """One set of buffers. `B` rows, `W` verified tokens, `L` taps, `D` hidden; addresses and shapes never change.
+    """One set of buffers. `B` rows, `W` verified tokens at most, `L` taps, `D` hidden; addresses and shapes never
+    change. A narrower verify uses the first columns.
 
     Args:
         shape (`BufferShape`): What it is for.
@@ -70,10 +71,11 @@ class FixedBuffers:
         state (`DecodeState`): Restarted by every run.
         draft_cache (`RaggedCache`): The draft's context.
         block_ids (`torch.Tensor` of shape `[B, K]`, int64): The draft's.
-        context_states (`torch.Tensor` of shape `[B, W, L * D]`): Tapped states of the newest verify.
+        context_states (`torch.Tensor` of shape `[B, W, L * D]`): Tapped states of the newest verify; behind a narrower
+            one those of earlier ones, which count as rejected.
         context_lengths (`torch.Tensor` of shape `[B]`, int64): Where that stood, as the draft counts.
-        outcome (`torch.Tensor` of shape `[5 + W, B]`, int64): `steps.report`, then the tokens. The state's
-            `num_committed` and `num_accepted` are its first two rows.
+        outcome (`torch.Tensor` of shape `[5 + W, B]`, int64): `steps.report`, then as many tokens as were verified.
+            The state's `num_committed` and `num_accepted` are its first two rows.
         positions (`torch.Tensor` of shape `[B, max(K, W)]`, int64): Where the next block's tokens stand, and as many
             after them as the wider of draft and verify has; kept by steps that a kernel ends.
         context_weights (`ContextWeights`, *optional*): Copies for the kernel that writes context, made anew by a run.
@@ -193,8 +195,8 @@ class FixedBuffers:
         state = self.state
         caches = [self.draft_cache, *([] if self.cache is None else [self.cache])]
         return [
-            *(state.ids, state.cursor, state.remaining, state.lengths, state.block, state.done),
-            *(state.tokens, self.outcome, self.positions),
+            *(state.ids, state.cursor, state.remaining, state.lengths, state.whole_block, state.done),
+            *(state.whole_tokens, self.outcome, self.positions),
             *(self.block_ids, self.context_states, self.context_lengths),
             *(self.position_delta, self.eos_ids, self.key, self.offset),
             *(() if self.context_weights is None else self.context_weights),

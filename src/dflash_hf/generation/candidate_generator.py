@@ -35,8 +35,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         target (`Target`): The target, whose embedding and head serve drafts without their own.
         processors (`BlockProcessors`): The run's processors; their stateless warpers shape the proposals too.
         block_size (`int`): Width `K` of the draft's block.
-        verify_width (`int`): Tokens `W` that will be verified, the anchor included: at most `K`, or `K + 1` where the
-            anchor's slot proposes too.
+        verify_width (`int`): Tokens `W` that will be verified at most, the anchor included: `K` or fewer, or `K + 1`
+            where the anchor's slot proposes too. How many each time is in the state.
         rule (`str`): How to propose when sampling.
         batch (`int`): Rows.
         max_length (`int`): Longest row the context cache must hold, one block included.
@@ -114,7 +114,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """Takes the context of a verified block, rejected rows included; the next draft forward writes it.
 
         Args:
-            context_hidden_states (`torch.Tensor` of shape `[B, W, L * D]`): Tapped states of the verify.
+            context_hidden_states (`torch.Tensor` of shape `[B, block.width, L * D]`): Tapped states of the verify.
             block (`RaggedBlock`): The block that was verified.
         """
         own = self._on_draft(block)
@@ -122,7 +122,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             self._context = NewContext(context_hidden_states.to(self.device, self.draft.dtype), own)
             return
         states, lengths = self._held
-        states.copy_(context_hidden_states)
+        states[:, : block.width].copy_(context_hidden_states)
         lengths.copy_(own.lengths)
 
     def hold_context(self, states: Tensor, lengths: Tensor) -> None:
@@ -192,7 +192,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         hidden = draft.forward_block(noise_embeds.to(self.device, draft.dtype), self.cache, context)
         # The slots that propose, and how far ahead of each one's own position its token is.
         ahead = int(draft.config.sample_from_anchor)
-        slots = slice(1 - ahead, self.verify_width - ahead)
+        slots = slice(1 - ahead, state.width - ahead)
         hidden = states = hidden[:, slots]
         if draft.lm_head is None:
             dtype = noise_embeds.dtype if draft.embed_tokens is None else self.target.model.dtype
