@@ -24,7 +24,7 @@ CPU := -m "not gpu and not slow"
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help demo chat setup test lint format types architecture test-cpu test-browser chromium screenshots
-.PHONY: test-kernels test-docs test-oldest toy toy-vision bench clean
+.PHONY: test-kernels test-docs test-oldest toy toy-vision toy-hybrid bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -92,6 +92,14 @@ toy-vision: $(VENV)/.stamp-dev  ## train a vision pair like the bundled one from
 	$(BIN)/python demos/toy/train_draft.py --pair vision --steps 2800 --target build/toy/vision/target \
 	  --out build/toy/vision/draft
 	$(BIN)/python demos/toy/make_prompts.py --pair vision --per-kind 8 --out build/toy/vision/held_out.jsonl
+
+toy-hybrid: $(VENV)/.stamp-dev  ## train a hybrid pair like the bundled one from nothing, into build/toy/hybrid (an hour)
+	$(BIN)/python demos/toy/train_target.py --pair hybrid --steps 320 --pool 24 --micro 12 --warmup 20 \
+	  --out build/toy/hybrid/target
+	$(BIN)/python demos/toy/train_draft.py --pair hybrid --prompts 1000 --steps 1100 --batch 4 --anchors 24 \
+	  --no-bf16 --target build/toy/hybrid/target \
+	  --out build/toy/hybrid/draft
+	$(BIN)/python demos/toy/make_prompts.py --pair hybrid --out build/toy/hybrid/held_out.jsonl
 
 bench: $(VENV)/.stamp-dev  ## time the bundled pairs on this machine, next to the other ways of decoding
 	$(BIN)/python -m pip install --quiet --no-deps dflash==0.1.0

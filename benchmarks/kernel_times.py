@@ -14,24 +14,23 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from harness.clock import Marks, synchronize
 from harness.kernel_cases import Case, Sizes, all_cases
 from harness.machine import RESULTS, provenance
+from harness.plots import kernel_figure
+from harness.rates import copy_bandwidth, milliseconds
 from harness.report import Column, finish, show
+from harness.roofline import verdict
 from harness.rows import Row, percentiles
-
-from dflash_hf.generation.figures import new_figure
 
 TINY = Sizes(heads=4, groups=2, size=16, width=4, layers=2, vocab=4100)
 # Several times what an H200 keeps in its cache.
 COLD_BYTES = 256 * 2**20
-CALLS, SAMPLES = 20, 11
+CALLS = 20
 COLUMNS: list[Column] = [
     ("kernel", "kernel"),
     ("batch", "batch"),
@@ -43,6 +42,12 @@ COLUMNS: list[Column] = [
     ("GB/s", "gigabytes_per_second"),
     ("of copy", "share_of_copy_bandwidth"),
     ("not slower", "not_slower_than_library"),
+]
+FLOOR_COLUMNS: list[Column] = [
+    ("asked for", "what"),
+    ("value", "value"),
+    ("required", "required"),
+    ("verdict", "verdict"),
 ]
 
 
@@ -66,40 +71,12 @@ def difference(case: Case, name: str) -> str | None:
     return None
 
 
-def milliseconds(calls: list[Callable[[], Any]], device: torch.device) -> list[float]:
-    """Times a list of calls as a whole, several times; on CUDA as one graph, so that no launch waits for the host."""
-    for call in calls:
-        call()
-    synchronize(device)
-    run: Callable[[], Any] = lambda: [call() for call in calls]  # noqa: E731
-    if device.type == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        run = graph.replay
-        run()
-    marks = Marks(device)
-    for _ in range(SAMPLES):
-        marks.mark()
-        run()
-    marks.mark()
-    return [span / len(calls) for span in marks.intervals()]
-
-
-def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
-    """Returns the bytes per second, read and written, of a copy on the device."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    spans = milliseconds([lambda: target.copy_(source)] * 3, device)
-    return 2 * num_bytes / (sorted(spans)[len(spans) // 2] / 1e3)
-
-
 def measure(case: Case, bandwidth: float, device: torch.device, calls: int) -> Row:
     """Times every way of a case over inputs that are cold."""
     copies = min(calls, max(1, -(-COLD_BYTES // case.num_bytes))) if device.type == "cuda" else 1
     inputs = [case.make(seed) for seed in range(copies)]
     microseconds: dict[str, dict[str, float | None]] = {}
-    errors: dict[str, str] = {}
+    errors = dict(case.unavailable)
     for name, way in case.ways.items():
         if name not in ("kernel", "reference") and (why := _failure(case, name)):
             errors[name] = why
@@ -131,6 +108,26 @@ def measure(case: Case, bandwidth: float, device: torch.device, calls: int) -> R
     }
 
 
+def floor_rows(rows: list[Row], judged: bool) -> list[Row]:
+    """Compares attention at 32k with what is asked of it: its worst row; `judged` on a GPU at full sizes only."""
+    long = [row for row in rows if row["kernel"].startswith("block_attention") and row["context"] == 32768]
+    share = min((row["share_of_copy_bandwidth"] for row in long), default=None)
+    slower = max((row["microseconds"]["kernel"]["p50"] / row["best_library_us"] for row in long), default=None)
+    found = (
+        ("share of the copy bandwidth, block attention at 32k", share, 0.7, False),
+        ("time over the best library's, block attention at 32k", slower, 1.0, True),
+    )
+    return [
+        {
+            "what": what,
+            "value": value,
+            "required": f"{'at most' if at_most else 'at least'} {limit:g}",
+            "verdict": verdict(value, limit, at_most, judged),
+        }
+        for what, value, limit, at_most in found
+    ]
+
+
 def _failure(case: Case, name: str) -> str | None:
     """Why a library is left out of a row: what it raised, or how its result is wrong."""
     try:
@@ -139,24 +136,6 @@ def _failure(case: Case, name: str) -> str | None:
         text = f"{type(error).__name__}: {error}"
         print(f"left out: {name} for {case.kernel}, batch {case.batch}: {text[:300]}", file=sys.stderr)
         return text
-
-
-def plot(rows: list[Row], bandwidth: float, device_name: str, path: Path) -> None:
-    """Draws achieved bytes per second over bytes moved, under the roof that a copy reaches."""
-    figure = new_figure(9, 6)
-    axes = figure.subplots()
-    for kernel in dict.fromkeys(row["kernel"] for row in rows):
-        chosen = sorted((row for row in rows if row["kernel"] == kernel), key=lambda row: row["bytes"])
-        sizes = [row["bytes"] for row in chosen]
-        (line,) = axes.plot(sizes, [row["gigabytes_per_second"] for row in chosen], "o-", label=kernel)
-        library = [row["bytes"] / row["best_library_us"] / 1e3 for row in chosen]
-        axes.plot(sizes, library, "x--", color=line.get_color(), alpha=0.6)
-    axes.axhline(bandwidth / 1e9, color="black", linewidth=1, label="copy")
-    axes.set(xscale="log", yscale="log", xlabel="bytes a call has to move", ylabel="GB/s")
-    axes.set_title(f"Kernels (o) and the best library (x) on {device_name}")
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
 
 
 def main(
@@ -184,13 +163,18 @@ def main(
             raise typer.Exit(1)
         bandwidth = copy_bandwidth(device, 2**16 if tiny else 2**30)
         rows = [measure(case, bandwidth, device, 2 if tiny else CALLS) for case in cases]
-    facts: dict[str, Any] = {"benchmark": "kernels", "dtype": str(dtype), "copy_bytes_per_second": bandwidth}
-    facts |= {"interpreted": os.environ.get("TRITON_INTERPRET") == "1", **provenance(device)}
+    facts: dict[str, Any] = {"benchmark": "kernels", "dtype": str(dtype).removeprefix("torch."), "is_tiny": tiny}
+    facts |= {
+        "copy_bytes_per_second": bandwidth,
+        "interpreted": os.environ.get("TRITON_INTERPRET") == "1",
+        **provenance(device),
+    }
     show(f"Kernels, {dtype}, copy {bandwidth / 1e9:.0f} GB/s", rows, COLUMNS)
     path = out or Path(os.environ.get("OUT", RESULTS)) / "kernels.json"
-    plot(rows, bandwidth, facts["machine"]["gpu"] or "a CPU: these times mean nothing", path.with_suffix(".png"))
+    floors = floor_rows(rows, judged=device.type == "cuda" and not tiny)
+    show("Floors: one H200", floors, FLOOR_COLUMNS)
     # Tiny shapes are never a record.
-    finish({"provenance": facts, "rows": rows}, path, quiet=not tiny)
+    finish({"provenance": facts, "rows": rows, "floors": floors}, path, quiet=not tiny, figure=kernel_figure)
 
 
 if __name__ == "__main__":

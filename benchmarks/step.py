@@ -1,23 +1,26 @@
-"""Time one decoding step of a Qwen3-8B-shaped pair with random weights in bfloat16, on one GPU.
+"""Time one decoding step of targets of published shapes, with random weights, next to the other ways of decoding.
 
-Random weights accept almost nothing, so what is measured is milliseconds per step (one forward of the target and all
-that belongs to it, see `decode.py`) and peak memory, not tokens per second: those are *derived*, for acceptance
-lengths that are given, as `batch * acceptance / step`. Methods as in `decode.py`, without prompt lookup, which has
-nothing to find in random prompts; all of them run in turn, and a first run of each does not count.
+Random weights accept almost nothing, so what is measured is milliseconds: of a step (one forward of the target and all
+that belongs to it, see `decode.py`), of its parts, and against the bytes that it has to read. Tokens per second are
+*derived*, for acceptance lengths that are given, and named so. Definitions and formulas are in benchmarks/README.md.
 
-    python benchmarks/step.py --device cuda        # on one GPU
-    python benchmarks/step.py --tiny               # the same code on a CPU, in seconds, for tests
+    python benchmarks/step.py                                   # Qwen3-8B's shapes, on one GPU
+    python benchmarks/step.py --models all --cells grid         # everything; hours
+    python benchmarks/step.py --tiny                            # the same code on a CPU, in seconds, for tests
 
-Writes `step.json` to `$OUT`, else to benchmarks/results, and prints the record as the last line. With `--tiny` it is
-written only to `$OUT` or `--out`.
+Writes `step.json` to `$OUT`, else to benchmarks/results, after every cell, with `step.png` beside it at the end, and
+prints the record as the last line. With `--tiny` it is written only to `$OUT` or `--out`.
 """
 
 from __future__ import annotations
 
+import gc
+import itertools
 import logging
 import os
 import sys
-from collections import defaultdict
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,148 +28,408 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import typer
-from harness.floors import BareForwards
 from harness.machine import RESULTS, LoadWatch, provenance
-from harness.methods import OURS, OURS_EAGER, PLAIN, STOCK, Method, Settings, measure
-from harness.pair import Pair, random_pair
-from harness.report import Column, finish, show
-from harness.rows import Group, Row, decode_row, percentiles
+from harness.methods import OURS_EAGER, PLAIN, PLAIN_STATIC, STOCK, Method, Settings, measure, ours_at
+from harness.pair import Pair
+from harness.plots import step_figure
+from harness.rates import copy_bandwidth, product_rate
+from harness.report import Column, finish, may_write, show, write
+from harness.roofline import memory_needed
+from harness.rows import Group, Row
+from harness.shapes import SHAPES, build_pair, tiny
+from harness.stages import measure_stages
+from harness.step_rows import LONG, SHORT, floor_rows, method_row, stage_row
 from harness.zlab import zlab_method
 
-ACCEPTANCES = (1, 3, 6)
-FLOOR_SAMPLES = 20
-COLUMNS: list[Column] = [
+from dflash_hf import free_buffers
+from dflash_hf.devices import total_memory
+
+Cell = tuple[int, int]
+CELLS = [(1, SHORT), (8, SHORT), (32, SHORT), (1, LONG)]
+GRID = list(itertools.product((1, 2, 4, 8, 16, 32), (1024, 2048, 4096, 8192, 16384, 32768)))
+METHODS = ("ours", "plain", "zlab", "stock", "ours/eager", "plain/static")
+# Share of a device's memory that may be planned with; the rest is the allocator's and the driver's.
+USABLE = 0.92
+WITHOUT_PICTURES = "it takes no vision target"
+METHOD_COLUMNS: list[Column] = [
+    ("model", "model"),
     ("method", "method"),
     ("batch", "batch"),
-    ("context", "context_tokens"),
-    ("dtype", "dtype"),
+    ("context", "context"),
+    ("engine", "engine"),
     ("ms/step p20", "step_ms.p20"),
     ("p50", "step_ms.p50"),
     ("p80", "step_ms.p80"),
     ("prefill ms", "prefill_ms"),
     ("peak MiB", "peak_mib"),
-    ("derived tok/s at 1", "derived_tokens_per_second.at_1"),
-    ("acceptance", "acceptance_length"),
+    ("DERIVED tok/s at 1", "derived_tokens_per_second.at_1"),
+    ("3", "derived_tokens_per_second.at_3"),
+    ("4.5", "derived_tokens_per_second.at_4.5"),
+    ("6.5", "derived_tokens_per_second.at_6.5"),
 ]
-BARE_COLUMNS: list[Column] = [
+STAGE_COLUMNS: list[Column] = [
+    ("model", "model"),
     ("batch", "batch"),
-    ("context", "context_tokens"),
-    ("draft ms", "bare_draft_ms.p50"),
-    ("verify ms", "bare_verify_ms.p50"),
-    ("ours ms/step", "ours_step_ms"),
-    ("bare / ours", "bare_over_ours"),
-    ("ours / eager", "step_time_against.ours/eager"),
-    ("ours / stock", "step_time_against.stock"),
-    ("ours / zlab", "step_time_against.zlab"),
+    ("context", "context"),
+    ("width", "verify_width"),
+    ("engine", "engine"),
+    ("draft ms", "parts_ms.draft"),
+    ("verify", "parts_ms.verify"),
+    ("accept", "parts_ms.accept"),
+    ("step", "step_ms.p50"),
+    ("floor ms", "floor_ms"),
+    ("step / floor", "step_over_floor"),
+    ("host reads", "host_reads"),
 ]
+NOT_RUN_COLUMNS: list[Column] = [
+    ("model", "model"),
+    ("batch", "batch"),
+    ("context", "context"),
+    ("what", "what"),
+    ("bytes needed", "bytes_needed"),
+    ("bytes there are", "bytes_available"),
+    ("why", "why"),
+]
+FLOOR_COLUMNS: list[Column] = [
+    ("asked for", "what"),
+    ("value", "value"),
+    ("required", "required"),
+    ("verdict", "verdict"),
+]
+logger = logging.getLogger(__name__)
 
 
-def derived(row: Row) -> Row:
-    """Adds what follows from a step's time: tokens/s at given acceptance lengths (plain's is always 1)."""
-    step = row["step_ms"]["p50"]
-    lengths = (1,) if row["method"] == "plain" else ACCEPTANCES
-    speeds = {f"at_{length}": round(row["batch"] * length / step * 1e3, 1) for length in lengths} if step else {}
-    peak = row["peak_bytes"]
-    return {
-        **{key: value for key, value in row.items() if "tokens_per_second" not in key},
-        "peak_mib": None if peak is None else round(peak / 2**20, 1),
-        "derived_tokens_per_second": speeds,
+@dataclass(slots=True, kw_only=True)
+class Bench:
+    """What a run of the script is asked for, and what it has found so far.
+
+    Args:
+        device, dtype: Where and in what.
+        cells: Batches and contexts.
+        methods: Names among `METHODS`.
+        widths: Tokens verified per row, or `None` to choose by the batch ([`widths_for`]).
+        new_tokens, repeats, samples (`int`): Length of a run, runs of a method, samples of a step's parts.
+        block_size (`int`, *optional*): Instead of the shapes'.
+        compile_cells: Where plain with a static cache is run.
+        memory (`int`, *optional*): Bytes that may be used; `None` if nobody knows.
+        deadline (`float`): Nothing is begun after this `time.monotonic()`.
+        bandwidth (`float`): Bytes per second of a copy, measured.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    is_tiny: bool
+    cells: list[Cell]
+    methods: list[str]
+    widths: list[int] | None
+    new_tokens: int
+    repeats: int
+    samples: int
+    block_size: int | None
+    compile_cells: list[Cell]
+    memory: int | None
+    deadline: float
+    bandwidth: float
+    rows: list[Row] = field(default_factory=list)
+    stages: list[Row] = field(default_factory=list)
+    not_run: list[Row] = field(default_factory=list)
+    weights: dict[str, int] = field(default_factory=dict)
+    graph_memory: dict[str, Row] = field(default_factory=dict)
+    draft_sources: dict[str, str] = field(default_factory=dict)
+    has_failed: bool = False
+
+    def fail(self, model: str, cell: Cell, what: str, error: Exception) -> None:
+        """Records what broke off: others must not lose their time on a borrowed machine, but the exit status tells."""
+        self.has_failed = True
+        logger.error("failed: %s, %s", what, cell, exc_info=error)
+        self.skip(model, cell, what, f"{type(error).__name__}: {str(error)[:400]}")
+
+    def skip(self, model: str, cell: Cell | None, what: str, why: str, needed: int | None = None) -> None:
+        """Records what is not run, and why."""
+        batch, context = cell or (None, None)
+        row = {"model": model, "batch": batch, "context": context, "what": what, "why": why}
+        self.not_run.append({**row, "bytes_needed": needed, "bytes_available": self.memory})
+        logger.warning("not run: %s, batch %s, context %s, %s: %s", model, batch, context, what, why)
+
+    def is_late(self) -> bool:
+        """Whether nothing more is to be begun."""
+        return time.monotonic() > self.deadline
+
+    def refuses(self, model: str, cell: Cell | None, what: str, needed: int) -> bool:
+        """Whether something does not fit into memory; recorded then, before anything is allocated."""
+        if self.memory is None or needed <= self.memory:
+            return False
+        why = f"expected at most {self.memory:,} bytes, got {needed:,} needed; run fewer rows or a shorter context"
+        self.skip(model, cell, what, why, needed)
+        return True
+
+
+def widths_for(batch: int, block: int) -> list[int]:
+    """Returns the verify widths worth a measurement: narrower ones where a wide verify is bound by compute."""
+    shares = (1.0,) if batch < 4 else (1.0, 0.5) if batch < 16 else (1.0, 0.5, 0.375)
+    return [max(2, round(block * share)) for share in shares]
+
+
+def run_model(bench: Bench, model: str, save: Any) -> None:
+    """Builds a model and its draft and measures all cells; `save` is called after each."""
+    shape = tiny(SHAPES[model]) if bench.is_tiny else SHAPES[model]
+    if bench.is_late():
+        bench.skip(model, None, "all", "no time left")
+        return
+    plan = build_pair(model, shape, bench.dtype, torch.device("meta"), block_size=bench.block_size)
+    needed = sum(w.numel() * w.element_size() for part in (plan.target, plan.draft) for w in part.parameters())
+    if bench.refuses(model, None, "weights", needed):
+        return
+    fitting = [
+        cell
+        for cell in bench.cells
+        if not bench.refuses(model, cell, "all", memory_needed(plan, *cell, bench.new_tokens))
+    ]
+    if not fitting:
+        return
+    pair = build_pair(model, shape, bench.dtype, bench.device, block_size=bench.block_size)
+    bench.weights[model], bench.draft_sources[model] = needed, shape.draft_source
+    zlab = zlab_method(pair) if "zlab" in bench.methods and not shape.takes_pictures else None
+    for index, cell in enumerate(fitting):
+        batch, context = cell
+        pair.random_lengths = (context if batch == 1 else context - context // 16, context)
+        run_methods(bench, model, pair, cell, methods_for(bench, model, pair, cell, zlab))
+        run_stages(bench, model, pair, cell)
+        if index == 0 and bench.device.type == "cuda" and not bench.is_late():
+            bench.graph_memory[model] = graph_memory(pair, pair.inputs("random", context, batch), bench.new_tokens)
+        release(pair)
+        save()
+
+
+def methods_for(
+    bench: Bench, model: str, pair: Pair, cell: Cell, zlab: Method | None
+) -> list[tuple[Method, int | None]]:
+    """Returns the methods of a cell, each with the tokens it verifies per row; the rest is recorded as not run."""
+    block = pair.block_size
+    widths = bench.widths or widths_for(cell[0], block)
+    known: dict[str, list[tuple[Method, int | None]]] = {
+        "ours": [(ours_at(width, block), width) for width in widths],
+        "ours/eager": [(OURS_EAGER, block)],
+        "plain": [(PLAIN, None)],
+        "stock": [(STOCK, block)],
+        "zlab": [] if zlab is None else [(zlab, block)],
+        "plain/static": [(PLAIN_STATIC, None)],
     }
+    found: list[tuple[Method, int | None]] = []
+    for name in bench.methods:
+        why = None
+        if SHAPES[model].takes_pictures and name in ("stock", "zlab"):
+            why = WITHOUT_PICTURES
+        elif name in ("stock", "zlab") and cell[0] > 1:
+            why = "it takes one prompt at a time"
+        elif not known[name]:
+            why = "z-lab's package is not installed (pip install --no-deps dflash==0.1.0)"
+        elif name == PLAIN_STATIC.name and cell not in bench.compile_cells:
+            why = "not asked for here (--compile-at)"
+        if why is None:
+            found += known[name]
+        else:
+            bench.skip(model, cell, name, why)
+    return found
 
 
-def run_batch(
-    pair: Pair, methods: list[Method], batch: int, repeats: int, settings: Settings
-) -> tuple[dict[str, Group], BareForwards]:
-    """Measures the methods over one batch of prompts in turn, and the bare forwards between the repeats."""
-    groups: dict[str, Group] = defaultdict(Group)
-    chosen = [method for method in methods if batch == 1 or method.batches]
-    inputs = pair.inputs("random", 0, batch)
-    for method in chosen:
-        measure(pair, method, inputs, settings)
-    bare = BareForwards(pair, batch, pair.random_lengths[1] + settings.max_new_tokens // 2)
-    for repeat in range(repeats):
-        turn = repeat % len(chosen)
-        outcomes = {m.name: measure(pair, m, inputs, settings) for m in [*chosen[turn:], *chosen[:turn]]}
-        for name, outcome in outcomes.items():
-            groups[name].add(("random", 0), outcome, outcomes.get("plain"))
-        bare.sample(FLOOR_SAMPLES)
-    return groups, bare
+def run_methods(bench: Bench, model: str, pair: Pair, cell: Cell, methods: list[tuple[Method, int | None]]) -> None:
+    """Runs each method over one batch of prompts, after a run that does not count.
+
+    One after the other, not in turns: buffers and graphs of several widths at once may be more than are kept between
+    calls, and a graph that is captured anew would be in the step's time.
+    """
+    inputs, settings = pair.inputs("random", cell[1], cell[0]), Settings(max_new_tokens=bench.new_tokens)
+    for method, width in methods:
+        if bench.is_late():
+            bench.skip(model, cell, method.name, "no time left")
+            continue
+        free_buffers(pair.draft)
+        group = Group()
+        try:
+            if method.marks_tokens and bench.device.type == "cuda":
+                torch.compiler.reset()  # what another cell has compiled was for other shapes
+            measure(pair, method, inputs, settings)
+            for _ in range(bench.repeats):
+                group.add(("random", 0), measure(pair, method, inputs, settings), None)
+        except (torch.OutOfMemoryError, RuntimeError, ValueError) as error:
+            bench.fail(model, cell, method.name, error)
+            release(pair)
+            continue
+        engine = pair.draft.last_stats.engine if method.name.startswith("ours") else None
+        bench.rows.append(method_row(pair, model, method.name, width, cell, group, engine))
 
 
-def bare_row(rows: list[Row], bare: BareForwards) -> Row:
-    """Compares the step of ours with its bare forwards and with the other implementations, at one batch size."""
-    steps = {row["method"]: row["step_ms"]["p50"] for row in rows if row["batch"] == bare.batch}
-    draft, verify = percentiles(bare.draft_ms), percentiles(bare.verify_ms)
-    assert draft["p50"] is not None
-    assert verify["p50"] is not None
-    return {
-        "batch": bare.batch,
-        "context_tokens": bare.context,
-        "bare_draft_ms": draft,
-        "bare_verify_ms": verify,
-        "ours_step_ms": steps["ours"],
-        "bare_over_ours": round((draft["p50"] + verify["p50"]) / steps["ours"], 4),
-        "step_time_against": {
-            n: round(steps["ours"] / steps[n], 4) for n in ("ours/eager", "stock", "zlab") if n in steps
-        },
-    }
+def run_stages(bench: Bench, model: str, pair: Pair, cell: Cell) -> None:
+    """Times the parts of a step at every width."""
+    inputs, settings = pair.inputs("random", cell[1], cell[0]), Settings(max_new_tokens=bench.new_tokens)
+    for width in bench.widths or widths_for(cell[0], pair.block_size):
+        if bench.is_late():
+            bench.skip(model, cell, f"parts at width {width}", "no time left")
+            continue
+        try:
+            stages = measure_stages(pair, inputs, settings, width, bench.samples)
+        except (torch.OutOfMemoryError, RuntimeError, ValueError) as error:
+            bench.fail(model, cell, f"parts at width {width}", error)
+            release(pair)
+            continue
+        bench.stages.append(stage_row(pair, model, width, cell, stages, bench.bandwidth))
 
 
-def build(tiny: bool, device: torch.device, context: int, new_tokens: int, block_size: int | None) -> Pair:
-    """Returns the pair; the prompts of a batch differ by up to a sixteenth of the context, so that it is ragged."""
-    return random_pair(
-        "tiny" if tiny else "qwen3-8b",
-        torch.float32 if tiny else torch.bfloat16,
-        device,
-        block_size,
-        lengths=(context - context // 16, context),
-        max_length=context + new_tokens + 64,
-    )
+def graph_memory(pair: Pair, inputs: Any, new_tokens: int) -> Row:
+    """Returns the greatest memory, in bytes, that a run reserves under each engine, from an empty cache on."""
+    knobs, found = pair.draft.generation_config, {}
+    before = knobs.engine
+    for engine in ("eager", "cuda_graph"):
+        release(pair)
+        torch.cuda.reset_peak_memory_stats(pair.device)
+        knobs.engine = engine
+        try:
+            measure(pair, ours_at(pair.block_size, pair.block_size), inputs, Settings(max_new_tokens=new_tokens))
+        finally:
+            knobs.engine = before
+        found[engine] = torch.cuda.max_memory_reserved(pair.device)
+    return found
+
+
+def release(pair: Pair) -> None:
+    """Gives back what calls have left for the next: buffers, graphs, static caches, compiled forwards."""
+    free_buffers(pair.draft)
+    # Transformers' static caches grow to the longest of all calls, and older releases keep the cache itself.
+    for name in ("_cache", "_previous_max_cache_length"):
+        if hasattr(pair.target, name):
+            delattr(pair.target, name)
+    gc.collect()
+    if pair.device.type == "cuda":
+        torch.compiler.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def parse_cells(text: str) -> list[Cell]:
+    """Returns batches and contexts from `1x2048,8x2048`, or `grid`.
+
+    Raises:
+        typer.BadParameter: If it is something else.
+    """
+    if text == "grid":
+        return GRID
+    try:
+        cells = [(int(a), int(b)) for a, b in (part.split("x") for part in text.replace(",", " ").split())]
+    except ValueError:
+        cells = []
+    if not cells or min(min(cell) for cell in cells) < 1:
+        raise typer.BadParameter(f"expected cells such as 1x2048,8x2048 (batch x context) or grid, got {text!r}")
+    return cells
+
+
+def parse_names(text: str, known: tuple[str, ...]) -> list[str]:
+    """Returns names separated by commas; `all` is all of them.
+
+    Raises:
+        typer.BadParameter: If one is not known.
+    """
+    names = list(known) if text == "all" else text.replace(",", " ").split()
+    if not names or (unknown := sorted(set(names) - set(known))):
+        raise typer.BadParameter(f"expected names among {', '.join(known)}, got {unknown or text!r}; choose of those")
+    return names
 
 
 def main(
-    tiny: Annotated[bool, typer.Option("--tiny", help="A tiny pair and short prompts: for tests.")] = False,
+    is_tiny: Annotated[bool, typer.Option("--tiny", help="Tiny doubles of the shapes: for tests.")] = False,
     device: Annotated[str | None, typer.Option(help="Where it runs; CUDA if there is any.")] = None,
-    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8",
-    context: Annotated[int | None, typer.Option(help="Longest prompt, in tokens; 2048, tiny 32.")] = None,
-    new_tokens: Annotated[int | None, typer.Option(help="Tokens generated per run; 49, tiny 9.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens per block; 16, tiny 8.")] = None,
+    models: Annotated[str, typer.Option(help=f"Of {', '.join(SHAPES)}, or all.")] = "qwen3-8b",
+    cells: Annotated[str | None, typer.Option(help="BATCHxCONTEXT, separated by commas, or grid.")] = None,
+    methods: Annotated[str, typer.Option(help=f"Of {', '.join(METHODS)}, or all.")] = "all",
+    widths: Annotated[str | None, typer.Option(help="Tokens verified per row; chosen by the batch.")] = None,
+    compile_at: Annotated[str | None, typer.Option(help="Cells of plain/static; default all.")] = None,
+    new_tokens: Annotated[int | None, typer.Option(min=2, help="Tokens generated per run; 49, tiny 9.")] = None,
+    block_size: Annotated[int | None, typer.Option(min=2, help="Tokens per block; default the draft's.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each method.")] = 3,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of a step's parts.")] = 21,
+    budget: Annotated[float, typer.Option(help="Seconds after which nothing more is begun.")] = 1e9,
+    memory_gib: Annotated[float | None, typer.Option(help="Memory that may be used; default most of it.")] = None,
     out: Annotated[Path | None, typer.Option(help="The record; step.json in $OUT or benchmarks/results.")] = None,
 ) -> None:
-    """Time decoding steps of a pair with random weights; definitions in benchmarks/README.md."""
+    """Time decoding steps of pairs with random weights; definitions in benchmarks/README.md."""
+    started = time.monotonic()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if not tiny and place.type != "cuda":
-        raise typer.BadParameter(f"expected a CUDA device for the 8B shapes, got {place}; pass --tiny on a CPU")
-    prompt, new = context or (32 if tiny else 2048), new_tokens or (9 if tiny else 49)
-    pair = build(tiny, place, prompt, new, block_size)
-    zlab = zlab_method(pair)
-    methods = [PLAIN, OURS, OURS_EAGER, STOCK, *([] if zlab is None else [zlab])]
-    watch = LoadWatch()
-    measured: list[tuple[int, dict[str, Group], BareForwards]] = []
-    for size in (int(part) for part in batch.replace(",", " ").split()):
-        measured.append((size, *run_batch(pair, methods, size, repeats, Settings(max_new_tokens=new))))
-        measured[-1][2].free()
-    watch.stop()
-    busy = not watch.is_quiet()
-    rows = [
-        derived(decode_row(pair, name, size, "random", group, busy))
-        for size, groups, _ in measured
-        for name, group in groups.items()
-    ]
-    floors = [bare_row(rows, bare) for _, _, bare in measured]
-    facts: dict[str, Any] = {"benchmark": "step", "pair": pair.name, "max_new_tokens": new, "repeats": repeats}
-    facts |= {"load": watch.to_dict(), **provenance(place)}
-    facts["weights_mib"] = {
-        name: round(sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20, 1)
-        for name, model in (("target", pair.target), ("draft", pair.draft))
-    }
-    show("Steps with random weights", rows, COLUMNS)
-    show("Ours against its bare forwards and the others (medians of this run)", floors, BARE_COLUMNS)
+    if not is_tiny and place.type != "cuda":
+        raise typer.BadParameter(f"expected a CUDA device for the published shapes, got {place}; pass --tiny on a CPU")
+    names = parse_names(models, tuple(SHAPES))
+    chosen = parse_cells(cells) if cells else [(1, 32), (8, 32)] if is_tiny else CELLS
+    total = total_memory(place) if memory_gib is None else round(memory_gib * 2**30 / USABLE)
+    dtype = torch.float32 if is_tiny else torch.bfloat16
+    bench = Bench(
+        device=place,
+        dtype=dtype,
+        is_tiny=is_tiny,
+        cells=chosen,
+        methods=parse_names(methods, METHODS),
+        widths=None if widths is None else [int(part) for part in widths.replace(",", " ").split()],
+        new_tokens=new_tokens or (9 if is_tiny else 49),
+        repeats=repeats,
+        samples=samples,
+        block_size=block_size,
+        compile_cells=parse_cells(compile_at) if compile_at else chosen,
+        memory=None if total is None else int(total * USABLE),
+        deadline=started + budget,
+        bandwidth=copy_bandwidth(place, 2**16 if is_tiny else 2**30),
+    )
+    rate = product_rate(place, dtype, 64 if is_tiny else 8192)
     path = out or Path(os.environ.get("OUT", RESULTS)) / "step.json"
+    watch = LoadWatch()
+    may_be_kept = may_write(path, quiet=not is_tiny)
+    is_complete = True
+    try:
+        for name in names:
+            run_model(bench, name, lambda: write(record_of(bench, rate, watch, False), path) if may_be_kept else None)
+    except KeyboardInterrupt:
+        is_complete = False
+        logger.warning("interrupted: what there is so far is written, as incomplete")
+    watch.stop()
+    record = record_of(bench, rate, watch, is_complete)
+    show(
+        "Steps with random weights; tokens per second are DERIVED for acceptance lengths",
+        record["rows"],
+        METHOD_COLUMNS,
+    )
+    show("The parts of a step over fixed buffers", record["stages"], STAGE_COLUMNS)
+    show("Not run", record["not_run"], NOT_RUN_COLUMNS)
+    show("Floors: one H200, Qwen3-8B's shapes, bfloat16", record["floors"], FLOOR_COLUMNS)
     # A tiny pair is never a record.
-    finish({"provenance": facts, "rows": rows, "floors": floors}, path, quiet=not tiny and not busy)
+    finish(record, path, quiet=not is_tiny and watch.is_quiet(), figure=step_figure)
+    if bench.has_failed or not is_complete:
+        raise typer.Exit(1 if is_complete else 130)
+
+
+def record_of(bench: Bench, rate: float, watch: LoadWatch, is_complete: bool) -> dict[str, Any]:
+    """Returns the record of what has been measured so far."""
+    facts: dict[str, Any] = {
+        "benchmark": "step",
+        "is_tiny": bench.is_tiny,
+        "is_complete": is_complete,
+        "dtype": str(bench.dtype).removeprefix("torch."),
+        "max_new_tokens": bench.new_tokens,
+        "repeats": bench.repeats,
+        "copy_bytes_per_second": bench.bandwidth,
+        "product_flops_per_second": rate,
+        "weight_bytes": bench.weights,
+        "draft_sources": bench.draft_sources,
+        "graph_memory_bytes": bench.graph_memory,
+        "load": watch.to_dict(),
+        **provenance(bench.device),
+    }
+    judged = bench.device.type == "cuda" and not bench.is_tiny and bench.block_size in (None, 16)
+    floors = floor_rows(bench.rows, bench.stages, bench.graph_memory, bench.weights, judged)
+    return {
+        "provenance": facts,
+        "rows": bench.rows,
+        "stages": bench.stages,
+        "not_run": bench.not_run,
+        "floors": floors,
+    }
 
 
 if __name__ == "__main__":

@@ -356,7 +356,7 @@ def loaded_by(code: str, names: tuple[str, ...]) -> list[str]:
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert run.returncode == 0, run.stderr

@@ -63,8 +63,9 @@ class StepClock:
     Args:
         model (`nn.Module`): The target; a hook is put on it while the block runs.
         device (`torch.device`): Where it runs.
-        is_hooked (`bool`): `False` where a hook would change what is measured: replayed forwards call none. Then
-            [`take`] says how long the parts took.
+        is_hooked (`bool`): `False` where a hook would change what is measured: replayed forwards call none, compiled
+            ones would take it in. Then the run calls `marks.mark` itself behind every token, or [`take`] says how
+            long the parts took.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, is_hooked: bool = True) -> None:
@@ -92,9 +93,8 @@ class StepClock:
     def __exit__(self, *exc: object) -> None:
         synchronize(self.marks.device)
         self.seconds = time.perf_counter() - self._start
-        if self._handle is None:
-            return
-        self._handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
         intervals = self.marks.intervals()
         if intervals:
             self.prefill_seconds, self.step_ms = intervals[0] / 1e3, intervals[1:]

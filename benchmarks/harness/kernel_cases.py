@@ -6,8 +6,10 @@ still in the device's cache from the call before, as it is not when a model's ot
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,6 +51,7 @@ class Case:
         num_bytes (`int`): Bytes that a call has to read and write, once each.
         ways: Ways to compute it by name; `"kernel"` and `"reference"` first, libraries after them.
         results: What a call has computed, from what it returned and from its inputs: compared with the reference's.
+        unavailable: Libraries that cannot be timed here, and why.
     """
 
     kernel: str
@@ -58,6 +61,7 @@ class Case:
     num_bytes: int
     ways: dict[str, Way]
     results: Callable[[Any, Inputs], list[Tensor]]
+    unavailable: dict[str, str] = field(default_factory=dict)
 
 
 def attention_case(
@@ -91,15 +95,17 @@ def attention_case(
         ),
         "sdpa": lambda x: attend(*states(x), x["mask"], scaling),
     }
+    unavailable: dict[str, str] = {}
     if device.type == "cuda":
         ways["flex_attention"] = _flex(batch, sizes.width, ring, context, scaling, causal, device)
-        if (flash := _flash_attention()) is not None:
-            ways["flash_attn"] = lambda x: flash(
-                *(t.transpose(1, 2) for t in states(x)),
-                cache_seqlens=(x["lengths"] + sizes.width).to(torch.int32),
-                softmax_scale=scaling,
-                causal=causal,
-            )
+    else:
+        unavailable["flex_attention"] = "not available: it is compiled for CUDA only here"
+    for name in FLASH_ATTENTION:
+        found = flash_attention(name)
+        if isinstance(found, str):
+            unavailable[name] = found
+        else:
+            ways[name] = _flash(found, states, sizes.width, scaling, causal)
     tokens = batch * sizes.width * sizes.heads * sizes.size
     return Case(
         kernel="block_attention, " + ("verify" if causal else "draft"),
@@ -109,7 +115,29 @@ def attention_case(
         num_bytes=item * 2 * (batch * ring * sizes.groups * sizes.size + tokens),
         ways=ways,
         results=lambda out, x: [out],
+        unavailable=unavailable,
     )
+
+
+def _flash(
+    attention: Callable[..., Any],
+    states: Callable[[Inputs], tuple[Tensor, Tensor, Tensor]],
+    width: int,
+    scaling: float,
+    causal: bool,
+) -> Way:
+    """FlashAttention over the cache, which holds the block already; lengths are read on the device, as by ours."""
+
+    def run(x: Inputs) -> Tensor:
+        out = attention(
+            *(t.transpose(1, 2) for t in states(x)),
+            cache_seqlens=(x["lengths"] + width).to(torch.int32),
+            softmax_scale=scaling,
+            causal=causal,
+        )
+        return out[0] if isinstance(out, tuple) else out
+
+    return run
 
 
 def _flex(batch: int, width: int, ring: int, context: int, scaling: float, causal: bool, device: torch.device) -> Way:
@@ -125,13 +153,29 @@ def _flex(batch: int, width: int, ring: int, context: int, scaling: float, causa
     ).transpose(1, 2)
 
 
-def _flash_attention() -> Callable[..., Tensor] | None:
-    """`flash_attn_with_kvcache` where FlashAttention is installed."""
+# Name of a row -> module that is imported, and the Kernel Hub's repository that is asked for, if it is that.
+FLASH_ATTENTION = {
+    "flash_attn": ("flash_attn", None),
+    "flash_attn_3": ("flash_attn_interface", None),
+    "hub flash-attn3": ("kernels", "kernels-community/flash-attn3"),
+    "hub flash-attn2": ("kernels", "kernels-community/flash-attn2"),
+}
+
+
+@functools.cache
+def flash_attention(name: str) -> Callable[..., Any] | str:
+    """Returns `flash_attn_with_kvcache` of one of `FLASH_ATTENTION`, or why there is none.
+
+    The Kernel Hub's are loaded by `kernels`, from its cache or the network: `HF_HUB_OFFLINE=1` keeps it to the cache.
+    """
+    module_name, repository = FLASH_ATTENTION[name]
     try:
-        import flash_attn  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return None
-    return flash_attn.flash_attn_with_kvcache
+        module: Any = importlib.import_module(module_name)
+        if repository is not None:
+            module = module.get_kernel(repository)
+        return module.flash_attn_with_kvcache
+    except (ImportError, AttributeError, OSError, RuntimeError, ValueError) as error:
+        return f"not available: {type(error).__name__}: {str(error)[:200]}"
 
 
 def norm_rope_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device) -> Case:

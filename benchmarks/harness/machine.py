@@ -144,12 +144,12 @@ def _own_version() -> str:
 
 
 def _commit() -> str | None:
-    """The commit, with "+dirty" if the working tree differs from it; `None` outside a repository."""
+    """The commit, with "+dirty" if the working tree differs from it; outside a repository what `GIT_COMMIT` says."""
     try:
         head, changes = (
             subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
             for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
         )
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("GIT_COMMIT")
     return head + ("+dirty" if changes else "")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from dflash_hf.generation_config import Proposal
+from dflash_hf.generation_config import Engine, Proposal
 
 from .clock import StepClock, synchronize
 from .pair import Inputs, Pair
@@ -27,11 +28,13 @@ class Settings:
         max_new_tokens (`int`): Length limit of an answer.
         temperature (`float`, *optional*): Samples at this temperature and from the whole vocabulary; `None` is greedy.
         seed (`int`): Set before the run.
+        on_token (callable, *optional*): Called behind every token, by the methods that say so.
     """
 
     max_new_tokens: int
     temperature: float | None = None
     seed: int = 0
+    on_token: Callable[[], None] | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of `generate`."""
@@ -71,12 +74,14 @@ class Method:
         run (callable): Decodes prompts of a pair.
         batches (`bool`): Whether it takes more than one prompt at a time.
         replays (`bool`): Whether its steps are CUDA graphs where there is CUDA, which call no hooks.
+        marks_tokens (`bool`): Whether it calls `on_token` instead, because its forwards may be compiled.
     """
 
     name: str
     run: Callable[[Pair, Inputs, Settings], Raw]
     batches: bool
     replays: bool = False
+    marks_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +143,31 @@ def plain(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
     return Raw(pair.target.generate(**inputs, **settings.arguments()))
 
 
+class OnToken(StoppingCriteria):
+    """Calls a function behind every token and stops nothing."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call = call
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        """Returns that no row is done."""
+        self.call()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def plain_static(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
+    """Runs plain `generate` with a static cache, for which Transformers compiles the forward on an accelerator."""
+    criteria = [] if settings.on_token is None else [OnToken(settings.on_token)]
+    return Raw(
+        pair.target.generate(
+            **inputs,
+            **settings.arguments(),
+            cache_implementation="static",
+            stopping_criteria=StoppingCriteriaList(criteria),
+        )
+    )
+
+
 def ours(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
     """Runs `generate(..., assistant_model=draft)`, this package's way."""
     out = pair.target.generate(**inputs, **settings.arguments(), assistant_model=pair.draft)
@@ -167,19 +197,38 @@ def lookup(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
     return Raw(out, first=counter.counts[0])
 
 
-def ours_eager(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
-    """The same with every operation launched from the host."""
-    knobs = pair.draft.generation_config
-    before, knobs.engine = knobs.engine, "eager"
-    try:
-        return ours(pair, inputs, settings)
-    finally:
-        knobs.engine = before
+def ours_on(engine: Engine) -> Method:
+    """Returns our way of decoding on an engine of its own, named after it."""
+
+    def run(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
+        knobs = pair.draft.generation_config
+        before, knobs.engine = knobs.engine, engine
+        try:
+            return ours(pair, inputs, settings)
+        finally:
+            knobs.engine = before
+
+    return Method(name=f"ours/{engine}", run=run, batches=True, replays=engine in ("auto", "cuda_graph"))
+
+
+def ours_at(width: int, block: int) -> Method:
+    """Returns our way of decoding that verifies no more than `width` tokens of a block."""
+
+    def run(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
+        knobs = pair.draft.generation_config
+        before, knobs.verify_width = knobs.verify_width, width
+        try:
+            return ours(pair, inputs, settings)
+        finally:
+            knobs.verify_width = before
+
+    return Method(name="ours" if width == block else f"ours/w{width}", run=run, batches=True, replays=True)
 
 
 PLAIN = Method(name="plain", run=plain, batches=True)
+PLAIN_STATIC = Method(name="plain/static", run=plain_static, batches=True, marks_tokens=True)
 OURS = Method(name="ours", run=ours, batches=True, replays=True)
-OURS_EAGER = Method(name="ours/eager", run=ours_eager, batches=True)
+OURS_EAGER = ours_on("eager")
 STOCK = Method(name="stock", run=stock, batches=False)
 LOOKUP = Method(name="lookup", run=lookup, batches=False)
 
@@ -215,7 +264,10 @@ def measure(pair: Pair, method: Method, inputs: Inputs, settings: Settings) -> O
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
     replays = is_cuda and method.replays and pair.draft.generation_config.engine in ("auto", "cuda_graph")
-    with StepClock(pair.target, device, is_hooked=not replays) as clock:
+    clock = StepClock(pair.target, device, is_hooked=not replays and not method.marks_tokens)
+    if method.marks_tokens:
+        settings = replace(settings, on_token=clock.marks.mark)
+    with clock:
         raw = method.run(pair, inputs, settings)
     if replays:
         clock.take(pair.draft.last_stats)
@@ -223,7 +275,7 @@ def measure(pair: Pair, method: Method, inputs: Inputs, settings: Settings) -> O
     new = sum(len(answer) for answer in answers)
     if raw.verified is not None:
         committed, verifies = raw.verified
-    elif method.name == "plain":
+    elif method.name in (PLAIN.name, PLAIN_STATIC.name):
         committed = verifies = new - len(answers)
     else:
         committed, verifies = new - raw.first, clock.num_forwards - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,12 @@ def show(title: str, rows: list[dict[str, Any]], columns: list[Column]) -> None:
 
 
 def _look_up(row: dict[str, Any], key: str) -> Any:
-    value: Any = row
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
+    """The value of a key such as `a.b`; a key that has a dot of its own, as `at_4.5`, is found too."""
+    if key in row:
+        return row[key]
+    first, _, rest = key.partition(".")
+    inner = row.get(first)
+    return _look_up(inner, rest) if isinstance(inner, dict) and rest else None
 
 
 def _cell(value: Any) -> str:
@@ -58,17 +61,40 @@ def is_record(path: Path) -> bool:
     return path.resolve().is_relative_to(RESULTS)
 
 
-def finish(record: dict[str, Any], out: Path, quiet: bool) -> None:
+def may_write(out: Path, quiet: bool) -> bool:
+    """Whether a record may be written there: among the results only what was measured on a quiet machine."""
+    return quiet or not is_record(out)
+
+
+def write(record: dict[str, Any], out: Path, figure: Callable[[dict[str, Any]], Any] | None = None) -> None:
+    """Writes a record, whole or not at all, and a figure of it beside it.
+
+    Args:
+        record: What was measured.
+        out (`Path`): The file; replaced if it is there.
+        figure (callable, *optional*): Draws a `matplotlib.figure.Figure` from the record.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_name(out.name + ".part")
+    part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    part.replace(out)
+    if figure is not None:
+        figure(record).savefig(out.with_suffix(".png"), dpi=120)
+
+
+def finish(
+    record: dict[str, Any], out: Path, quiet: bool, figure: Callable[[dict[str, Any]], Any] | None = None
+) -> None:
     """Writes the record where it may be written, says where, and prints it as the last line.
 
     Args:
         record: What was measured.
         out (`Path`): The file asked for.
         quiet (`bool`): Whether the machine was shown to be quiet; if not, nothing is written among the results.
+        figure (callable, *optional*): See [`write`].
     """
-    if quiet or not is_record(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if may_write(out, quiet):
+        write(record, out, figure)
         print(f"written to {out}")
     else:
         print(f"not written to {out}: the machine was not shown to be quiet")

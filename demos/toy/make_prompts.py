@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from hybrid_target import HYBRID_DIR, HYBRID_KINDS
 from scene_tasks import VISION_KINDS, VisionSample, make_vision_sample
-from tasks import KINDS, make_sample
+from tasks import KINDS, Kind, make_sample
 from vision_processor import VISION_DIR
 
 HERE = Path(__file__).parent
 
 
-def text_rows(per_kind: int) -> list[dict[str, Any]]:
-    """Return the prompts of the text pair."""
-    samples = [make_sample(kind, "heldout", index) for kind in KINDS for index in range(per_kind)]
+def text_rows(kinds: Sequence[Kind], per_kind: int) -> list[dict[str, Any]]:
+    """Return the prompts of a pair of texts."""
+    samples = [make_sample(kind, "heldout", index) for kind in kinds for index in range(per_kind)]
     return [{"kind": s.kind, "messages": list(s.messages), "answer": s.answer} for s in samples]
 
 
@@ -41,15 +43,15 @@ def vision_row(sample: VisionSample, folder: Path) -> dict[str, Any]:
 
 
 def main(
-    pair: Annotated[Literal["text", "vision"], typer.Option(help="Which of the two pairs.")] = "text",
+    pair: Annotated[Literal["text", "vision", "hybrid"], typer.Option(help="Which of the pairs.")] = "text",
     per_kind: Annotated[int, typer.Option(help="Prompts of each kind.", min=1)] = 12,
     out: Annotated[Path | None, typer.Option(help="File to write; pictures go beside it.")] = None,
 ) -> None:
     """Write the first samples of every kind's held-out split, one JSON object a line."""
-    out = out or (VISION_DIR if pair == "vision" else HERE) / "held_out.jsonl"
+    out = out or {"text": HERE, "vision": VISION_DIR, "hybrid": HYBRID_DIR}[pair] / "held_out.jsonl"
     out.parent.mkdir(parents=True, exist_ok=True)
-    if pair == "text":
-        rows = text_rows(per_kind)
+    if pair != "vision":
+        rows = text_rows(HYBRID_KINDS if pair == "hybrid" else KINDS, per_kind)
     else:
         rows = [
             vision_row(make_vision_sample(kind, "heldout", index), out.parent)

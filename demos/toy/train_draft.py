@@ -1,4 +1,4 @@
-"""Train a toy draft: a small DFlash draft for the text or the vision target, on answers that the target itself wrote.
+"""Train a toy draft: a small DFlash draft for one of the toy targets, on answers that the target itself wrote.
 
 The run is a function of its options and of the target: training prompts come from the training split, their answers
 are regenerated greedily, and the result is measured on held-out prompts by walking the target's own answers.
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import draft_data
+import hybrid_draft_data
 import torch
 import typer
 import vision_draft_data
@@ -144,7 +145,7 @@ def write_card(out: Path, draft: DFlashDraftModel, lengths: dict[str, float], **
 
 
 def main(
-    pair: Annotated[Literal["text", "vision"], typer.Option(help="Which of the two pairs.")] = "text",
+    pair: Annotated[Literal["text", "vision", "hybrid"], typer.Option(help="Which of the pairs.")] = "text",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3000,
     prompts: Annotated[
         str, typer.Option(help="Prompts of each kind, as 500 or 500,talk=2000; '' for the pair's.")
@@ -172,7 +173,7 @@ def main(
     """Regenerate answers, train the draft, save it and measure it on held-out prompts."""
     began = time.perf_counter()
     torch.set_num_threads(threads)
-    data: Any = vision_draft_data if pair == "vision" else draft_data
+    data: Any = {"text": draft_data, "vision": vision_draft_data, "hybrid": hybrid_draft_data}[pair]
     target_dir, out = target_dir or data.TARGET_DIR, out or data.DRAFT_DIR
     target, processing_class = data.load_target(target_dir)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)

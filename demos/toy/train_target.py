@@ -1,4 +1,4 @@
-"""Train the toy target, a small Qwen3 model, from its configuration on generated conversations.
+"""Train the toy target of a pair, a small Qwen3 or Qwen3.5 model, from its configuration on generated conversations.
 
 The run is a function of its options: samples come from a numbered stream that never repeats, and its length is set in
 steps. One step takes a pool of conversations, sorts it by length and runs it in micro-batches of similar length.
@@ -7,17 +7,26 @@ steps. One step takes a pool of conversations, sorts it by length and runs it in
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 import typer
 from build_tokenizer import MAX_LENGTH, TARGET_DIR, build_tokenizer
 from fast_forward import fast_logits
+from hybrid_target import HYBRID_DIR, HYBRID_KINDS, hybrid_logits, make_hybrid_config, make_hybrid_model
 from rich import print as rich_print
 from target_training import IGNORE, round_up, save_target, train
 from tasks import KINDS, Kind, make_sample
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3_5ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,15 +121,30 @@ def step_batches(
         yield [pad_batch(rows[at : at + micro], tokenizer.pad_token_id, weight) for at in range(0, len(rows), micro)]
 
 
-def token_losses(model: Qwen3ForCausalLM, batch: MicroBatch, fast: bool) -> torch.Tensor:
+def fresh_target(pair: Literal["text", "hybrid"]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return an untrained target with its tokenizer; the hybrid one shares the stored tokenizer of the text target."""
+    if pair == "text":
+        tokenizer = build_tokenizer()
+        return Qwen3ForCausalLM(make_config(tokenizer)), tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
+    return make_hybrid_model(make_hybrid_config(tokenizer, MAX_LENGTH)), tokenizer
+
+
+def token_losses(model: PreTrainedModel, batch: MicroBatch, fast: bool) -> torch.Tensor:
     """Return the loss of every position, shape (B, S), zero where there is no label."""
     ids = batch.input_ids_BS
-    logits_BSV = fast_logits(model, ids) if fast else model(input_ids=ids, use_cache=False).logits
+    if not fast:
+        logits_BSV = model(input_ids=ids, use_cache=False).logits
+    elif isinstance(model, Qwen3_5ForCausalLM):
+        logits_BSV = hybrid_logits(model, ids)
+    else:
+        logits_BSV = fast_logits(model, ids)
     loss = F.cross_entropy(logits_BSV.flatten(0, 1).float(), batch.labels_BS.flatten(), reduction="none")
     return loss.view_as(batch.labels_BS)
 
 
 def main(
+    pair: Annotated[Literal["text", "hybrid"], typer.Option(help="Which of the two pairs of texts.")] = "text",
     steps: Annotated[int, typer.Option(help="Number of optimizer steps that the rate schedule spans.")] = 1200,
     stop_after: Annotated[int, typer.Option(help="Stop after this step of the schedule, 0 for its end.")] = 0,
     pool: Annotated[int, typer.Option(help="Conversations per step.")] = 32,
@@ -132,21 +156,23 @@ def main(
     kinds: Annotated[str, typer.Option(help="Kinds in the mix, separated by commas; repeat one to weigh it.")] = "",
     first_index: Annotated[int, typer.Option(help="Number of the first sample; raise it to continue a run.")] = 0,
     init_from: Annotated[Path | None, typer.Option(help="Checkpoint to continue from.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the checkpoint.")] = TARGET_DIR,
+    out: Annotated[Path | None, typer.Option(help="Folder of the checkpoint, if not the pair's own.")] = None,
     save_every: Annotated[int, typer.Option(help="Steps between intermediate checkpoints, 0 for none.")] = 250,
     log_every: Annotated[int, typer.Option(help="Steps between log lines.")] = 20,
     threads: Annotated[int, typer.Option(help="Torch threads.")] = 1,
-    fast: Annotated[bool, typer.Option(help="Use the bfloat16 forward pass of fast_forward.py.")] = True,
+    fast: Annotated[bool, typer.Option(help="Use the faster forward pass written for the pair.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
 ) -> None:
     """Train the target and save it with its tokenizer."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(init_from) if init_from else build_tokenizer()
-    config = make_config(tokenizer)
-    model = Qwen3ForCausalLM.from_pretrained(init_from) if init_from else Qwen3ForCausalLM(config)
+    out = out or (HYBRID_DIR / "target" if pair == "hybrid" else TARGET_DIR)
+    if init_from:
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(init_from), AutoTokenizer.from_pretrained(init_from)
+    else:
+        model, tokenizer = fresh_target(pair)
     model.train()
-    mix: list[Kind] = [kind for kind in kinds.split(",") if kind] or list(KINDS)
+    mix: list[Kind] = [kind for kind in kinds.split(",") if kind] or list(HYBRID_KINDS if pair == "hybrid" else KINDS)
     rich_print(f"{model.num_parameters():,} parameters, {steps} steps of {pool} conversations, mix {mix}")
     train(
         model,

@@ -1,7 +1,7 @@
-"""Qwen3-VL's processor where torchvision is missing: text and pictures, without videos.
+"""Processors of Qwen's vision models where torchvision is missing: text and pictures, without videos.
 
-Transformers' `Qwen3VLProcessor` insists on a video processor, and that on torchvision. Pictures need neither: they go
-through `Qwen2VLImageProcessorPil`, which `AutoImageProcessor` chooses by itself.
+Transformers' own insist on a video processor, and that on torchvision. Pictures need neither: they go through
+`Qwen2VLImageProcessorPil`, which `AutoImageProcessor` chooses by itself.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from transformers import ProcessorMixin
 from transformers.models.auto import processing_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.qwen2_5_vl import processing_qwen2_5_vl
 from transformers.models.qwen3_vl import processing_qwen3_vl
 from transformers.utils.import_utils import is_torchvision_available
 from transformers.video_processing_utils import BaseVideoProcessor
@@ -19,11 +21,11 @@ from transformers.video_processing_utils import BaseVideoProcessor
 _SHARED = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 
 
-class Qwen3VLProcessor(processing_qwen3_vl.Qwen3VLProcessor):
-    """Transformers' `Qwen3VLProcessor` without its video processor.
+class WithoutVideos(ProcessorMixin):
+    """What a processor of Transformers' is without its video processor; comes before it among the bases.
 
-    Named as the original is: the name is saved, and both read what the other wrote. It makes the same tensors of the
-    same messages: `input_ids`, `attention_mask` and `mm_token_type_ids` `[B, S]`, `pixel_values`
+    Its subclasses are named as the originals are: the name is saved, and both read what the other wrote. They make the
+    same tensors of the same messages: `input_ids`, `attention_mask` and `mm_token_type_ids` `[B, S]`, `pixel_values`
     `[patches, channels * temporal_patch_size * patch_size**2]` and `image_grid_thw` `[images, 3]`.
 
     Args:
@@ -32,6 +34,8 @@ class Qwen3VLProcessor(processing_qwen3_vl.Qwen3VLProcessor):
         chat_template (`str`, *optional*): Jinja template of a conversation.
         video_settings (`dict`, *optional*): Settings of a video processor. Only kept, and saved with the others.
     """
+
+    video_processor_type: str
 
     def __init__(
         self,
@@ -42,19 +46,20 @@ class Qwen3VLProcessor(processing_qwen3_vl.Qwen3VLProcessor):
     ) -> None:
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
         shared = {name: getattr(image_processor, name) for name in _SHARED}
-        defaults = {"video_processor_type": "Qwen3VLVideoProcessor", **shared}
+        defaults = {"video_processor_type": self.video_processor_type, **shared}
         self.video_settings: dict[str, Any] = video_settings or defaults
 
     def __call__(
         self, images: Any = None, text: Any = None, videos: Any = None, audio: Any = None, **kwargs: Any
     ) -> Any:
-        """Makes a model's inputs of texts and pictures, as `Qwen3VLProcessor` does.
+        """Makes a model's inputs of texts and pictures, as the original does.
 
         Raises:
-            ValueError: On a video.
+            ValueError: On a video, or a picture without pixels.
         """
         if videos is not None:
             raise ValueError("expected pictures and text, got a video; install torchvision for videos")
+        check_pixels(images)
         return super().__call__(images=images, text=text, audio=audio, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,8 +82,39 @@ class Qwen3VLProcessor(processing_qwen3_vl.Qwen3VLProcessor):
         return config, unused
 
 
+class Qwen3VLProcessor(WithoutVideos, processing_qwen3_vl.Qwen3VLProcessor):
+    """Transformers' `Qwen3VLProcessor` without its video processor; see `WithoutVideos`."""
+
+    video_processor_type = "Qwen3VLVideoProcessor"
+
+
+class Qwen2_5_VLProcessor(WithoutVideos, processing_qwen2_5_vl.Qwen2_5_VLProcessor):
+    """Transformers' `Qwen2_5_VLProcessor` without its video processor; see `WithoutVideos`."""
+
+    video_processor_type = "Qwen2VLVideoProcessor"
+
+
+def check_pixels(images: Any) -> None:
+    """Refuses pictures without pixels, on which Transformers' resizing divides by zero.
+
+    Args:
+        images: A picture (PIL image, array, anything without a size) or lists of them; `None` for none.
+
+    Raises:
+        ValueError: If one has a side of 0.
+    """
+    if isinstance(images, (list, tuple)):
+        for image in images:  # type: ignore[reportUnknownVariableType]
+            check_pixels(image)
+        return
+    size: Any = getattr(images, "shape", None) or getattr(images, "size", None)
+    if isinstance(size, tuple) and 0 in size:
+        sides = " × ".join(map(str, size))  # type: ignore[reportUnknownArgumentType]
+        raise ValueError(f"expected a picture of at least one pixel, got one of {sides}; leave it out")
+
+
 def register() -> None:
-    """Lets `AutoProcessor` choose this class where torchvision is missing, and it could only fail otherwise.
+    """Lets `AutoProcessor` choose these classes where torchvision is missing, and it could only fail otherwise.
 
     Importing `dflash_hf` does it. Where torchvision is installed, nothing changes.
     """
@@ -86,13 +122,14 @@ def register() -> None:
         return
     auto: Any = processing_auto
     names: dict[str, str] = auto.PROCESSOR_MAPPING_NAMES
-    for model_type in [model for model, name in names.items() if name == Qwen3VLProcessor.__name__]:
-        # The name that a folder states is looked up here before it is among registered classes.
-        del names[model_type]
-        config = CONFIG_MAPPING[model_type]
-        auto.AutoProcessor.register(config, Qwen3VLProcessor, exist_ok=True)
-        # Older releases take no registration for a config of Transformers' own.
-        auto.PROCESSOR_MAPPING._extra_content.setdefault(config, Qwen3VLProcessor)
+    for ours in (Qwen3VLProcessor, Qwen2_5_VLProcessor):
+        for model_type in [model for model, name in names.items() if name == ours.__name__]:
+            # The name that a folder states is looked up here before it is among registered classes.
+            del names[model_type]
+            config = CONFIG_MAPPING[model_type]
+            auto.AutoProcessor.register(config, ours, exist_ok=True)
+            # Older releases take no registration for a config of Transformers' own.
+            auto.PROCESSOR_MAPPING._extra_content.setdefault(config, ours)
 
 
-__all__ = ["Qwen3VLProcessor", "register"]
+__all__ = ["Qwen2_5_VLProcessor", "Qwen3VLProcessor", "check_pixels", "register"]

@@ -9,7 +9,6 @@ from typing import Any
 
 import decode
 import pytest
-import step
 import typer
 from harness import machine, report
 from harness.machine import CpuTimes, LoadWatch, busy_cores, parse_cpu_times
@@ -36,7 +35,7 @@ def record_of(result: Result) -> dict[str, Any]:
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A stand-in for benchmarks/results."""
-    for module in (machine, report, decode, step):
+    for module in (machine, report, decode):
         monkeypatch.setattr(module, "RESULTS", tmp_path, raising=True)
     return tmp_path
 
@@ -133,18 +132,3 @@ def test_summaries() -> None:
     assert percentiles([]) == {"p20": None, "p50": None, "p80": None}
     low, high = bootstrap([(4, 1), (2, 1)] * 8)
     assert 2 < low < 3 < high < 4
-
-
-def test_step_runs_without_a_gpu(results: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    out = tmp_path_factory.mktemp("step") / "step.json"
-    record = record_of(run(step.main, "--tiny", "--device", "cpu", "--repeats", "1", "--out", str(out)))
-    assert json.loads(out.read_text()) == record
-    methods = ["plain", "ours", "ours/eager", "stock", *(["zlab"] if HAS_ZLAB else [])]
-    assert [row["method"] for row in record["rows"] if row["batch"] == 1] == methods
-    assert [row["method"] for row in record["rows"] if row["batch"] == 8] == ["plain", "ours", "ours/eager"]
-    for row in record["rows"]:
-        assert "tokens_per_second" not in row, "with random weights they are derived"
-        assert row["derived_tokens_per_second"]["at_1"] > 0
-        assert row["step_ms"]["p50"] > 0
-    assert [floor["batch"] for floor in record["floors"]] == [1, 8]
-    assert list(results.iterdir()) == []

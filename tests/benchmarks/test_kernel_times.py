@@ -1,18 +1,25 @@
 """The kernel benchmark runs without a GPU on tiny shapes, and reports nothing of a kernel that is wrong."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import kernel_times
 import pytest
+import torch
 import typer
 from harness import report
-from harness.kernel_cases import all_cases
+from harness.kernel_cases import FLASH_ATTENTION, all_cases, attention_case, flash_attention
+from harness.plots import conditions
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
 import dflash_kernels
+
+# Where there is neither CUDA nor FlashAttention.
+UNAVAILABLE = {"flex_attention", *FLASH_ATTENTION}
 
 
 def run(*arguments: str) -> Result:
@@ -41,7 +48,9 @@ def test_tiny_shapes_run_anywhere(results: Path, tmp_path: Path) -> None:
     names = ["block_attention, verify", "block_attention, draft", "norm_rope_write", "context_kv", "argmax"]
     assert [row["kernel"] for row in record["rows"]] == [*names, "accept_and_prepare"]
     for row in record["rows"]:
-        assert row["libraries_left_out"] == {}
+        left_out = row["libraries_left_out"]
+        assert left_out.keys() == (UNAVAILABLE if row["kernel"].startswith("block_attention") else set())
+        assert all(why.startswith("not available") for why in left_out.values())
         assert row["bytes"] > 0
         assert row["microseconds"].keys() >= {"kernel", "reference"}
         rate = row["bytes"] / row["microseconds"]["kernel"]["p50"] / 1e3
@@ -49,6 +58,8 @@ def test_tiny_shapes_run_anywhere(results: Path, tmp_path: Path) -> None:
         wanted = rate * 1e9 / record["provenance"]["copy_bytes_per_second"]
         assert row["share_of_copy_bandwidth"] == pytest.approx(wanted)
     assert not results.exists(), "tiny shapes are never a record"
+    assert [floor["verdict"] for floor in record["floors"]] == ["unmeasured"] * 2
+    assert conditions(record).startswith("TRIAL RUN")
 
 
 def test_a_wrong_kernel_is_not_reported(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,8 +76,8 @@ def test_a_wrong_kernel_is_not_reported(results: Path, tmp_path: Path, monkeypat
 
 
 def test_a_wrong_library_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = kernel_times.torch.device("cpu")
-    case = all_cases(kernel_times.TINY, [1], [24], kernel_times.torch.float32, device)[0]
+    device = torch.device("cpu")
+    case = all_cases(kernel_times.TINY, [1], [24], torch.float32, device)[0]
     assert kernel_times.difference(case, "sdpa") is None
     case.ways["sdpa"] = lambda x: case.ways["kernel"](x) * 1.01
     row = kernel_times.measure(case, 1e9, device, 1)
@@ -74,8 +85,71 @@ def test_a_wrong_library_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["best_library"] == "reference"
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("as_tuple", [True, False])
+def test_flash_attention_from_the_hub_is_timed_where_it_can_be_loaded(
+    monkeypatch: pytest.MonkeyPatch, as_tuple: bool, causal: bool
+) -> None:
+    """A stand-in with the library's interface: token-major states, `int32` lengths that count the block."""
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor, softmax_scale: float, causal: bool
+    ) -> Any:
+        assert cache_seqlens.dtype == torch.int32
+        out = torch.zeros_like(q)
+        for row, length in enumerate(cache_seqlens.tolist()):
+            keys, values = (t[row, :length].repeat_interleave(q.shape[2] // k.shape[2], dim=1) for t in (k, v))
+            scores = torch.einsum("qhe,khe->hqk", q[row], keys) * softmax_scale
+            if causal:  # aligned to the end
+                seen = torch.ones(q.shape[1], length).tril(length - q.shape[1]).bool()
+                scores = scores.masked_fill(~seen, -torch.inf)
+            out[row] = torch.einsum("hqk,khe->qhe", scores.softmax(-1), values)
+        return (out, None) if as_tuple else out
+
+    asked: list[str] = []
+
+    def get_kernel(name: str) -> Any:
+        asked.append(name)
+        if name.endswith("2"):
+            raise OSError("nothing in the cache")
+        return SimpleNamespace(flash_attn_with_kvcache=attention)
+
+    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=get_kernel))
+    flash_attention.cache_clear()
+    try:
+        case = attention_case(kernel_times.TINY, 2, 24, torch.float32, torch.device("cpu"), causal)
+    finally:
+        flash_attention.cache_clear()
+    assert asked == ["kernels-community/flash-attn3", "kernels-community/flash-attn2"]
+    assert case.unavailable["hub flash-attn2"] == "not available: OSError: nothing in the cache"
+    assert kernel_times.difference(case, "hub flash-attn3") is None
+    row = kernel_times.measure(case, 1e9, torch.device("cpu"), 1)
+    assert "hub flash-attn3" in row["microseconds"]
+    assert "hub flash-attn2" in row["libraries_left_out"]
+
+
+def test_floors_take_the_worst_row_at_32k() -> None:
+    def row(kernel: str, context: int, share: float, us: float) -> dict[str, Any]:
+        taken = {"kernel": {"p50": us}}
+        return {"kernel": kernel, "context": context, "share_of_copy_bandwidth": share} | {
+            "microseconds": taken,
+            "best_library_us": 100.0,
+        }
+
+    rows = [
+        row("block_attention, verify", 32768, 0.8, 90.0),
+        row("block_attention, draft", 32768, 0.75, 101.0),
+        row("block_attention, draft", 2048, 0.1, 900.0),
+        row("argmax", 32768, 0.1, 900.0),
+    ]
+    found = [(floor["value"], floor["verdict"]) for floor in kernel_times.floor_rows(rows, judged=True)]
+    assert found == [(0.75, "pass"), (pytest.approx(1.01), "FAIL")]
+    assert {floor["verdict"] for floor in kernel_times.floor_rows(rows, judged=False)} == {"unmeasured"}
+    assert {floor["verdict"] for floor in kernel_times.floor_rows([], judged=True)} == {"unmeasured"}
+
+
 def test_without_a_gpu_it_says_that_it_needs_one(results: Path) -> None:
-    if kernel_times.torch.cuda.is_available():
+    if torch.cuda.is_available():
         pytest.skip("there is one")
     result = run()
     assert result.exit_code == 2

@@ -61,11 +61,29 @@ def test_bad_picture_is_refused_in_a_sentence(
     assert part in sentence
     assert not any(word in chat.page.content() for word in SENTENCE_WORDS)
     # The text is still there, the picture is not, and sending it again works.
-    assert chat.page.input_value("#df-box textarea") == "what is this"
+    chat.page.wait_for_function("document.querySelector('#df-box textarea').value === 'what is this'")
     chat.page.wait_for_function("document.querySelectorAll('#df-box .thumbnail-item').length === 0")
     chat.page.click("#df-box .submit-button")
     assert len(chat.wait("done")) == 16
     assert chat.page.locator(".df-notice").count() == 0
+
+
+def test_what_was_not_refused_stays_in_the_box(
+    endless: Server, open_chat: Callable[..., Chat], tmp_path: Path
+) -> None:
+    picture(32, 32).save(tmp_path / "good.png")
+    bad, _ = write_bad("broken", tmp_path)
+    chat = open_chat(endless)
+    chat.set_length(16)
+    chat.send("x" * 5000, tmp_path / "good.png", bad)
+    assert "broken.png" in chat.notice()
+    chat.page.wait_for_function("document.querySelectorAll('#df-box .thumbnail-item').length === 1")
+    chat.page.click("#df-box .submit-button")
+    assert "at most 4,080 tokens" in chat.notice("tokens")
+    chat.page.fill("#df-box textarea", "what is this")
+    chat.page.click("#df-box .submit-button")
+    assert len(chat.wait("done")) == 16
+    assert chat.page.locator(".df-pictures img").count() == 1
 
 
 def write_odd(name: str, folder: Path) -> Path:
@@ -110,9 +128,7 @@ def test_file_that_is_too_large_is_refused_before_it_is_kept(
     path.write_bytes(b"\x89PNG" + bytes(21 * 2**20))
     chat = open_chat(endless)
     chat.page.set_input_files("#df-box input[type=file]", [str(path)])
-    toast = chat.page.wait_for_selector(".toast-body")
-    assert toast is not None
-    assert "size" in toast.inner_text().lower()
+    assert "size" in chat.toast()
     kept = [
         file
         for file in endless.log.parent.glob("dflash-chat-*/**/*")
@@ -138,7 +154,7 @@ def test_long_prompt_is_refused_with_numbers_before_any_work(endless: Server, op
     assert chat.page.locator(".df-turn").count() == 0
     chat.page.fill("#df-box textarea", "x" * 200_001)
     chat.page.click("#df-box .submit-button")
-    chat.page.wait_for_function("document.querySelector('.df-notice')?.textContent.includes('200,001')")
+    chat.notice("200,001")
 
 
 def test_text_is_shown_as_it_was_written(endless: Server, open_chat: Callable[..., Chat]) -> None:

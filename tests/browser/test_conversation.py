@@ -1,8 +1,9 @@
-"""What a person does: ask, with pictures and without, see why it is fast, stop, go on, race."""
+"""What a person does: ask, with pictures and without, see why it is fast, stop, go on, race.
+
+Nothing here rests on a clock: where a test needs an answer that is half written, it holds the chat there.
+"""
 
 import itertools
-import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,12 @@ from transformers import (
 from helpers.browser import Chat, Server
 from helpers.processors import picture
 
-# Every state of the newest answer, as the page goes through them.
+# Every text of the newest answer, as the page goes through them: few or many, that is the machine's business.
 WATCH = """() => {
   window.seen = [];
   new MutationObserver(() => {
     const text = document.querySelector("#df-current .df-answer .df-text")?.textContent ?? "";
-    const speed = document.querySelector("#df-statistics .df-figure strong")?.textContent ?? "";
-    if (window.seen.at(-1)?.text !== text) window.seen.push({ text, speed, at: performance.now() });
+    if (window.seen.at(-1) !== text) window.seen.push(text);
   }).observe(document.body, { childList: true, subtree: true, characterData: true });
 }"""
 
@@ -52,15 +52,38 @@ def plain_answers(pair: Path, length: int, *questions: tuple[str, list[Path]]) -
     return texts
 
 
-def test_answer_streams_in_coloured_runs_with_statistics(bundled: Server, open_chat: Callable[..., Chat]) -> None:
+def test_answer_is_shown_run_by_run_while_it_is_written(held: Server, open_chat: Callable[..., Chat]) -> None:
+    """The page shows the first token when there is no other, and each further run before the next is there."""
+    chat = open_chat(held)
+    chat.set_length(32)
+    chat.page.evaluate(WATCH)
+    held.hold(1)
+    chat.send("hello")
+    states = [chat.wait_for_letters(1)]
+    assert len(states[0]) == 1, "more than the first token, before there was more"
+    for runs in (2, 3, 4):
+        assert chat.page.locator("#df-current .df-run").count() == runs - 2
+        held.hold(runs)
+        states.append(chat.wait_for_letters(len(states[-1]) + 1))
+    held.hold(None)
+    states.append(chat.wait("done"))
+
+    assert states[-1] == plain_answers(held.pair, 32, ("hello", []))[0]
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(states))
+    seen = chat.page.evaluate("window.seen")
+    assert set(states) <= set(seen)
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(seen)), "a text was taken back"
+
+
+def test_answer_has_coloured_runs_and_statistics(bundled: Server, open_chat: Callable[..., Chat]) -> None:
     chat = open_chat(bundled)
     chat.page.evaluate(WATCH)
     text = chat.ask(bundled.question())
 
     assert text == plain_answers(bundled.pair, 320, (bundled.question(), []))[0]
-    seen = [state["text"] for state in chat.page.evaluate("window.seen") if state["text"]]
-    assert len(seen) > 3, "the answer came all at once"
-    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(seen))
+    seen = chat.page.evaluate("window.seen")
+    assert seen[-1] == text
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(seen)), "a text was taken back"
 
     tokens = chat.numbers(".df-run", "--n")
     forwards = len(chat.numbers(".df-strip li", "--a"))
@@ -79,36 +102,26 @@ def test_answer_streams_in_coloured_runs_with_statistics(bundled: Server, open_c
     assert len(shares) == 15
     assert shares == sorted(shares, reverse=True)
     assert shares[0] > 0
-    total = int(chat.page.locator(".df-figure small").nth(2).text_content().split()[1])
+    total = int(str(chat.page.locator(".df-figure small").nth(2).text_content()).split()[1])
     assert total == sum(committed) + 1
     assert chat.page.locator(".df-bonus").count() > 0
     assert f"{total} tokens" in chat.meta()
 
 
-def test_speed_is_shown_while_the_answer_is_written(endless: Server, open_chat: Callable[..., Chat]) -> None:
-    chat = open_chat(endless)
-    chat.set_length(96)
-    chat.page.evaluate(WATCH)
-    chat.ask("hello")
-    speeds = {state["speed"] for state in chat.page.evaluate("window.seen")[:-1]}
-    assert len(speeds) > 1, f"the speed never changed: {speeds}"
-
-
-def test_first_token_comes_soon(bundled: Server, open_chat: Callable[..., Chat]) -> None:
-    """The floor is 2 s on two free cores; tests also run on machines that are busy with something else."""
-    chat = open_chat(bundled)
-    chat.page.evaluate(WATCH)
-    chat.page.fill("#df-box textarea", bundled.question())
-    chat.page.evaluate(
-        "document.querySelector('#df-box .submit-button').addEventListener('click', "
-        "() => { window.asked = performance.now() }, true)"
-    )
-    chat.page.click("#df-box .submit-button")
-    chat.wait("done")
-    first = next(state["at"] for state in chat.page.evaluate("window.seen") if state["text"])
-    seconds = (first - chat.page.evaluate("window.asked")) / 1000
-    print(json.dumps({"first_token_shown_after_seconds": round(seconds, 3)}))
-    assert seconds < 10
+def test_speed_is_shown_while_the_answer_is_written(held: Server, open_chat: Callable[..., Chat]) -> None:
+    chat = open_chat(held)
+    chat.set_length(256)
+    held.hold(64)
+    chat.send("hello")
+    chat.wait_for_letters(64)
+    # Nothing comes, and time goes by: tokens by seconds falls.
+    speed = chat.page.locator("#df-statistics .df-stats[data-live] .df-figure strong").first.text_content()
+    assert float(str(speed)) > 0
+    script = "then => { const now = document.querySelector('#df-statistics .df-stats[data-live] .df-figure strong');"
+    chat.page.wait_for_function(script + "return now && Number(now.textContent) < then }", arg=float(str(speed)))
+    held.hold(None)
+    assert len(chat.wait("done")) == 256
+    assert chat.page.locator("#df-statistics .df-stats[data-live]").count() == 0
 
 
 def test_picture_and_follow_up_are_answered_as_plain_generate_does(
@@ -143,32 +156,37 @@ def test_draft_off_is_plain_generate(bundled: Server, open_chat: Callable[..., C
     assert chat.page.locator(".df-figure strong").nth(1).text_content() == "1"
 
 
-def test_stop_ends_the_run_and_the_chat_goes_on(endless: Server, open_chat: Callable[..., Chat]) -> None:
-    chat = open_chat(endless)
+def test_stop_ends_the_run_and_the_chat_goes_on(held: Server, open_chat: Callable[..., Chat]) -> None:
+    chat = open_chat(held)
     chat.set_length(1024)
+    held.hold(24)
     for use_draft in (True, False):
         chat.page.set_checked("#df-draft input", use_draft)
         chat.send("tell me everything")
-        chat.page.wait_for_function("document.querySelector('#df-current .df-text')?.textContent.length > 4")
+        shown = chat.wait_for_letters(24)
         chat.page.click("#df-box .stop-button")
-        text = chat.wait("stopped")
-        assert 0 < len(text) < 1000
+        assert chat.wait("stopped") == shown
         assert "stopped" in chat.meta()
+        if use_draft:
+            assert plain_answers(held.pair, len(shown), ("tell me everything", [])) == [shown]
     chat.set_length(16)
     chat.page.set_checked("#df-draft input", True)
     assert len(chat.ask("go on")) == 16
 
 
-def test_new_chat_ends_the_run_and_nothing_of_it_comes_back(endless: Server, open_chat: Callable[..., Chat]) -> None:
-    chat = open_chat(endless)
+def test_new_chat_ends_the_run_and_nothing_of_it_comes_back(held: Server, open_chat: Callable[..., Chat]) -> None:
+    chat = open_chat(held)
     chat.set_length(1024)
+    held.hold(32)  # the old run would wait there for ever, and the new one behind it
     chat.send("tell me everything")
-    chat.wait_for_runs(8)
+    chat.wait_for_letters(32)
     chat.page.click("#df-new")
     chat.page.wait_for_selector(".df-welcome")
     chat.set_length(16)
-    assert chat.ask("hello") == plain_answers(endless.pair, 16, ("hello", []))[0]
-    assert chat.page.locator(".df-user p").all_text_contents() == ["hello"]
+    assert chat.ask("hello") == plain_answers(held.pair, 16, ("hello", []))[0]
+    held.hold(None)
+    assert chat.ask("again") == plain_answers(held.pair, 16, ("hello", []), ("again", []))[1]
+    assert chat.page.locator(".df-user p").all_text_contents() == ["hello", "again"]
 
 
 def test_temperature_changes_the_text_and_length_ends_it(endless: Server, open_chat: Callable[..., Chat]) -> None:
@@ -201,45 +219,47 @@ def test_race_compares_both_ways_token_by_token(bundled: Server, open_chat: Call
     ]
     assert counted[0] == counted[1]
     assert f"identical all {counted[0]} tokens are the same" in verdict
-    seconds = [float(str(s).split()[0]) for s in chat.page.locator(".df-lane header span").all_text_contents()]
+    plain, drafted = chat.numbers(".df-lane", "--seconds")  # to 4 digits; the ratio has one
     ratio = float(str(chat.page.text_content(".df-verdict strong")).rstrip("×"))
-    assert ratio == pytest.approx(seconds[0] / seconds[1], rel=0.1)
+    half = 5e-5
+    assert (plain - half) / (drafted + half) - 0.051 <= ratio <= (plain + half) / max(drafted - half, half) + 0.051
+    shown = chat.page.locator(".df-lane header span").all_text_contents()
+    assert shown == [f"{seconds:.2f} s" for seconds in (plain, drafted)]
 
 
 def test_two_sessions_at_once_each_get_their_own_answer(
-    endless: Server, open_chat: Callable[..., Chat], tmp_path: Path
+    held: Server, open_chat: Callable[..., Chat], tmp_path: Path
 ) -> None:
     file = tmp_path / "same.png"
     picture(40, 24).save(file)
-    first, second = open_chat(endless), open_chat(endless)
+    first, second = open_chat(held), open_chat(held)
     for chat in (first, second):
         chat.set_length(48)
     turns = [[("one", [file]), ("three", [])], [("two", [file]), ("four", [])]]
     for turn in range(2):
-        for chat, (text, pictures) in zip((first, second), (turns[0][turn], turns[1][turn]), strict=True):
-            chat.send(text, *pictures)
+        held.hold(8)
+        first.send(turns[0][turn][0], *turns[0][turn][1])
+        first.wait_for_letters(8)
+        second.send(turns[1][turn][0], *turns[1][turn][1])
+        second.page.wait_for_selector('#df-current .df-answer[data-state="waiting"]')
+        assert "waiting for another" in second.meta()
+        held.hold(None)
         texts = [first.wait("done"), second.wait("done")]
-        assert texts == [plain_answers(endless.pair, 48, *asked[: turn + 1])[turn] for asked in turns]
+        assert texts == [plain_answers(held.pair, 48, *asked[: turn + 1])[turn] for asked in turns]
     assert first.page.locator(".df-user p").all_text_contents() == ["one", "three"]
     assert second.page.locator(".df-user p").all_text_contents() == ["two", "four"]
 
 
-def test_closing_the_page_ends_its_run(endless: Server, open_chat: Callable[..., Chat]) -> None:
-    leaving, staying = open_chat(endless), open_chat(endless)
+def test_closing_the_page_ends_its_run(held: Server, open_chat: Callable[..., Chat]) -> None:
+    leaving, staying = open_chat(held), open_chat(held)
     leaving.set_length(1024)
     leaving.page.uncheck("#df-draft input")
+    held.hold(24)  # a run that nobody ends waits there for ever, and everybody else behind it
     leaving.send("tell me everything")
-    leaving.page.wait_for_function("document.querySelector('#df-current .df-text')?.textContent.length > 20")
-    tokens, rate = (
-        len(str(leaving.page.locator(".df-text").last.text_content())),
-        leaving.page.locator(".df-figure strong"),
-    )
-    remaining = (1024 - tokens) / float(str(rate.first.text_content()))
+    leaving.wait_for_letters(24)
     leaving.page.context.close()
-    started = time.monotonic()
     staying.set_length(16)
-    staying.ask("hello")
-    assert time.monotonic() - started < remaining / 2, "the run of the closed page went on"
+    assert len(staying.ask("hello")) == 16
 
 
 @pytest.fixture(autouse=True)

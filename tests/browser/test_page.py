@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import re
 import time
 import urllib.error
@@ -59,7 +60,7 @@ READ = [
 def get(url: str) -> tuple[int, bytes]:
     """Fetches an address as it stands, dots included."""
     try:
-        with urllib.request.urlopen(url, timeout=60) as reply:
+        with urllib.request.urlopen(url, timeout=PATIENCE) as reply:
             return reply.status, reply.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()
@@ -98,7 +99,7 @@ def test_theme_can_be_switched(bundled: Server, open_page: Callable[..., Page]) 
     page = open_page(bundled)
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.click("[data-df-theme]")
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+    page.wait_for_function("before => getComputedStyle(document.body).backgroundColor !== before", arg=before)
 
 
 def test_example_is_asked_with_a_click(bundled: Server, open_chat: Callable[..., Chat]) -> None:
@@ -175,21 +176,44 @@ def test_call_with_a_path_of_the_server_as_upload_is_refused(
     assert "upload" in page.locator(".df-notice, .toast-body").first.inner_text()
 
 
-def test_uploads_are_deleted(forgetful: Server, open_chat: Callable[..., Chat], tmp_path: Path) -> None:
+def test_uploads_are_deleted_and_only_so_many_are_kept(
+    forgetful: Server, open_chat: Callable[..., Chat], tmp_path: Path
+) -> None:
     picture(32, 32).save(tmp_path / "short-lived.png")
     chat = open_chat(forgetful)
     chat.attach(tmp_path / "short-lived.png")
     [folder] = forgetful.log.parent.glob("dflash-chat-*")
+    [upload] = folder.rglob("short-lived.png")
+    os.utime(upload, (0, 0))  # an old one
     deadline = time.monotonic() + PATIENCE
-    while any(file.is_file() for file in folder.rglob("short-lived.png")):
+    while upload.exists():
         assert time.monotonic() < deadline, "the upload was kept"
         chat.page.wait_for_timeout(200)
     chat.page.fill("#df-box textarea", "what is this")
     chat.page.click("#df-box .submit-button")
-    assert "uploads are deleted" in chat.notice()
+    assert "uploads are deleted after 15 minutes; add it again" in chat.notice()
+    chat.page.wait_for_function("document.querySelectorAll('#df-box .thumbnail-item').length === 0")
+    for index in range(3):
+        picture(16, 16, index).save(tmp_path / f"{index}.png")
+        chat.attach(tmp_path / f"{index}.png", before=index)
+    picture(24, 24).save(tmp_path / "fourth.png")
+    chat.page.set_input_files("#df-box input[type=file]", [str(tmp_path / "fourth.png")])
+    assert "at most 3 uploaded files on this server" in chat.toast("uploaded files")
     chat.page.context.close()
     stop(forgetful)
     assert not folder.exists()
+
+
+def test_other_names_for_this_machine_are_refused(endless: Server) -> None:
+    """A page from elsewhere whose name was made to point here may not read what is here."""
+    connection = http.client.HTTPConnection(endless.url.removeprefix("http://"), timeout=PATIENCE)
+    for host, status in (("evil.example", 403), ("localhost", 200)):
+        connection.request("GET", "/", headers={"Host": host})
+        reply = connection.getresponse()
+        body = reply.read()
+        assert reply.status == status
+        assert (b"expected a request to 127.0.0.1" in body) == (status == 403)
+    connection.close()
 
 
 def test_it_listens_on_loopback_only(endless: Server) -> None:
@@ -201,7 +225,7 @@ def test_it_listens_on_loopback_only(endless: Server) -> None:
 
 
 def test_large_requests_are_refused(endless: Server) -> None:
-    connection = http.client.HTTPConnection(endless.url.removeprefix("http://"), timeout=60)
+    connection = http.client.HTTPConnection(endless.url.removeprefix("http://"), timeout=PATIENCE)
     connection.putrequest("POST", "/gradio_api/queue/join")
     connection.putheader("Content-Length", str(3 * 2**20))
     connection.endheaders()

@@ -1,4 +1,4 @@
-"""Qwen3-VL's processor without torchvision: the same tensors and files as Transformers' own."""
+"""Qwen's processors without torchvision: the same tensors and files as Transformers' own."""
 
 from __future__ import annotations
 
@@ -6,43 +6,64 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoProcessor, ProcessorMixin
+from transformers.models.qwen2_5_vl import processing_qwen2_5_vl
 from transformers.models.qwen3_vl import processing_qwen3_vl
 from transformers.utils.import_utils import is_torchvision_available
 
 from dflash_hf import processing_qwen3_vl as module
-from dflash_hf.processing_qwen3_vl import Qwen3VLProcessor
+from dflash_hf.processing_qwen3_vl import Qwen2_5_VLProcessor, Qwen3VLProcessor
 
 pytest.importorskip("PIL")
+from PIL import Image
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-from helpers.processors import PICTURES, picture, published_folder
+from helpers.processors import FAMILIES, PICTURES, picture, published_folder
 
 without_torchvision = pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
 
 
-class Upstream(processing_qwen3_vl.Qwen3VLProcessor):
-    """Transformers' own processor; only its look at the video processor's class, which fails here, is left out."""
+class Unchecked:
+    """Of Transformers' own processors only the look at the video processor's class, which fails here, is left out."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
         return type(argument)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return published_folder(tmp_path_factory.mktemp("qwen3-vl"))
+class Upstream3(Unchecked, processing_qwen3_vl.Qwen3VLProcessor):
+    pass
+
+
+class Upstream2(Unchecked, processing_qwen2_5_vl.Qwen2_5_VLProcessor):
+    pass
+
+
+OURS: dict[str, Any] = {"qwen3_vl": Qwen3VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}
+
+
+@pytest.fixture(scope="module", params=OURS)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def processor(folder: Path) -> Any:
-    return Qwen3VLProcessor.from_pretrained(folder)
+def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return published_folder(tmp_path_factory.mktemp(family), family)
 
 
-def upstream(processor: Any) -> Upstream:
+@pytest.fixture(scope="module")
+def processor(family: str, folder: Path) -> Any:
+    return OURS[family].from_pretrained(folder)
+
+
+def upstream(processor: Any) -> Any:
+    """With Qwen3-VL's video processor for both: the other one cannot be imported, and no video comes here."""
+    kind = Upstream3 if isinstance(processor, Qwen3VLProcessor) else Upstream2
     video = Qwen3VLVideoProcessor(**{name: PICTURES[name] for name in ("patch_size", "merge_size", "size")})
-    return Upstream(processor.image_processor, processor.tokenizer, video, chat_template=processor.chat_template)
+    return kind(processor.image_processor, processor.tokenizer, video, chat_template=processor.chat_template)
 
 
 def assert_same(left: Any, right: Any) -> None:
@@ -126,41 +147,43 @@ def test_texts_without_a_template_are_the_same(processor: Any) -> None:
 
 
 @without_torchvision
-def test_autoprocessor_finds_it(folder: Path, processor: Any, tmp_path: Path) -> None:
-    assert type(AutoProcessor.from_pretrained(folder)) is Qwen3VLProcessor
+def test_autoprocessor_finds_it(family: str, folder: Path, tmp_path: Path) -> None:
+    assert type(AutoProcessor.from_pretrained(folder)) is OURS[family]
     # Without a word on the class in any file, the model's type decides.
-    bare = published_folder(tmp_path / "bare")
+    bare = published_folder(tmp_path / "bare", family)
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         config = json.loads((bare / name).read_text())
         del config["processor_class"]
         (bare / name).write_text(json.dumps(config))
-    assert type(AutoProcessor.from_pretrained(bare)) is Qwen3VLProcessor
+    assert type(AutoProcessor.from_pretrained(bare)) is OURS[family]
 
 
-def test_saved_files_are_those_of_the_original(folder: Path, processor: Any, tmp_path: Path) -> None:
+def test_saved_files_are_those_of_the_original(family: str, folder: Path, processor: Any, tmp_path: Path) -> None:
     processor.save_pretrained(tmp_path / "ours")
     ours = json.loads((tmp_path / "ours" / "processor_config.json").read_text())
     upstream(processor).save_pretrained(tmp_path / "theirs")
     theirs = json.loads((tmp_path / "theirs" / "processor_config.json").read_text())
     assert ours.keys() == theirs.keys()
-    assert ours["processor_class"] == "Qwen3VLProcessor"
+    assert ours["processor_class"] == FAMILIES[family][0]
     assert ours["image_processor"] == theirs["image_processor"]
     # The settings of videos go through untouched.
     assert ours["video_processor"] == json.loads((folder / "video_preprocessor_config.json").read_text())
     # Both folders are read, and make the same tensors.
     for name in ("ours", "theirs"):
-        again = Qwen3VLProcessor.from_pretrained(tmp_path / name)
+        again = OURS[family].from_pretrained(tmp_path / name)
         assert again.video_settings == {"ours": ours, "theirs": theirs}[name]["video_processor"]
         chat = CHATS["several turns"]
         assert_same(again.apply_chat_template(chat, **TENSORS), processor.apply_chat_template(chat, **TENSORS))
 
 
-def test_a_processor_from_parts_states_a_video_processor_that_fits(processor: Any, tmp_path: Path) -> None:
-    made = Qwen3VLProcessor(processor.image_processor, processor.tokenizer, chat_template=processor.chat_template)
+def test_a_processor_from_parts_states_a_video_processor_that_fits(
+    family: str, processor: Any, tmp_path: Path
+) -> None:
+    made = OURS[family](processor.image_processor, processor.tokenizer, chat_template=processor.chat_template)
     made.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "processor_config.json").read_text())["video_processor"]
     names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
-    assert saved == {"video_processor_type": "Qwen3VLVideoProcessor", **{name: PICTURES[name] for name in names}}
+    assert saved == {"video_processor_type": FAMILIES[family][1], **{name: PICTURES[name] for name in names}}
 
 
 def test_videos_are_refused(processor: Any) -> None:
@@ -172,10 +195,30 @@ def test_videos_are_refused(processor: Any) -> None:
         processor(text="<|video_pad|>", videos=[[ONE]])
 
 
+@pytest.mark.parametrize(
+    ("empty", "sides"),
+    [
+        (Image.new("RGB", (0, 5)), "0 × 5"),
+        (Image.new("RGB", (5, 0)), "5 × 0"),
+        (np.zeros((0, 4, 3), np.uint8), "0 × 4 × 3"),
+        (torch.zeros(3, 4, 0), "3 × 4 × 0"),
+    ],
+)
+def test_pictures_without_pixels_are_refused(processor: Any, empty: Any, sides: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"^expected a picture of at least one pixel, got one of {sides}; leave it out$"
+    ):
+        processor.apply_chat_template([user(shown(ONE), shown(empty), "what?")], **TENSORS)
+
+
 def test_nothing_changes_where_torchvision_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     auto: Any = module.processing_auto
     monkeypatch.setattr(module, "is_torchvision_available", lambda: True)
-    monkeypatch.setitem(auto.PROCESSOR_MAPPING_NAMES, "qwen3_vl", "Qwen3VLProcessor")
-    module.register()
-    assert auto.PROCESSOR_MAPPING_NAMES["qwen3_vl"] == "Qwen3VLProcessor"
-    assert auto.processor_class_from_name("Qwen3VLProcessor") is processing_qwen3_vl.Qwen3VLProcessor
+    for model_type, name, theirs in (
+        ("qwen3_vl", "Qwen3VLProcessor", processing_qwen3_vl.Qwen3VLProcessor),
+        ("qwen2_5_vl", "Qwen2_5_VLProcessor", processing_qwen2_5_vl.Qwen2_5_VLProcessor),
+    ):
+        monkeypatch.setitem(auto.PROCESSOR_MAPPING_NAMES, model_type, name)
+        module.register()
+        assert auto.PROCESSOR_MAPPING_NAMES[model_type] == name
+        assert auto.processor_class_from_name(name) is theirs

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page
 
+from helpers.held_chat import write_allowed
 from helpers.source_tree import ROOT
 
-PATIENCE = 120  # seconds; a loaded machine is no failure
+PATIENCE = 300  # seconds: a loaded or slow machine is no failure
 
 
 @dataclass
@@ -28,6 +32,15 @@ class Server:
     process: subprocess.Popen[bytes]
     log: Path
     pair: Path
+
+    @property
+    def allowed(self) -> Path:
+        """Where a chat that can be held looks for how far it may go; see `helpers.held_chat`."""
+        return self.log.with_name("allowed")
+
+    def hold(self, runs: int | None) -> None:
+        """Lets so many runs of each answer through, from now on; `None`: all of them."""
+        write_allowed(self.allowed, runs)
 
     def question(self) -> str:
         """A held-out question of one turn without pictures that the pair has an answer to."""
@@ -41,10 +54,12 @@ class Server:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody has, below those that a system gives to connections: it has to stay free for a while."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def start(command: list[str], log: Path, pair: Path, port: int) -> Server:
@@ -57,9 +72,9 @@ def start(command: list[str], log: Path, pair: Path, port: int) -> Server:
     server = Server(f"http://127.0.0.1:{port}", process, log, pair)
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and process.poll() is None:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return server
+        with suppress(OSError), urllib.request.urlopen(server.url, timeout=PATIENCE) as reply:
+            assert b"gradio" in reply.read(), "somebody else listens there"
+            return server
         time.sleep(0.2)  # the one wait that nothing reports the end of
     process.kill()
     pytest.fail(f"the chat did not start:\n{server.logged()}")
@@ -87,11 +102,11 @@ class Chat:
         self.page = page
         self.answers = 0
 
-    def attach(self, *pictures: Path) -> None:
-        """Adds pictures to the message and waits until they are uploaded."""
+    def attach(self, *pictures: Path, before: int = 0) -> None:
+        """Adds pictures to the message, which has so many before, and waits until they are uploaded."""
         self.page.set_input_files("#df-box input[type=file]", [str(path) for path in pictures])
         self.page.wait_for_function(
-            "n => document.querySelectorAll('#df-box .thumbnail-item').length >= n", arg=len(pictures)
+            "n => document.querySelectorAll('#df-box .thumbnail-item').length >= n", arg=before + len(pictures)
         )
 
     def send(self, text: str, *pictures: Path) -> None:
@@ -117,14 +132,29 @@ class Chat:
         self.page.wait_for_selector("#df-box .submit-button")
         return str(self.page.locator(".df-answer .df-text").last.text_content())
 
-    def wait_for_runs(self, number: int) -> None:
-        """Waits until an answer that is being written has that many runs."""
-        self.page.wait_for_function("n => document.querySelectorAll('#df-current .df-run').length >= n", arg=number)
+    def wait_for_letters(self, number: int) -> str:
+        """Waits until an answer that is being written has that many letters or more, and returns them."""
+        script = (
+            "n => { const answer = document.querySelector('#df-current .df-answer[data-state=running] .df-text');"
+            "return answer && answer.textContent.length >= n ? answer.textContent : '' }"
+        )
+        return str(self.page.wait_for_function(script, arg=number).json_value())
 
-    def notice(self) -> str:
-        """Waits for a sentence about what could not be done, and returns it."""
-        self.page.wait_for_selector(".df-notice")
-        return str(self.page.text_content(".df-notice"))
+    def notice(self, part: str = "") -> str:
+        """Waits for a sentence about what could not be done, with these words in it, and returns it."""
+        return self._text(".df-notice", part)
+
+    def toast(self, part: str = "") -> str:
+        """Waits for a sentence of Gradio's own, with these words in it, and returns it."""
+        return self._text(".toast-body", part)
+
+    def _text(self, selector: str, part: str) -> str:
+        """In one step: a toast is gone after some seconds."""
+        script = (
+            "([selector, part]) => [...document.querySelectorAll(selector)].map(e => e.innerText)"
+            ".find(text => text.includes(part))"
+        )
+        return str(self.page.wait_for_function(script, arg=[selector, part]).json_value())
 
     def set_length(self, tokens: int) -> None:
         """Sets the longest answer."""

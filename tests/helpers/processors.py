@@ -34,6 +34,11 @@ PICTURES: dict[str, Any] = {
     "image_std": [0.5, 0.5, 0.5],
     "processor_class": "Qwen3VLProcessor",
 }
+# Model type -> its processor, its video processor.
+FAMILIES = {
+    "qwen3_vl": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
+    "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
+}
 
 
 def qwen_tokenizer() -> PreTrainedTokenizerFast:
@@ -51,15 +56,17 @@ def qwen_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def published_folder(path: Path) -> Path:
-    """Writes the files that Qwen publishes beside Qwen3-VL's weights, and returns their folder."""
+def published_folder(path: Path, model_type: str = "qwen3_vl") -> Path:
+    """Writes the files that Qwen publishes beside Qwen3-VL's or Qwen2.5-VL's weights, and returns their folder."""
     path.mkdir(parents=True, exist_ok=True)
     qwen_tokenizer().save_pretrained(path)
-    (path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"}))
+    (path / "config.json").write_text(json.dumps({"model_type": model_type}))
     (path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    pictures = {**PICTURES, "image_processor_type": "Qwen2VLImageProcessorFast"}
+    processor, video_processor = FAMILIES[model_type]
+    both = {**PICTURES, "processor_class": processor}
+    pictures = {**both, "image_processor_type": "Qwen2VLImageProcessorFast"}
     (path / "preprocessor_config.json").write_text(json.dumps(pictures))
-    videos = {**PICTURES, "video_processor_type": "Qwen3VLVideoProcessor", "fps": 3}
+    videos = {**both, "video_processor_type": video_processor, "fps": 3}
     (path / "video_preprocessor_config.json").write_text(json.dumps(videos))
     return path
 
@@ -82,4 +89,4 @@ def qwen_target(processor: Any) -> PreTrainedModel:
     return target
 
 
-__all__ = ["PICTURES", "TEMPLATE", "picture", "published_folder", "qwen_target", "qwen_tokenizer"]
+__all__ = ["FAMILIES", "PICTURES", "TEMPLATE", "picture", "published_folder", "qwen_target", "qwen_tokenizer"]

@@ -14,7 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli.doctor import read_prompts
@@ -22,6 +29,7 @@ from dflash_hf.evaluation import doctor as doctor_module
 from dflash_hf.evaluation.doctor import Diagnosis, diagnose, write_answers
 from dflash_hf.evaluation.harness import encode_prompt
 from dflash_hf.evaluation.probe import Measurement, Probe, Setup, variant
+from dflash_hf.evaluation.prompts import picture_names
 from dflash_hf.target import find_target
 from dflash_hf.training.data import Example
 
@@ -85,6 +93,7 @@ def test_the_healthy_pair_has_no_findings_and_stays_as_it_is() -> None:
         "vocabulary": "ok",
         "weights": "ok",
         "tap_offset": "ok",
+        "deepstack": "skipped",
         "mask_token": "ok",
         "causality": "ok",
         "sliding_window": "skipped",
@@ -117,6 +126,32 @@ def test_what_is_measured_is_what_generate_does() -> None:
             committed += changed.last_stats.num_committed[0]
         setup = Setup(fields=fields) if "target_layer_ids" not in fields else Setup(tap_shift=-1)
         assert probe.walked(setup) == pytest.approx(sum(committed) / len(committed)), fields
+
+
+def test_taps_before_and_after_deepstack_are_tried_where_they_differ() -> None:
+    """Measured as `generate` decodes; the bundled draft does nearly as well with either."""
+    folder = TOY / "vision"
+    target = AutoModelForImageTextToText.from_pretrained(folder / "target")
+    draft = DFlashDraftModel.from_pretrained(folder / "draft")
+    processor = AutoProcessor.from_pretrained(folder / "target")
+    shown = [p for p in read_prompts(folder / "held_out.jsonl") if not isinstance(p, str) and picture_names(p)][:2]
+    inputs = [encode_prompt(processor, prompt, target.device) for prompt in shown]
+    probe = Probe(find_target(target), draft, write_answers(target, inputs, 32))
+    assert probe.deepstack_differs
+    for after in (False, True):
+        setup = Setup(fields={"tap_after_deepstack": after})
+        changed = variant(draft, setup)
+        committed: list[int] = []
+        for row in inputs:
+            target.generate(**row, max_new_tokens=32, do_sample=False, assistant_model=changed)
+            committed += changed.last_stats.num_committed[0]
+        assert probe.walked(setup) == pytest.approx(sum(committed) / len(committed)), after
+        checks = {check.name: check for check in diagnose(target, changed, processor, shown, max_new_tokens=32).checks}
+        label = f"taps {'before' if after else 'after'} DeepStack's additions"
+        assert checks["deepstack"].measured[label] == round(
+            probe.measure(Setup(fields={"tap_after_deepstack": not after})).mean, 3
+        )
+        assert checks["deepstack"].status == "ok"
 
 
 def fields(**changes: Any) -> Callable[[DFlashDraftModel], DFlashDraftModel]:

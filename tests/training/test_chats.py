@@ -263,6 +263,10 @@ def give_ids(target: Any, processor: Any) -> None:
     target.config.vision_start_token_id = ids("<|vision_start|>")
 
 
+READ = "expected a chat that can be read, got one with this:"
+TURNS = r"expected messages as a list of turns like \{.*\}"
+
+
 def test_bad_rows_are_named(tmp_path: Path) -> None:
     processor = qwen(tmp_path / "processor")
     (tmp_path / "broken.png").write_bytes(b"\x89PNG no picture")
@@ -272,22 +276,35 @@ def test_bad_rows_are_named(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": [IMAGE, text("q")]}, {"role": "assistant", "content": "a"}]
     good = {"messages": chat, "image": picture(16, 16)}
     bad: list[tuple[dict[str, Any], str]] = [
-        ({"messages": chat, "image": None}, "as many images as image blocks"),
-        ({"messages": chat, "images": [picture(16, 16)] * 2}, "as many images as image blocks"),
-        ({"messages": chat, "image": str(tmp_path / "broken.png")}, "cannot identify image file"),
-        ({"messages": chat, "image": str(tmp_path / "cut.png")}, "image file is truncated"),
-        ({"messages": chat, "image": str(tmp_path / "none.png")}, "Incorrect image source"),
-        ({"text": "q"}, "KeyError: 'messages'"),
+        ({"messages": chat, "image": None}, "expected as many images as image blocks"),
+        ({"messages": chat, "images": [picture(16, 16)] * 2}, "expected as many images as image blocks"),
+        ({"messages": chat, "image": str(tmp_path / "broken.png")}, f"{READ} cannot identify image file"),
+        ({"messages": chat, "image": str(tmp_path / "cut.png")}, f"{READ} image file is truncated"),
+        ({"messages": chat, "image": str(tmp_path / "none.png")}, f"{READ} Incorrect image source"),
+        (
+            {"messages": chat, "image": Image.new("RGB", (0, 8))},
+            "expected a picture of at least one pixel, got one",
+        ),
+        ({"messages": []}, f"{TURNS}, got none; leave the row out"),
+        ({"messages": "hello"}, f"{TURNS}, got str 'hello'; put it into a turn"),
+        ({"messages": {"role": "user", "content": "q"}}, f"{TURNS}, got dict {{'role'.*; put it into a turn"),
+        ({"messages": None}, f"{TURNS}, got NoneType None; put it into a turn"),
+        ({"messages": ["hello"]}, f"{TURNS}, got str 'hello' as turn 0; give its role and content"),
+        ({"messages": [chat[0], {"content": "a"}]}, f"{TURNS}, got turn 1 without a role; add it"),
+        ({"text": "q"}, "expected a row with messages, got one with text; name its chat messages"),
     ]
     dataset = ChatDataset([good, *(row for row, _ in bad)], processor)
     assert sum(dataset[0].loss_mask) == 2
     for at, (_, reason) in enumerate(bad, start=1):
-        with pytest.raises(ValueError, match=f"expected a chat that can be read in row {at}, got .*{reason}"):
+        with pytest.raises(ValueError, match=rf"^{reason}.*; .* \(row {at}\)$|^{reason} \(row {at}\)$") as refused:
             dataset[at]
-    with pytest.raises(ValueError, match="in row 6, got KeyError"):
+        assert "Error" not in str(refused.value)
+        with pytest.raises(ValueError, match=rf"\(row {at}\)$"):
+            ChatDataset([good, *(row for row, _ in bad)], processor, answers=[[1]] * (len(bad) + 1))[at]
+    with pytest.raises(ValueError, match=rf"\(row {len(bad)}\)$"):
         dataset[-1]
     with pytest.raises(IndexError):
-        dataset[7]
+        dataset[len(bad) + 1]
     with pytest.raises(ValueError, match=r"expected 1 answers \(one per row\), got 2"):
         ChatDataset([good], processor, answers=[[1], [2]])
     padded = processor(text=["one", "three"], padding=True, return_tensors="pt")

@@ -4,7 +4,6 @@ import io
 import json
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ from dflash_hf.chat import render
 from dflash_hf.chat.conversation import Answer, Conversation, Run, Settings, Turn
 from dflash_hf.chat.examples import find_examples
 from dflash_hf.chat.jobs import Job
-from dflash_hf.chat.model import MAX_PICTURES, ChatModel, Lane, Race
-from dflash_hf.chat.pictures import KEPT_PIXELS, MAX_FILE_BYTES, read_picture
+from dflash_hf.chat.model import Lane, Race
+from dflash_hf.chat.pictures import KEPT_PIXELS, MAX_FILE_BYTES, PictureError, read_picture
 from dflash_hf.chat.sessions import MAX_SESSIONS, Sessions
 from dflash_hf.chat.stream import RunStreamer, RunText, Stopped
 from dflash_hf.cli.chat import converse
@@ -227,14 +226,15 @@ def test_examples_are_the_pair_s_own_prompts(tmp_path: Path) -> None:
 class Refusing:
     """In place of a model: refuses the first message, and notes what it is asked."""
 
-    def __init__(self, takes_pictures: bool) -> None:
+    def __init__(self, takes_pictures: bool, refusal: type[ValueError] = ValueError) -> None:
         self.takes_pictures = takes_pictures
+        self.refusal = refusal
         self.asked: list[tuple[str, int]] = []
 
     def ask(self, conversation: Conversation, text: str, pictures: list[Any], settings: Settings) -> Any:
         self.asked.append((text, len(pictures)))
         if len(self.asked) == 1:
-            raise ValueError("expected less, got [/more]; [bold]shorten it")
+            raise self.refusal("expected less, got [/more]; [bold]shorten it")
         return iter([Answer(drafted=False, block_size=4, state="done")])
 
 
@@ -246,15 +246,16 @@ def typed(model: Any, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
     return shown.getvalue()
 
 
+@pytest.mark.parametrize(("refusal", "stay"), [(ValueError, 1), (PictureError, 0)])
 def test_terminal_shows_sentences_as_they_are_and_refused_pictures_do_not_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refusal: type[ValueError], stay: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picture(8, 8).save(tmp_path / "a.png")
-    model = Refusing(takes_pictures=True)
+    model = Refusing(takes_pictures=True, refusal=refusal)
     shown = typed(model, [f"/image {tmp_path}/a.png", "/image [/nowhere].png", "one", "two"], monkeypatch)
     assert "got [/nowhere].png, which is not there" in shown
     assert "got [/more]; [bold]shorten it" in shown
-    assert model.asked == [("one", 1), ("two", 0)]
+    assert model.asked == [("one", 1), ("two", stay)]
 
 
 def test_terminal_refuses_a_picture_for_a_target_that_reads_text(
@@ -264,21 +265,3 @@ def test_terminal_refuses_a_picture_for_a_target_that_reads_text(
     model = Refusing(takes_pictures=False)
     assert "reads text only" in typed(model, [f"/image {tmp_path}/a.png", "one"], monkeypatch)
     assert model.asked == [("one", 0)]
-
-
-# ---- the page
-
-
-def test_message_is_refused_before_any_of_its_pictures_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("gradio")
-    from dflash_hf.chat import page as pages
-
-    model: Any = object.__new__(ChatModel)
-    model.processor = object()
-    page: Any = object.__new__(pages.Page)
-    page.model, page.sessions, page.uploads = model, Sessions(), "/"
-    monkeypatch.setattr(pages, "read_picture", lambda path: pytest.fail(f"{path} was read"))
-    message = {"text": "which", "files": [__file__] * (MAX_PICTURES + 1)}
-    request: Any = SimpleNamespace(session_hash="a")
-    [values] = page._ask(message, True, 0.0, 16, request)
-    assert f"at most {MAX_PICTURES} pictures" in values[3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from types import SimpleNamespace
@@ -136,17 +137,19 @@ def test_every_part_gets_its_own_time_and_nothing_twice(monkeypatch: pytest.Monk
     assert stats.total_seconds == 0.5 + 10.0 + 2.0 * stats.num_draft_forwards + 5.0 * stats.num_verifies
 
 
-def test_the_parts_sum_to_the_wall_time() -> None:
+def test_the_parts_sum_to_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that moves by one whenever it is read, so that no part of a run goes by unseen."""
     target, inputs = tiny_target("qwen3"), prompts([6, 9], 1)
     draft = tiny_draft(target, 5)
     settings: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "assistant_model": draft}
-    target.generate(**inputs, **settings)
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     start = time.perf_counter()
     target.generate(**inputs, **settings)
     wall = time.perf_counter() - start
     stats = draft.last_stats
-    assert stats.total_seconds <= wall
-    assert stats.total_seconds >= 0.9 * wall - 0.01
+    assert wall > 100, "the clock was hardly read: this test looks elsewhere"
+    assert wall - 4 <= stats.total_seconds <= wall
     assert min(stats.prepare_seconds, stats.prefill_seconds, stats.draft_seconds, stats.verify_seconds) > 0
     assert min(stats.accept_seconds, stats.rest_seconds) > 0
 

@@ -145,12 +145,14 @@ class Conversation:
         cache (`Cache`, *optional*): Of the target, with the draft's context attached, after the last drafted answer.
         cached_ids (`torch.Tensor` of shape `[1, C]`, *optional*): The tokens of its columns.
         stop (`threading.Event`): Set to end the run in progress; every run has its own.
+        left (`bool`): The person began a new one, or went, while a run was in progress.
     """
 
     turns: list[Turn] = field(default_factory=list[Turn])
     cache: Cache | None = None
     cached_ids: Tensor | None = None
     stop: threading.Event = field(default_factory=threading.Event)
+    left: bool = False
 
     def messages(self, in_parts: bool) -> list[dict[str, Any]]:
         """The conversation for a chat template, from its beginning to the newest question.
@@ -177,6 +179,11 @@ class Conversation:
         """All pictures that the target sees at the next answer."""
         last = self.turns[-1:]
         return [picture for turn in self.turns if turn.answer.text or turn in last for picture in turn.pictures]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that its pictures take."""
+        return sum(picture.num_bytes for turn in self.turns for picture in turn.pictures)
 
     def forget(self) -> None:
         """Drops the cache; the next turn prefills the whole conversation."""

@@ -12,6 +12,9 @@ from transformers.utils import logging
 
 from dflash_hf.chat.stream import Arrival, RunStreamer, Stopped
 
+IDLE = 0.5  # seconds between two looks at a run of which nothing comes
+MANY_RUNS = 100  # that make looks half as frequent
+
 logger: Any = logging.get_logger(__name__)
 
 
@@ -50,13 +53,21 @@ class Job:
             self.stop.set()
 
     def watch(self, streamer: RunStreamer, tick: float) -> Generator[list[Arrival]]:
-        """Yields what a streamer of the call got: the first at once, the rest every `tick` seconds, until the end."""
+        """Yields what a streamer of the call got: the first at once, the rest every `tick` seconds, until the end.
+
+        More seldom the longer the answer, since a page draws all of it anew; and where nothing comes, only as often as
+        a clock needs it. A page that is busy drawing does not hear its buttons.
+        """
+        shown, runs, first = -IDLE, 0, tick
         while True:
+            tick = first * (1 + runs / MANY_RUNS)
             # Asked first, so that nothing can arrive between the last look and the end.
             over = self.over.is_set()
             started = time.perf_counter()
             arrivals = streamer.drain(0.0 if over else tick)
-            if arrivals or not over:
+            runs += len(arrivals)
+            if arrivals or (not over and started - shown >= IDLE):
+                shown = started
                 yield arrivals
             if over:
                 return

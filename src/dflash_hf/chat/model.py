@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from dflash_hf.chat.conversation import Answer, Conversation, Run, Settings, State, Turn
 from dflash_hf.chat.jobs import Job
+from dflash_hf.chat.pictures import PictureError
 from dflash_hf.chat.stream import Arrival, RunStreamer, RunText
 from dflash_hf.cli.pair import load_pair
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -165,7 +166,7 @@ class ChatModel:
                 f"expected a message of at most {MAX_CHARACTERS:,} characters, got {len(text):,}; shorten it"
             )
         if pictures and not self.takes_pictures:
-            raise ValueError("expected a text, got a picture: this target reads text only; remove the picture")
+            raise PictureError("expected a text, got a picture: this target reads text only; remove the picture")
         total = len(pictures) + sum(len(turn.pictures) for turn in conversation.turns)
         if total > MAX_PICTURES:
             raise ValueError(
@@ -176,13 +177,17 @@ class ChatModel:
         """Turns the conversation into inputs of one row, as the processor or tokenizer makes them.
 
         Raises:
+            PictureError: If the processor refuses a picture of the newest question.
             ValueError: If it is too long for the target with an answer of `max_new_tokens`.
         """
         messages = conversation.messages(in_parts=self.takes_pictures)
         encoder: Any = self.processor if self.takes_pictures else self.tokenizer
-        encoded = encoder.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-        )
+        try:
+            encoded = encoder.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+            )
+        except ValueError as error:  # those before it passed, and a text alone is not refused
+            raise PictureError(str(error)) if conversation.turns[-1].pictures else error from error
         inputs = {name: value.to(self.target.device) for name, value in encoded.items() if isinstance(value, Tensor)}
         num_tokens, room = inputs["input_ids"].shape[1], self.max_length - max_new_tokens
         if num_tokens > room:

@@ -39,7 +39,8 @@
     area.value = button.dataset.dfExample;
     area.dispatchEvent(new Event("input", { bubbles: true }));
     let sent = false;
-    for (let wait = 0; wait < 100 && button.isConnected; wait++) {
+    // Until the question stands in the place of the button; an upload may take long, or fail.
+    for (let wait = 0; wait < 1200 && button.isConnected; wait++) {
       await new Promise((done) => setTimeout(done, 50));
       const ready = box.querySelectorAll(".thumbnail-item img, .thumbnail-image img").length >= images.length;
       const submit = box.querySelector(".submit-button");
@@ -56,6 +57,10 @@
       asking = false;
     });
   });
+  // The same message twice is never meant.
+  document.addEventListener("click", (event) => {
+    if (event.detail > 1 && event.target.closest("#df-box .submit-button")) event.stopImmediatePropagation();
+  }, true);
   document.addEventListener("click", (event) => {
     if (event.target.closest("[data-df-theme]")) document.body.classList.toggle("dark");
   });

@@ -19,16 +19,18 @@ from transformers.utils import logging
 from dflash_hf.chat import render
 from dflash_hf.chat.conversation import Settings
 from dflash_hf.chat.examples import find_examples
-from dflash_hf.chat.guard import Guard
+from dflash_hf.chat.guard import Guard, own_hosts
 from dflash_hf.chat.model import ChatModel
-from dflash_hf.chat.pictures import EXTENSIONS, MAX_FILE_BYTES, Picture, read_picture
+from dflash_hf.chat.pictures import EXTENSIONS, MAX_FILE_BYTES, Picture, PictureError, read_picture
 from dflash_hf.chat.sessions import Sessions
+from dflash_hf.chat.uploads import Uploads
 
 HERE = Path(__file__).parent
-UPLOADS_LIVE = 15 * 60  # seconds that an uploaded file is kept; what was asked about it stays in its conversation
-CLEANED_EVERY = 60
 SYSTEM = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
+
+# What an event can change, in the order in which handlers give new values.
+PARTS = ("box", "past", "newest", "sentence", "stats", "lanes", "start", "halt")
 
 logger: Any = logging.get_logger(__name__)
 
@@ -45,9 +47,9 @@ class Page:
         self.model = model
         self.sessions = Sessions()
         # Before any component is made: each notes where uploads go.
-        self.uploads = tempfile.mkdtemp(prefix="dflash-chat-")
-        atexit.register(shutil.rmtree, self.uploads, ignore_errors=True)
-        os.environ["GRADIO_TEMP_DIR"] = self.uploads
+        self.uploads = Uploads(Path(tempfile.mkdtemp(prefix="dflash-chat-")))
+        atexit.register(shutil.rmtree, self.uploads.folder, ignore_errors=True)
+        os.environ["GRADIO_TEMP_DIR"] = str(self.uploads.folder)
         os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
         self.welcome = render.welcome(model.takes_pictures, find_examples(names[0], model.takes_pictures))
         self.blocks = self._build(names)
@@ -55,9 +57,7 @@ class Page:
     def _build(self, names: tuple[str, str]) -> Any:
         title = "DFlash chat"
         longest = max(16, min(1024, self.model.max_length // 2))
-        with gr.Blocks(
-            title=title, analytics_enabled=False, delete_cache=(CLEANED_EVERY, UPLOADS_LIVE), fill_width=True
-        ) as page:
+        with gr.Blocks(title=title, analytics_enabled=False, fill_width=True) as page:
             _html(render.header(*names, self.model.block_size), elem_id="df-header")
             with gr.Row(elem_id="df-main"):
                 with gr.Column(elem_id="df-chat"):
@@ -87,18 +87,16 @@ class Page:
                         start = gr.Button("Start", elem_id="df-race-start", size="sm", min_width=70)
                         halt = gr.Button("Stop", elem_id="df-race-stop", size="sm", min_width=70, visible=False)
                     lanes = _html(render.race_lanes(None), elem_id="df-race")
+            parts = [box, past, newest, sentence, stats, lanes, start, halt]
             private: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
-            many: dict[str, Any] = {**private, "concurrency_limit": 16}
+            # Not "once": the browser would drop a question that is asked while it still closes the run before.
+            many: dict[str, Any] = {**private, "concurrency_limit": 16, "trigger_mode": "multiple"}
             now: dict[str, Any] = {**private, "queue": False}
-            asked = box.submit(
-                self._ask, [box, use_draft, heat, length], [box, past, newest, sentence, stats, start], **many
-            )
-            raced = start.click(self._race, [length], [lanes, sentence, start, halt], **many)
+            box.submit(self._ask, [box, use_draft, heat, length], parts, **many)
+            start.click(self._race, [length], parts, **many)
             for event in (box.stop, halt.click):
                 event(self._stop, None, None, **now)
-            # Cancelled, so that nothing of an old run comes after what is new.
-            everything = [box, past, newest, sentence, stats, lanes, start, halt]
-            anew.click(self._new, None, everything, cancels=[asked, raced], **now)
+            anew.click(self._new, None, parts, **now)
             page.unload(self._leave)
         return page
 
@@ -128,40 +126,55 @@ class Page:
     def _ask(
         self, message: dict[str, Any], use_draft: bool, heat: float, length: float, request: gr.Request
     ) -> Generator[list[Any]]:
-        """Answers a message; yields new values of box, history, newest turn, notice, statistics, race button."""
-        skip: Any = gr.skip()
+        """Answers a message; yields new values of `PARTS`."""
+        conversation = None
+        text, files = str(message["text"] or ""), [str(path) for path in message["files"]]
         try:
-            text, files = str(message["text"] or ""), [str(path) for path in message["files"]]
             settings = Settings(use_draft=bool(use_draft), temperature=float(heat), max_new_tokens=int(length))
             with self.sessions.use(request.session_hash) as conversation:
                 self.model.check_message(conversation, text, files)  # before any of them is decoded
                 pictures = self._read(files)
                 answers = self.model.ask(conversation, text, pictures, settings)
-                before = render.history(conversation.turns[:-1])
-                busy, free = self._buttons(True), self._buttons(False)
-                yield [busy, before, render.current(conversation), "", skip, gr.update(interactive=False)]
+                yield _changed(
+                    box=self._buttons(True),
+                    past=render.history(conversation.turns[:-1]),
+                    newest=render.current(conversation),
+                    sentence="",
+                    start=gr.update(interactive=False),
+                )
                 with closing(answers) as running:
                     for answer in running:
-                        yield [skip, skip, render.current(conversation), skip, render.statistics(answer), skip]
-                yield [free, skip, skip, skip, skip, gr.update(interactive=True)]
+                        if conversation.left:
+                            break
+                        yield _changed(newest=render.current(conversation), stats=render.statistics(answer))
+                yield _changed(box=self._buttons(False), start=gr.update(interactive=True))
+        except PictureError as error:
+            # What was not refused stays, so that the message can be mended.
+            kept = [path for path in map(Path, files) if error.path not in (None, path) and self._is_there(path)]
+            box = gr.update(value={"text": text, "files": [str(path) for path in kept]})
+            yield _changed(box=box, sentence=render.notice(str(error)))
         except Exception as error:
-            # The text stays, so that it can be mended; pictures that were refused do not.
-            kept = gr.update(value={"text": message["text"], "files": []}) if message["files"] else skip
-            yield [kept, skip, skip, render.notice(_sentence(error)), skip, skip]
+            yield _changed(sentence=render.notice(_sentence(error)))
+        if conversation is not None and conversation.left:
+            yield self._fresh()
 
     def _race(self, length: float, request: gr.Request) -> Generator[list[Any]]:
-        """Runs a race; yields new values of lanes, notice, start button, stop button."""
-        skip: Any = gr.skip()
+        """Runs a race; yields new values of `PARTS`."""
+        conversation = None
         try:
             with self.sessions.use(request.session_hash) as conversation:
                 races = self.model.race(conversation, int(length))
-                yield [skip, "", gr.update(visible=False), gr.update(visible=True)]
+                yield _changed(sentence="", start=gr.update(visible=False), halt=gr.update(visible=True))
                 with closing(races) as running:
                     for race in running:
-                        yield [render.race_lanes(race), skip, skip, skip]
-                yield [skip, skip, gr.update(visible=True), gr.update(visible=False)]
+                        if conversation.left:
+                            break
+                        yield _changed(lanes=render.race_lanes(race))
+                yield _changed(start=gr.update(visible=True), halt=gr.update(visible=False))
         except Exception as error:
-            yield [skip, render.notice(_sentence(error)), skip, skip]
+            yield _changed(sentence=render.notice(_sentence(error)))
+        if conversation is not None and conversation.left:
+            yield self._fresh()
 
     def _buttons(self, busy: bool) -> Any:
         """The message box during an answer, emptied, with a stop button, and after it."""
@@ -173,27 +186,45 @@ class Page:
         """Reads uploaded files.
 
         Raises:
-            ValueError: If one is no upload, has been deleted, or cannot be read.
+            PictureError: If one is no upload, has been deleted, or cannot be read.
         """
-        folder = Path(self.uploads).resolve()
-        for path in map(Path, files):
-            if not path.resolve().is_relative_to(folder):
-                raise ValueError(f"expected an uploaded picture, got {path.name}, which is none; upload it")
-            if not path.is_file():
-                raise ValueError(
-                    f"expected {path.name} to be there, got nothing: uploads are deleted after {UPLOADS_LIVE // 60} "
-                    "minutes; add it again"
+        paths = [Path(file) for file in files]
+        for path in paths:
+            if not self._is_there(path):
+                raise PictureError(
+                    f"expected {path.name} to be an upload, got none of that name: uploads are deleted after "
+                    f"{self.uploads.live / 60:.0f} minutes; add it again",
+                    path,
                 )
-        return [read_picture(Path(path)) for path in files]
+        return [read_picture(path) for path in paths]
+
+    def _is_there(self, path: Path) -> bool:
+        """Whether it is an upload that has not been deleted."""
+        return path.resolve().is_relative_to(self.uploads.folder.resolve()) and path.is_file()
 
     def _stop(self, request: gr.Request) -> None:
         self.sessions.stop(request.session_hash)
 
     def _new(self, request: gr.Request) -> list[Any]:
-        self.sessions.forget(request.session_hash)
-        empty = gr.update(value={"text": "", "files": []}, submit_btn=True, stop_btn=False)
-        cleared = ["", self.welcome, "", render.statistics(None), render.race_lanes(None)]
-        return [empty, *cleared, gr.update(visible=True, interactive=True), gr.update(visible=False)]
+        """Begins anew. Where a run is in progress, the run says so itself, as the last thing that it says.
+
+        The browser hears of a run and of a click over two connections: what a run said last could come after the
+        fresh page, and stay there.
+        """
+        return _changed() if self.sessions.forget(request.session_hash) else self._fresh()
+
+    def _fresh(self) -> list[Any]:
+        """The page before the first question."""
+        return _changed(
+            box=gr.update(value={"text": "", "files": []}, submit_btn=True, stop_btn=False),
+            past="",
+            newest=self.welcome,
+            sentence="",
+            stats=render.statistics(None),
+            lanes=render.race_lanes(None),
+            start=gr.update(visible=True, interactive=True),
+            halt=gr.update(visible=False),
+        )
 
     def _leave(self, request: gr.Request) -> None:
         self.sessions.forget(request.session_hash)
@@ -202,8 +233,10 @@ class Page:
         """Serves the page until it is interrupted.
 
         Raises:
-            OSError: If the port is taken.
+            OSError: If the port is taken, or there is no such host.
         """
+        guard = Middleware(Guard, uploads=self.uploads, hosts=own_hosts(host))
+        self.uploads.sweep_for_ever()
         self.blocks.queue(max_size=32, default_concurrency_limit=16, api_open=False)
         self.blocks.launch(
             server_name=host,
@@ -221,11 +254,18 @@ class Page:
             pwa=False,
             mcp_server=False,
             strict_cors=True,
-            app_kwargs={"middleware": [Middleware(Guard)], "docs_url": None, "redoc_url": None, "openapi_url": None},
+            app_kwargs={"middleware": [guard], "docs_url": None, "redoc_url": None, "openapi_url": None},
             theme=_theme(),
             css=(HERE / "page.css").read_text(encoding="utf-8"),
             js=(HERE / "page.js").read_text(encoding="utf-8"),
         )
+
+
+def _changed(**parts: Any) -> list[Any]:
+    """New values of `PARTS`; those that are not named stay as they are."""
+    assert parts.keys() <= set(PARTS)
+    skip: Any = gr.skip()
+    return [parts.get(name, skip) for name in PARTS]
 
 
 def _sentence(error: Exception) -> str:

@@ -37,6 +37,24 @@ class Picture:
     thumbnail: str
     note: str = ""
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        return 3 * self.image.width * self.image.height + len(self.thumbnail)
+
+
+class PictureError(ValueError):
+    """Raised where a picture is the reason for a refusal, not the text beside it.
+
+    Args:
+        sentence (`str`): What a person is told.
+        path (`Path`, *optional*): The file, where it is one of them.
+    """
+
+    def __init__(self, sentence: str, path: Path | None = None) -> None:
+        super().__init__(sentence)
+        self.path = path
+
 
 def read_picture(path: Path, name: str | None = None) -> Picture:
     """Reads a picture: its first frame, upright, transparency on white, grey levels of 16 bits scaled to 8.
@@ -46,14 +64,21 @@ def read_picture(path: Path, name: str | None = None) -> Picture:
         name (`str`, *optional*): What messages call it; default the file's name.
 
     Raises:
-        ValueError: If it is too large, in bytes or (by its header, before anything is decoded) in pixels, or is no
+        PictureError: If it is too large, in bytes or (by its header, before anything is decoded) in pixels, or is no
             picture that can be read.
+        ValueError: If there is no Pillow.
     """
     try:
-        from PIL import Image, UnidentifiedImageError
+        return _read(path, name or path.name)
     except ModuleNotFoundError as error:
         raise ValueError("expected Pillow for pictures, got no module PIL; pip install 'dflash-hf[vlm]'") from error
-    name = name or path.name
+    except ValueError as error:
+        raise PictureError(str(error), path) from error
+
+
+def _read(path: Path, name: str) -> Picture:
+    from PIL import Image, UnidentifiedImageError
+
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
         raise ValueError(
@@ -117,4 +142,4 @@ def _thumbnail(image: Any) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-__all__ = ["EXTENSIONS", "MAX_FILE_BYTES", "MAX_PIXELS", "Picture", "read_picture"]
+__all__ = ["EXTENSIONS", "MAX_FILE_BYTES", "MAX_PIXELS", "Picture", "PictureError", "read_picture"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +12,9 @@ import torch
 import typer
 from rich.console import Console
 
-from dflash_hf.chat.conversation import Conversation, Settings
+from dflash_hf.chat.conversation import Answer, Conversation, Settings
 from dflash_hf.chat.model import ChatModel
-from dflash_hf.chat.pictures import Picture, read_picture
+from dflash_hf.chat.pictures import Picture, PictureError, read_picture
 from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION
 
 
@@ -78,8 +79,13 @@ def converse(model: ChatModel, settings: Settings, console: Console) -> None:
                     raise ValueError("expected a text, got a picture: this target reads text only; ask without it")
                 pictures.append(found)
             elif line:
-                sent, pictures = pictures, []  # those of a question that is refused do not stay, as on the page
-                _answer(model, conversation, line, sent, settings, console)
+                try:
+                    answers = model.ask(conversation, line, pictures, settings)
+                except PictureError:
+                    pictures = []
+                    raise
+                pictures = []
+                _answer(answers, console)
         except ValueError as error:
             console.print(str(error), style="red", markup=False, highlight=False)
 
@@ -90,18 +96,10 @@ def _picture(path: Path) -> Picture:
     return read_picture(path)
 
 
-def _answer(
-    model: ChatModel,
-    conversation: Conversation,
-    line: str,
-    pictures: list[Picture],
-    settings: Settings,
-    console: Console,
-) -> None:
+def _answer(answers: Generator[Answer], console: Console) -> None:
     """Prints one answer, accepted runs and the target's own tokens told apart, and a line of numbers."""
     shown = 0
     answer = None
-    answers = model.ask(conversation, line, pictures, settings)
     while True:
         try:
             for answer in answers:

@@ -47,8 +47,8 @@ class Check:
     """One thing that was looked at.
 
     Args:
-        name (`str`): What: `"tap_offset"`, `"mask_token"`, `"causality"`, `"sliding_window"`, `"rope"`, `"dtype"`,
-            `"weights"`, `"vocabulary"`, `"chat_template"`, `"thinking"` or `"other_target"`.
+        name (`str`): What: `"tap_offset"`, `"deepstack"`, `"mask_token"`, `"causality"`, `"sliding_window"`, `"rope"`,
+            `"dtype"`, `"weights"`, `"vocabulary"`, `"chat_template"`, `"thinking"` or `"other_target"`.
         status (`str`): `"ok"`, `"finding"` or `"skipped"`.
         sentence (`str`): What was found.
         advice (`str`): What to do about a finding.
@@ -221,6 +221,7 @@ def _try_settings(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> tuple[Set
 # Measured settings in the order of the report -> what there is to say where nothing could be tried.
 EXPLAINED = {
     "tap_offset": "no neighbouring layers to tap",
+    "deepstack": "no tap is where DeepStack adds features of a picture, or no prompt has one",
     "mask_token": "no other special or unused token to try",
     "causality": "nothing to flip",
     "sliding_window": "no text is longer than a window to try; give longer prompts to see a difference",
@@ -253,6 +254,10 @@ def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase, skip: Iterable[str
         ids = [probe.shifted(i, shift) for i in probe.layer_ids]
         advice = f"set target_layer_ids to {ids}: 0-based layers whose output is tapped, hidden_states[i + 1]"
         add("tap_offset", f"taps {shift:+d}", advice, tap_shift=shift)
+    if probe.deepstack_differs:
+        after = not config.tap_after_deepstack
+        label = f"taps {'after' if after else 'before'} DeepStack's additions"
+        add("deepstack", label, f"set tap_after_deepstack to {after}", tap_after_deepstack=after)
     for token_id in mask_candidates(probe.target, probe.draft, tokenizer):
         advice = f"set mask_token_id to {token_id}, the token that the draft's blocks were filled with in training"
         add("mask_token", f"mask {token_id}", advice, mask_token_id=token_id)

@@ -130,13 +130,30 @@ class Probe:
         self.layer_ids = draft.config.target_layer_ids
         self.depth = len(target.layers)
         near = sorted({self.shifted(i, shift) for i in self.layer_ids for shift in (-2, -1, 0, 1, 2)})
-        self.texts: list[tuple[Batch, dict[int, Tensor]]] = []
+        self.texts: list[tuple[Batch, dict[bool, dict[int, Tensor]]]] = []
         self._counted: dict[str, list[list[int]]] = {}
         for example in self.examples:
             batch = collate([example]).to(target.device)
-            taps = target_features(target, near, batch, after_deepstack=draft.config.tap_after_deepstack).taps
-            states = dict(zip(near, taps.chunk(len(near), dim=-1), strict=True))
-            self.texts.append((batch.to(draft.device), states))
+            self.texts.append((batch.to(draft.device), self._states(batch, near)))
+
+    def _states(self, batch: Batch, layer_ids: list[int]) -> dict[bool, dict[int, Tensor]]:
+        """Layers' outputs `[1, S, D]`, without and with what DeepStack adds to them; once where that is nothing."""
+        found: dict[bool, dict[int, Tensor]] = {}
+        for after in (False, True):
+            taps = target_features(self.target, layer_ids, batch, after_deepstack=after).taps
+            found[after] = dict(zip(layer_ids, taps.chunk(len(layer_ids), dim=-1), strict=True))
+            if not batch.model_inputs or (after and not self._differ(found, layer_ids)):
+                return {False: found[False], True: found[False]}
+        return found
+
+    @staticmethod
+    def _differ(states: dict[bool, dict[int, Tensor]], layer_ids: list[int]) -> bool:
+        return any(not torch.equal(states[False][i], states[True][i]) for i in layer_ids)
+
+    @property
+    def deepstack_differs(self) -> bool:
+        """Whether it is not the same on these texts to tap before and after DeepStack's additions."""
+        return any(self._differ(states, self.layer_ids) for _, states in self.texts)
 
     @property
     def longest(self) -> int:
@@ -175,7 +192,8 @@ class Probe:
         verify_width = width + int(draft.config.sample_from_anchor)
         layer_ids = [self.shifted(i, setup.tap_shift) for i in self.layer_ids]
         for example, (batch, states) in zip(self.examples, self.texts, strict=True):
-            features = torch.cat([states[i] for i in layer_ids], dim=-1).to(draft.device)
+            tapped = states[draft.config.tap_after_deepstack]
+            features = torch.cat([tapped[i] for i in layer_ids], dim=-1).to(draft.device)
             accepted = accepted_with_features(draft, self.target, batch, features, width, verify_width)
             found.append(accepted[0, example.prompt_length() : -1].tolist())
         self._counted[repr(setup)] = found

@@ -8,7 +8,7 @@ from typing import Any, overload
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from dflash_hf.training.data import Example
-from dflash_hf.training.messages import prepare_multimodal_messages
+from dflash_hf.training.messages import check_messages, prepare_multimodal_messages
 
 
 class ChatDataset(Sequence[Example]):
@@ -70,12 +70,18 @@ class ChatDataset(Sequence[Example]):
         try:
             return self._build(at)
         except Exception as error:  # a file that is no picture, a missing key: whatever it is, told with its row
+            if isinstance(error, ValueError) and str(error).startswith("expected"):
+                raise ValueError(f"{error} (row {at})") from error
+            reason = f"{error}" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
             raise ValueError(
-                f"expected a chat that can be read in row {at}, got {type(error).__name__}: {error}; mend the row"
+                f"expected a chat that can be read, got one with this: {reason}; mend it (row {at})"
             ) from error
 
     def _build(self, index: int) -> Example:
         row = self.rows[index]
+        if "messages" not in row:
+            raise ValueError(f"expected a row with messages, got one with {', '.join(row)}; name its chat messages")
+        check_messages(row["messages"])
         images = row.get("images") if "images" in row else row.get("image")
         images = [] if images is None else list(images) if isinstance(images, (list, tuple)) else [images]
         messages = list(row["messages"])

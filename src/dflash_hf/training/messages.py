@@ -13,8 +13,38 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from dflash_hf.processing_qwen3_vl import check_pixels
+
 # Keys of an image block that say where its picture is, as Transformers' processors look them up.
 SOURCES = ("image", "url", "path", "base64")
+
+
+def check_messages(messages: Any) -> None:
+    """Refuses what is no conversation, in a sentence, before a chat template does in its own way.
+
+    Args:
+        messages: What should be a sequence of mappings with `role` and mostly `content`.
+
+    Raises:
+        ValueError: If it is none, or has no turn.
+    """
+    form = 'a list of turns like {"role": "user", "content": "..."}'
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise ValueError(f"expected messages as {form}, got {_kind(messages)}; put it into a turn")
+    turns: Sequence[Any] = messages
+    if not turns:
+        raise ValueError(f"expected messages as {form}, got none; leave the row out")
+    for at, turn in enumerate(turns):
+        if not isinstance(turn, Mapping):
+            raise ValueError(f"expected messages as {form}, got {_kind(turn)} as turn {at}; give its role and content")
+        if "role" not in turn:  # a turn of tool calls has no content
+            raise ValueError(f"expected messages as {form}, got turn {at} without a role; add it")
+
+
+def _kind(value: Any) -> str:
+    """What a value is, and itself if it is short."""
+    shown = repr(value)
+    return f"{type(value).__name__} {shown}" if len(shown) <= 40 else f"{type(value).__name__} {shown[:36]} ..."
 
 
 def prepare_multimodal_messages(messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> list[dict[str, Any]]:
@@ -30,7 +60,7 @@ def prepare_multimodal_messages(messages: Sequence[Mapping[str, Any]], images: S
             or `path`, as the `datasets` library gives undecoded images.
 
     Raises:
-        ValueError: If there are not as many pictures as places for them.
+        ValueError: If there are not as many pictures as places for them, or one has no pixels.
     """
     prepared: list[dict[str, Any]] = []
     for message in messages:
@@ -57,7 +87,8 @@ def prepare_multimodal_messages(messages: Sequence[Mapping[str, Any]], images: S
 
 
 def _as_source(image: Any) -> Any:
-    """A picture as processors take it: paths as strings, undecoded bytes in base64."""
+    """A picture as processors take it: paths as strings, undecoded bytes in base64; refused without pixels."""
+    check_pixels(image)
     if isinstance(image, Mapping):
         image = base64.b64encode(image["bytes"]).decode() if image.get("bytes") is not None else image["path"]
     return fspath(image) if isinstance(image, PathLike) else image
@@ -161,4 +192,4 @@ def _aligned(ids: list[int], plain: list[int], mask: list[int], place: int | Non
     return aligned
 
 
-__all__ = ["SOURCES", "encode_messages", "prepare_multimodal_messages"]
+__all__ = ["SOURCES", "check_messages", "encode_messages", "prepare_multimodal_messages"]

@@ -1,0 +1,129 @@
+"""Roofline figures from records alone: what was reached, under what a copy and a matrix product reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dflash_hf.generation.figures import new_figure
+
+from .rows import Row
+
+Record = dict[str, Any]
+
+
+def conditions(record: Record) -> str:
+    """Returns the second line of every title: where and with what; and that a trial run's times mean nothing."""
+    facts = record["provenance"]
+    place = facts["machine"]["gpu"] or "CPU"
+    text = f"{place}, {facts['dtype']}, torch {facts['versions']['torch']}, {(facts['commit'] or 'no commit')[:9]}"
+    if facts.get("is_tiny") or facts["machine"]["gpu"] is None or facts.get("interpreted"):
+        return f"TRIAL RUN, TIMES MEAN NOTHING: {text}"
+    return text if facts.get("is_complete", True) else f"INCOMPLETE: {text}"
+
+
+def kernel_figure(record: Record) -> Any:
+    """Draws bytes per second over bytes moved, kernels and the best library, under the roof that a copy reaches.
+
+    Returns:
+        `matplotlib.figure.Figure`: Log axes; one colour per kernel, a circle for it, a cross for the library.
+    """
+    figure = new_figure(9, 6)
+    axes = figure.subplots()
+    rows: list[Row] = record["rows"]
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        chosen = sorted((row for row in rows if row["kernel"] == kernel), key=lambda row: row["bytes"])
+        sizes = [row["bytes"] for row in chosen]
+        (line,) = axes.plot(sizes, [row["gigabytes_per_second"] for row in chosen], "o-", label=kernel)
+        library = [row["bytes"] / row["best_library_us"] / 1e3 for row in chosen]
+        axes.plot(sizes, library, "x--", color=line.get_color(), alpha=0.6)
+    bandwidth = record["provenance"]["copy_bytes_per_second"] / 1e9
+    axes.axhline(bandwidth, color="black", linewidth=1, label=f"copy, {bandwidth:.3g} GB/s")
+    axes.set(xscale="log", yscale="log", xlabel="bytes a call has to move", ylabel="GB/s")
+    axes.set_title(f"Kernels (o) and the best library or reference (x)\n{conditions(record)}", fontsize="medium")
+    axes.legend(fontsize="small")
+    return figure
+
+
+def step_figure(record: Record) -> Any:
+    """Draws the steps twice: operations per second over operations per byte, and milliseconds beside their floor.
+
+    Left, under the roofs of a copy (slanted) and of a matrix product (flat): circles are steps with a draft, from the
+    replayed parts, crosses plain `generate`'s. Right, per cell and width: the parts of a step, the floor of bytes as a
+    line across them.
+
+    Returns:
+        `matplotlib.figure.Figure`: Two axes.
+    """
+    figure = new_figure(14, 6)
+    left, right = figure.subplots(1, 2)
+    facts = record["provenance"]
+    bandwidth, rate = facts["copy_bytes_per_second"], facts["product_flops_per_second"]
+    points = step_points(record)
+    for marker, wanted in (("o", True), ("x", False)):
+        for name in dict.fromkeys(point["name"] for point in points if point["is_drafted"] == wanted):
+            chosen = sorted((p for p in points if p["name"] == name), key=lambda point: point["intensity"])
+            left.plot(
+                [p["intensity"] for p in chosen], [p["flops_per_second"] / 1e12 for p in chosen], marker, label=name
+            )
+    found = [point["intensity"] for point in points] or [1.0]
+    ridge = rate / bandwidth
+    ends = sorted({min([*found, ridge]) / 2, ridge, max([*found, ridge]) * 2})
+    left.plot(ends, [min(x * bandwidth, rate) / 1e12 for x in ends], color="black", linewidth=1, label="copy, product")
+    left.set(xscale="log", yscale="log", xlabel="operations per byte read", ylabel="TFLOP/s")
+    left.legend(fontsize="x-small")
+    _bars(right, record["stages"])
+    figure.suptitle(f"Decoding steps with random weights\n{conditions(record)}", fontsize="medium")
+    return figure
+
+
+def step_points(record: Record) -> list[Row]:
+    """Returns where each step stands under the roofs: `intensity` (operations per byte) and `flops_per_second`."""
+    points: list[Row] = []
+    plain = {
+        (row["model"], row["method"], row["batch"], row["context"]): row["step_ms"]["p50"] for row in record["rows"]
+    }
+    for row in record["stages"]:
+        cell = (row["batch"], row["context"])
+        work, step = row["bytes"], row["step_ms"]["p50"]
+        points.append(_point(f"{row['model']}, width {row['verify_width']}", work, step, True))
+        if row["verify_width"] != row["block"]:
+            continue
+        points += [
+            _point(f"{row['model']}, {method}", row["plain_bytes"], taken, False)
+            for method in ("plain", "plain/static")
+            if (taken := plain.get((row["model"], method, *cell))) is not None
+        ]
+    return points
+
+
+def _point(name: str, work: Row, step_ms: float, is_drafted: bool) -> Row:
+    rate = work["flops"] / (step_ms / 1e3)
+    return {
+        "name": name,
+        "is_drafted": is_drafted,
+        "intensity": work["flops"] / work["total"],
+        "flops_per_second": rate,
+    }
+
+
+def _bars(axes: Any, stages: list[Row]) -> None:
+    """Stacks draft, verify and acceptance of every row, with its floor across."""
+    names = [f"{row['model']}\n{row['batch']}x{row['context']} w{row['verify_width']}" for row in stages]
+    bottom = [0.0] * len(stages)
+    for part in ("draft", "verify", "accept"):
+        # A part is a difference of two medians: noise may put it below nothing.
+        heights = [max(row["parts_ms"][part], 0.0) for row in stages]
+        axes.bar(range(len(stages)), heights, bottom=bottom, label=part)
+        bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
+    for index, row in enumerate(stages):
+        axes.plot([index - 0.45, index + 0.45], [row["floor_ms"]] * 2, color="black", label=None if index else "floor")
+    axes.set_xticks(range(len(stages)), names, rotation=60, ha="right", fontsize="x-small")
+    axes.set(ylabel="milliseconds per step")
+    if stages:
+        axes.legend(fontsize="small")
+
+
+FIGURES: dict[str, Callable[[Record], Any]] = {"kernels": kernel_figure, "step": step_figure}
+
+__all__ = ["FIGURES", "Record", "conditions", "kernel_figure", "step_figure", "step_points"]

@@ -1,0 +1,229 @@
+"""The parts of a step over fixed buffers, each timed alone: draft, verify, accept, and the whole.
+
+A run of `generate` is stopped where it would take its first step. Its rows are marked as finished, which freezes them:
+every step then does all its work at the same place and changes nothing but scratch. On CUDA the body of the step is
+captured three times, up to the end of the draft, of the verify, and as a whole; a part's time is a difference of two
+medians. Elsewhere the same bodies run uncaptured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dflash_hf.generation import loop, steps
+from dflash_hf.generation.cuda_graph import GraphStep, NotCapturableError
+from dflash_hf.generation.host_reads import HostReadError, NoHostReads
+from dflash_hf.generation.run import Run
+from dflash_hf.generation.static_step import StaticStep
+
+from .clock import Marks, synchronize
+from .methods import Settings
+from .pair import Inputs, Pair
+
+# The function of `steps` that ends each part; the acceptance ends with the step.
+ENDS = {"draft": "draft_step", "verify": "context_step"}
+
+
+class _CutError(Exception):
+    """A part has ended; what follows it is not run."""
+
+
+@contextmanager
+def cut_after(part: str | None) -> Generator[None]:
+    """Ends a step's body after a part of it, or nowhere for `None`."""
+    if part is None:
+        yield
+        return
+    name = ENDS[part]
+    whole: Callable[..., Any] = getattr(steps, name)
+
+    def cut(*args: Any, **kwargs: Any) -> None:
+        whole(*args, **kwargs)
+        raise _CutError
+
+    setattr(steps, name, cut)
+    try:
+        yield
+    except _CutError:
+        pass
+    finally:
+        setattr(steps, name, whole)
+
+
+class _PlainPart(StaticStep):
+    """A step up to the end of a part, launched from the host."""
+
+    part: str | None = None
+
+    def body(self, bound: int) -> Any:
+        """Runs it as far as that."""
+        with cut_after(self.part):
+            return super().body(bound)
+
+
+class _GraphPart(GraphStep):
+    """The same in a CUDA graph."""
+
+    part: str | None = None
+
+    def body(self, bound: int) -> Any:
+        """Runs it as far as that."""
+        with cut_after(self.part):
+            return super().body(bound)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """What was measured.
+
+    Args:
+        prefill_ms (`float`): From the call of `generate` to the first token, on the host's clock.
+        until_ms (`dict[str, list[float]]`): Samples up to the end of `"draft"`, of `"verify"`, and of `"step"`.
+        context (`int`): Tokens of context, summed over rows.
+        engine (`str`): `"cuda_graph"`, or `"static"` where nothing was captured.
+        not_captured (`str`, *optional*): Why, on CUDA.
+        host_reads (`str`, *optional*): What waited for the device in a steady step; `None` if nothing did.
+    """
+
+    prefill_ms: float
+    until_ms: dict[str, list[float]]
+    context: int
+    engine: str
+    not_captured: str | None
+    host_reads: str | None
+
+
+def measure_stages(pair: Pair, inputs: Inputs, settings: Settings, width: int, samples: int) -> Stages:
+    """Times the parts of a step behind a batch of prompts, with `width` tokens verified per row."""
+    found: list[Stages] = []
+    knobs = pair.draft.generation_config
+    before = knobs.engine, knobs.verify_width
+    knobs.engine = "cuda_graph" if pair.device.type == "cuda" else "static"
+    knobs.verify_width = width
+    try:
+        with _at_first_step(lambda run: found.append(_time(run, samples))):
+            pair.target.generate(**inputs, **settings.arguments(), assistant_model=pair.draft)
+    finally:
+        knobs.engine, knobs.verify_width = before
+    return found[0]
+
+
+@contextmanager
+def _at_first_step(probe: Callable[[Run], None]) -> Generator[None]:
+    """Has `generate` call a function where it would take its first step, and end there."""
+    whole = loop.advance
+
+    def advance(run: Run, *args: Any, **kwargs: Any) -> None:
+        try:
+            with torch.inference_mode():
+                probe(run)
+        finally:
+            run.generator.release_context()
+
+    loop.advance = advance  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        loop.advance = whole
+
+
+def _time(run: Run, samples: int) -> Stages:
+    """Freezes a run's rows and times a step's parts; the rows are as they were afterwards."""
+    prefill = run.stats.time_to_first_token * 1e3
+    is_cuda = run.target.device.type == "cuda"
+    reason = None
+    done = run.state.done.clone()
+    run.state.done.fill_(True)
+    try:
+        if is_cuda:
+            try:
+                return _timed(run, _GraphPart(run), samples, prefill, None)
+            except NotCapturableError as error:
+                reason = str(error)
+        return _timed(run, _PlainPart(run), samples, prefill, reason)
+    finally:
+        run.state.done.copy_(done)
+
+
+def _timed(run: Run, step: _GraphPart | _PlainPart, samples: int, prefill: float, reason: str | None) -> Stages:
+    bound = step.bound(run, 0)
+    until: dict[str, list[float]] = {}
+    with step.on_device():
+        launches: dict[str, Callable[[], Any]] = {}
+        for name in (*ENDS, "step"):
+            step.part = name if name in ENDS else None
+            launches[name] = _launch(step, bound)
+        for name, launch in launches.items():
+            until[name] = _samples(launch, run.target.device, samples)
+        step.part = None
+        reads = _host_reads(launches["step"], run)
+    return Stages(
+        prefill_ms=prefill,
+        until_ms=until,
+        context=int(run.state.lengths.sum()),
+        engine=step.name,
+        not_captured=reason,
+        host_reads=reads,
+    )
+
+
+def _launch(step: _GraphPart | _PlainPart, bound: int) -> Callable[[], Any]:
+    """A call that runs the step's body up to its current part: a replay, or the body itself."""
+    if isinstance(step, _GraphPart):
+        captured = step.capture_one(bound)
+        return captured.graph.replay
+    part = step.part
+
+    def run() -> None:
+        step.part = part
+        step.body(bound)
+
+    return run
+
+
+def _samples(launch: Callable[[], Any], device: torch.device, samples: int) -> list[float]:
+    for _ in range(2):
+        launch()
+    synchronize(device)
+    marks = Marks(device)
+    for _ in range(samples):
+        marks.mark()
+        launch()
+    marks.mark()
+    return marks.intervals()
+
+
+def _host_reads(launch: Callable[[], Any], run: Run) -> str | None:
+    """Says what waits for the device when a step is started and its outcome is fetched, as the engine does both."""
+    assert run.buffers is not None
+    outcome = run.buffers.outcome
+    is_cuda = outcome.is_cuda
+    host = torch.empty(outcome.shape, dtype=outcome.dtype, pin_memory=is_cuda)
+    try:
+        if is_cuda:
+            torch.cuda.set_sync_debug_mode("error")
+            for _ in range(3):
+                launch()
+                host.copy_(outcome, non_blocking=True)
+        else:
+            with NoHostReads():
+                launch()
+    except HostReadError as error:
+        return str(error)
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return str(error).partition("\n")[0]
+    finally:
+        if is_cuda:
+            torch.cuda.set_sync_debug_mode("default")
+            synchronize(outcome.device)
+    return None
+
+
+__all__ = ["Stages", "measure_stages"]

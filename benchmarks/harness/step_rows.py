@@ -1,0 +1,159 @@
+"""From what `step.py` measured to the rows of its record, and the floors that are asked of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+
+from .methods import PLAIN, PLAIN_STATIC
+from .pair import Pair
+from .roofline import REFERENCE_WIDTH, derived_speeds, forward_work, length_at, step_work, verdict
+from .rows import Group, Row, decode_row, percentiles
+from .stages import Stages
+
+FLOOR_MODEL = "qwen3-8b"
+FLOOR_LENGTH = 4.5  # mean acceptance of verifies of 16
+SHORT, LONG = 2048, 32768
+PLAIN_METHODS = (PLAIN.name, PLAIN_STATIC.name)
+
+
+def method_row(
+    pair: Pair, model: str, name: str, width: int | None, cell: tuple[int, int], group: Group, engine: str | None
+) -> Row:
+    """Returns the row of a method: its step's time and memory, and what follows from them.
+
+    Args:
+        pair, model: What ran.
+        name (`str`): The method's.
+        width (`int`, *optional*): Tokens verified per row; `None` for plain's.
+        cell (`tuple[int, int]`): Batch and context.
+        group (`Group`): Its runs.
+        engine (`str`, *optional*): Which engine ours ran on.
+    """
+    batch, context = cell
+    row = decode_row(pair, name, batch, "random", group, False)
+    step, peak = row["step_ms"]["p50"], row["peak_bytes"]
+    derived: dict[str, float] = {}
+    if step:
+        plain = {"at_1": round(batch / step * 1e3, 1)}
+        derived = plain if width is None else {**plain, **derived_speeds(batch, width, step)}
+    kept = ("dtype", "new_tokens", "runs", "step_ms", "prefill_ms", "acceptance_length", "peak_bytes")
+    return {
+        "model": model,
+        "method": name,
+        "batch": batch,
+        "context": context,
+        "context_tokens": row["context_tokens"],
+        "block": None if width is None else pair.block_size,
+        "verify_width": width,
+        "engine": engine,
+        **{key: row[key] for key in kept},
+        "peak_mib": None if peak is None else round(peak / 2**20, 1),
+        "derived_tokens_per_second": derived,
+    }
+
+
+def stage_row(pair: Pair, model: str, width: int, cell: tuple[int, int], stages: Stages, bandwidth: float) -> Row:
+    """Returns the row of a step's parts at one width, beside what it cannot be faster than."""
+    batch, context = cell
+    until = {name: statistics.median(values) for name, values in stages.until_ms.items()}
+    parts = {"draft": until["draft"], "verify": until["verify"] - until["draft"]}
+    parts["accept"] = until["step"] - until["verify"]
+    work = step_work(pair, stages.context, batch, width)
+    plain = forward_work(pair, stages.context, batch, 1)
+    floor = work.bytes / bandwidth * 1e3
+    return {
+        "model": model,
+        "batch": batch,
+        "context": context,
+        "context_tokens": stages.context,
+        "block": pair.block_size,
+        "verify_width": width,
+        "dtype": pair.dtype,
+        "engine": stages.engine,
+        "not_captured": stages.not_captured,
+        "host_reads": stages.host_reads,
+        "prefill_ms": round(stages.prefill_ms, 4),
+        "parts_ms": {name: round(value, 4) for name, value in parts.items()},
+        "step_ms": percentiles(stages.until_ms["step"]),
+        "bytes": work.to_dict(),
+        "floor_ms": floor,
+        "step_over_floor": until["step"] / floor,
+        "plain_bytes": plain.to_dict(),
+        "plain_floor_ms": plain.bytes / bandwidth * 1e3,
+        "derived_tokens_per_second": derived_speeds(batch, width, until["step"]),
+    }
+
+
+def floor_rows(
+    rows: list[Row], stages: list[Row], memory: dict[str, Row], weights: dict[str, int], judged: bool
+) -> list[Row]:
+    """Compares what was measured with what is asked of `FLOOR_MODEL` on one H200; `judged` only there.
+
+    Args:
+        rows, stages: Of [`method_row`] and [`stage_row`].
+        memory: Per model, the greatest memory reserved by `"eager"` and by `"cuda_graph"`, in bytes.
+        weights: Per model, bytes of both models' weights.
+        judged (`bool`): Whether this is a GPU and the published shape; elsewhere values are only shown.
+    """
+    ours = [row for row in rows if row["model"] == FLOOR_MODEL]
+    parts = [row for row in stages if row["model"] == FLOOR_MODEL]
+    step = {(row["method"], row["batch"], row["context"]): row["step_ms"]["p50"] for row in ours}
+    floors = {(row["batch"], row["context"]): row["floor_ms"] for row in parts if row["verify_width"] == row["block"]}
+
+    def ratio(over: float | None, under: float | None) -> float | None:
+        return None if over is None or not under else over / under
+
+    alone = step.get(("ours", 1, SHORT))
+    found = [
+        _floor("step over its floor of bytes, batch 1, 2k", ratio(alone, floors.get((1, SHORT))), 1.35, True, judged),
+        *(
+            _floor(f"step over {name}'s, batch 1, 2k", ratio(alone, step.get((name, 1, SHORT))), 0.25, True, judged)
+            for name in ("zlab", "stock")
+        ),
+        *(
+            _floor(
+                f"derived tokens/s over plain/static's, batch {batch}, 2k", _gain(ours, batch), limit, False, judged
+            )
+            for batch, limit in ((8, 3.0), (32, 1.6))
+        ),
+        _floor("step at 32k over 2k, batch 1", ratio(step.get(("ours", 1, LONG)), alone), 1.4, True, judged),
+    ]
+    reading = [row for row in parts if row["host_reads"] is not None]
+    found.append(_floor("kinds of step that wait for the host", len(reading) if parts else None, 0, True, judged))
+    used = memory.get(FLOOR_MODEL)
+    more = None if used is None else (used["cuda_graph"] - used["eager"]) / weights[FLOOR_MODEL]
+    return [*found, _floor("memory of graphs beyond eager, share of the weights", more, 0.05, True, judged)]
+
+
+def _gain(rows: Iterable[Row], batch: int) -> float | None:
+    """Ours at its best width against plain with a static cache, at the acceptance that is asked about."""
+    here = [row for row in rows if (row["batch"], row["context"]) == (batch, SHORT) and row["step_ms"]["p50"]]
+    plain = [row["step_ms"]["p50"] for row in here if row["method"] == PLAIN_STATIC.name]
+    speeds = [
+        length_at(FLOOR_LENGTH, row["verify_width"]) / row["step_ms"]["p50"]
+        for row in here
+        if row["method"].startswith("ours") and row["engine"] != "eager"
+    ]
+    return max(speeds) * plain[0] if plain and speeds else None
+
+
+def _floor(what: str, value: float | None, limit: float, at_most: bool, judged: bool) -> Row:
+    return {
+        "what": what,
+        "value": value,
+        "required": f"{'at most' if at_most else 'at least'} {limit:g}",
+        "verdict": verdict(value, limit, at_most, judged),
+    }
+
+
+__all__ = [
+    "FLOOR_MODEL",
+    "LONG",
+    "PLAIN_METHODS",
+    "REFERENCE_WIDTH",
+    "SHORT",
+    "floor_rows",
+    "method_row",
+    "stage_row",
+]

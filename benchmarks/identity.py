@@ -1,0 +1,171 @@
+"""How often a text with a draft is plain `generate`'s in half precision, and by how little it is not.
+
+A verify is a wider forward than plain's and rounds in another order, so in bfloat16 a near tie may fall the other way.
+For every text that differs, the target's logits at the first token that does are computed by a forward over what comes
+before: the `margin` is how far the worse of the two tokens lies below the best one, and has to be under 0.25. A graph
+has to give exactly the text of the same step launched eagerly (`engine="static"`): the same operations and widths.
+
+    python benchmarks/identity.py                         # the bundled pair in bfloat16, on CUDA if there is any
+    python benchmarks/identity.py --random tiny           # random weights, in seconds: to try the script
+
+Writes `identity.json` to `$OUT`, else to benchmarks/results, and prints the record as the last line. The exit status
+is 1 if a margin is too wide or two engines differ that must not. Nothing is timed: a busy machine does not matter.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import typer
+from harness.machine import RESULTS, provenance
+from harness.methods import PLAIN, Settings, measure, ours_on
+from harness.pair import TOY, Inputs, Pair, load_pair, random_pair
+from harness.report import Column, finish, show
+from harness.rows import Row
+
+from dflash_hf import free_buffers
+from dflash_hf.generation_config import Engine
+
+MAX_MARGIN = 0.25
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+COLUMNS: list[Column] = [
+    ("engine", "engine"),
+    ("ran on", "ran_on"),
+    ("batch", "batch"),
+    ("texts", "num_texts"),
+    ("identical to plain", "num_identical"),
+    ("rate", "identity_rate"),
+    ("widest margin", "widest_margin"),
+    ("margins < 0.25", "margins_kept"),
+    ("as static", "as_static"),
+    ("acceptance", "acceptance_length"),
+]
+
+
+def engines_for(device: torch.device) -> tuple[Engine, ...]:
+    """Returns the engines that run on a device."""
+    return ("static", "eager", "cuda_graph") if device.type == "cuda" else ("static", "eager")
+
+
+def first_difference(ours: list[int], plain: list[int]) -> int | None:
+    """Returns where two answers differ first; `None` if they do not. One that ends earlier differs there."""
+    for index, (a, b) in enumerate(zip(ours, plain, strict=False)):
+        if a != b:
+            return index
+    return None if len(ours) == len(plain) else min(len(ours), len(plain))
+
+
+@torch.inference_mode()
+def margin_at(pair: Pair, prompt: list[int], ours: list[int], plain: list[int], index: int) -> float:
+    """Returns how far the worse of both tokens at `index` lies below the best one, by the target's own logits.
+
+    Args:
+        prompt (`list[int]`): Real tokens of the prompt.
+        ours, plain (`list[int]`): Both answers, alike before `index`.
+    """
+    ids = torch.tensor([[*prompt, *plain[:index]]], device=pair.device)
+    logits = pair.target(input_ids=ids, logits_to_keep=1).logits[0, -1].double()
+    tokens = [answer[index] for answer in (ours, plain) if index < len(answer)]
+    return float(logits.max() - logits[tokens].min())
+
+
+def compare(pair: Pair, groups: list[tuple[str, int]], batch: int, settings: Settings) -> list[Row]:
+    """Decodes batches of prompts plainly and on every engine; returns a row per engine."""
+    answers: dict[str, list[list[int]]] = {}
+    committed: dict[str, list[int]] = {}
+    prompts: list[list[int]] = []
+    ran_on: dict[str, str] = {}
+    engines = engines_for(pair.device)
+    methods = {"plain": PLAIN, **{engine: ours_on(engine) for engine in engines}}
+    for kind, first in groups:
+        inputs = pair.inputs(kind, first, batch)
+        prompts += real_tokens(inputs)
+        for name, method in methods.items():
+            outcome = measure(pair, method, inputs, settings)
+            answers.setdefault(name, []).extend(outcome.answers)
+            counts = committed.setdefault(name, [0, 0])
+            counts[0], counts[1] = counts[0] + outcome.committed, counts[1] + outcome.verifies
+            if name != "plain":
+                ran_on[name] = pair.draft.last_stats.engine
+    free_buffers(pair.draft)
+    rows: list[Row] = []
+    for engine in engines:
+        found: list[Row] = []
+        for number, (ours, plain) in enumerate(zip(answers[engine], answers["plain"], strict=True)):
+            if (index := first_difference(ours, plain)) is None:
+                continue
+            margin = margin_at(pair, prompts[number], ours, plain, index)
+            found.append({"text": number, "token": index, "margin": margin})
+        num = len(prompts)
+        widest = max((row["margin"] for row in found), default=None)
+        rows.append(
+            {
+                "engine": engine,
+                "ran_on": ran_on[engine],
+                "batch": batch,
+                "dtype": pair.dtype,
+                "num_texts": num,
+                "num_identical": num - len(found),
+                "identity_rate": (num - len(found)) / num,
+                "divergences": found,
+                "widest_margin": widest,
+                "margins_kept": widest is None or widest < MAX_MARGIN,
+                # Only a graph replays exactly what the static step launches.
+                "as_static": answers[engine] == answers["static"] if engine == "cuda_graph" else None,
+                "acceptance_length": committed[engine][0] / max(committed[engine][1], 1),
+            }
+        )
+    return rows
+
+
+def real_tokens(inputs: Inputs) -> list[list[int]]:
+    """Returns each prompt without its padding."""
+    rows = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
+    return [ids[mask].tolist() for ids, mask in rows]
+
+
+def main(
+    random: Annotated[str | None, typer.Option(help="Random weights of this size (tiny, toy) instead.")] = None,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
+    device: Annotated[str | None, typer.Option(help="Where it runs; CUDA if there is any.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts of each kind, per batch size.")] = 8,
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8",
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Length limit of an answer.")] = 128,
+    out: Annotated[Path | None, typer.Option(help="The record; identity.json in $OUT or benchmarks/results.")] = None,
+) -> None:
+    """Compare texts with a draft with plain generate's in half precision; definitions in benchmarks/README.md."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"expected a dtype among {sorted(DTYPES)}, got {dtype!r}; choose one of them")
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    pair = (
+        load_pair(TOY / "target", TOY / "draft", DTYPES[dtype], place)
+        if random is None
+        else random_pair(random, DTYPES[dtype], place)
+    )
+    rows: list[Row] = []
+    for size in (int(part) for part in batch.replace(",", " ").split()):
+        groups = [(kind, group * size) for group in range(max(1, prompts // size)) for kind in pair.kinds]
+        rows += compare(pair, groups, size, Settings(max_new_tokens=max_new_tokens))
+    facts: dict[str, Any] = {"benchmark": "identity", "pair": pair.name, "max_new_tokens": max_new_tokens}
+    facts |= {"prompts_per_kind": prompts, "required_margin": MAX_MARGIN, **provenance(place)}
+    show(f"Texts against plain generate's, {dtype} on {place}", rows, COLUMNS)
+    path = out or Path(os.environ.get("OUT", RESULTS)) / "identity.json"
+    # Random weights are never a record.
+    finish({"provenance": facts, "rows": rows}, path, quiet=random is None)
+    wrong = [row for row in rows if not row["margins_kept"] or row["as_static"] is False]
+    if wrong:
+        for row in wrong:
+            print(f"FAIL: {row['engine']}, batch {row['batch']}: {row['divergences'][:5]}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,95 @@
+"""`identity.py` finds where texts part and measures by how much, and fails where it is by too much."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import identity
+import pytest
+import torch
+import typer
+from harness import machine, report
+from harness.methods import Outcome
+from harness.pair import Pair, random_pair
+from typer.testing import CliRunner, Result
+
+CPU = torch.device("cpu")
+
+
+def run(*arguments: str) -> Result:
+    """Runs the script's command in this process."""
+    app = typer.Typer()
+    app.command()(identity.main)
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for benchmarks/results."""
+    for module in (machine, report, identity):
+        monkeypatch.setattr(module, "RESULTS", tmp_path / "results", raising=True)
+    monkeypatch.delenv("OUT", raising=False)
+    return tmp_path / "results"
+
+
+QUICK = ("--random", "tiny", "--device", "cpu", "--prompts", "3", "--batch", "1,3", "--max-new-tokens", "12")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_engine_is_compared(results: Path, tmp_path: Path, dtype: str) -> None:
+    out = tmp_path / "identity.json"
+    result = run(*QUICK, "--dtype", dtype, "--out", str(out))
+    record = json.loads(out.read_text())
+    assert [(row["engine"], row["batch"]) for row in record["rows"]] == [
+        (engine, batch) for batch in (1, 3) for engine in ("static", "eager")
+    ]
+    for row in record["rows"]:
+        assert row["ran_on"] == row["engine"]
+        assert row["num_texts"] == 3
+        assert row["num_identical"] == 3 - len(row["divergences"])
+        assert row["margins_kept"] == all(found["margin"] < 0.25 for found in row["divergences"])
+        if dtype == "float32":
+            assert row["identity_rate"] == 1.0
+    assert result.exit_code == (0 if all(row["margins_kept"] for row in record["rows"]) else 1)
+    assert not results.exists(), "random weights are never a record"
+
+
+def test_a_wrong_text_fails_with_its_margin(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = identity.measure
+
+    def wrong(pair: Pair, method: Any, inputs: Any, settings: Any) -> Outcome:
+        outcome = whole(pair, method, inputs, settings)
+        if method.name != "ours/eager":
+            return outcome
+        answers = [list(answer) for answer in outcome.answers]
+        answers[0][5] = (answers[0][5] + 7) % 60
+        return replace(outcome, answers=answers)
+
+    monkeypatch.setattr(identity, "measure", wrong)
+    out = tmp_path / "identity.json"
+    result = run(*QUICK, "--batch", "3", "--dtype", "float32", "--out", str(out))
+    assert result.exit_code == 1
+    static, eager = json.loads(out.read_text())["rows"]
+    assert static["divergences"] == []
+    (found,) = eager["divergences"]
+    assert (found["text"], found["token"]) == (0, 5)
+    assert found["margin"] > 0.25
+    assert "FAIL: eager, batch 3" in result.stderr
+
+
+@torch.no_grad()
+def test_differences_and_margins_by_hand() -> None:
+    assert identity.first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert identity.first_difference([1, 9, 3], [1, 2, 3]) == 1
+    assert identity.first_difference([1, 2], [1, 2, 3]) == 2
+    pair = random_pair("tiny", torch.float32, CPU)
+    prompt, plain = [5, 6, 7, 8], [9, 10, 11]
+    logits = pair.target(input_ids=torch.tensor([[5, 6, 7, 8, 9]])).logits[0, -1].double()
+    best, worst = int(logits.argmax()), int(logits.argmin())
+    for first, second in ((best, worst), (worst, best), (worst, worst)):
+        found = identity.margin_at(pair, prompt, [9, first], [9, second, *plain], 1)
+        assert found == pytest.approx(float(logits.max() - logits.min()), rel=1e-5)
+    assert identity.margin_at(pair, prompt, [9], [9, best], 1) == pytest.approx(0, abs=1e-5)

@@ -1,0 +1,307 @@
+"""What the chat refuses or drops so that it stays small and private: names, uploads, conversations, their pictures."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from dflash_hf.chat import sessions as sessions_module
+from dflash_hf.chat.conversation import Answer, Conversation, Turn
+from dflash_hf.chat.guard import Guard, own_hosts
+from dflash_hf.chat.model import MAX_CHARACTERS, MAX_PICTURES, ChatModel
+from dflash_hf.chat.pictures import KEPT_PIXELS, Picture, PictureError, read_picture
+from dflash_hf.chat.sessions import MAX_PICTURE_BYTES, MAX_SESSIONS, Sessions
+from dflash_hf.chat.uploads import Uploads
+from helpers.processors import picture
+
+# ---- names of this machine
+
+
+def call(guard: Guard, path: str = "/", body: bytes | None = None, kind: str = "http", **headers: str) -> list[Any]:
+    """What the guard sends back for one request."""
+    sent: list[Any] = []
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    if body is not None:
+        raw.append((b"content-length", str(len(body)).encode()))
+    scope = {"type": kind, "path": path, "method": "GET" if body is None else "POST", "headers": raw}
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body or b""}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(guard(scope, receive, send))
+    return sent
+
+
+async def fine(scope: Any, receive: Any, send: Any) -> None:
+    """An application that is content."""
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+
+
+def guard(folder: Path, host: str = "127.0.0.1", **limits: Any) -> Guard:
+    return Guard(fine, Uploads(folder, **limits), own_hosts(host))
+
+
+@pytest.mark.parametrize(
+    ("host", "called", "status"),
+    [
+        ("127.0.0.1", "127.0.0.1:7860", 200),
+        ("127.0.0.1", "localhost:7860", 200),
+        ("127.0.0.1", "LOCALHOST", 200),
+        ("127.0.0.1", "[::1]:7860", 200),
+        ("127.0.0.1", "127.0.0.2:7860", 403),
+        ("127.0.0.2", "127.0.0.2:7860", 200),
+        ("127.0.0.1", "evil.example:7860", 403),
+        ("127.0.0.1", "localhost.evil.example", 403),
+        ("127.0.0.1", "[::2]:7860", 403),
+        ("127.0.0.1", "", 403),
+        ("localhost", "evil.example", 403),
+        ("0.0.0.0", "chat.example:7860", 200),
+    ],
+)
+def test_on_loopback_only_its_own_names_are_answered(host: str, called: str, status: int, tmp_path: Path) -> None:
+    sent = call(guard(tmp_path, host), host=called)
+    assert sent[0]["status"] == status
+    if status == 403:
+        body = sent[1]["body"].decode()
+        assert body.startswith("expected a request to ")
+        assert body.endswith("; open the address that the chat printed when it started")
+        assert (b"content-type", b"text/plain; charset=utf-8") in sent[0]["headers"]
+
+
+def test_without_a_name_and_over_a_web_socket_nothing_is_answered(tmp_path: Path) -> None:
+    assert call(guard(tmp_path))[0]["status"] == 403
+    assert call(guard(tmp_path), kind="websocket", host="localhost") == [{"type": "websocket.close", "code": 1008}]
+
+
+# ---- uploads
+
+
+def test_uploads_are_limited_in_number_and_bytes_together(tmp_path: Path) -> None:
+    small = guard(tmp_path, max_files=2, max_bytes=100)
+
+    def upload(size: int) -> tuple[int, str]:
+        sent = call(small, "/gradio_api/upload", bytes(size), host="localhost")
+        return sent[0]["status"], sent[1]["body"].decode() if len(sent) > 1 else ""
+
+    assert upload(100) == (200, "")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "one.png").write_bytes(bytes(60))
+    assert upload(40) == (200, "")
+    status, sentence = upload(41)
+    assert status == 413
+    assert sentence.startswith("expected at most 0 MB of uploaded files on this server, got ")
+    assert sentence.endswith("; try again in some minutes: uploads are deleted after 15")
+    (tmp_path / "two.png").write_bytes(b"")
+    status, sentence = upload(1)
+    assert status == 413
+    assert sentence.startswith("expected at most 2 uploaded files on this server, got one more; try again")
+    assert call(small, "/gradio_api/queue/join", bytes(1), host="localhost")[0]["status"] == 200
+
+
+def test_uploads_that_are_coming_in_count_until_they_end(tmp_path: Path) -> None:
+    uploads = Uploads(tmp_path, max_files=2, max_bytes=100)
+    with uploads.admit(60):
+        with pytest.raises(ValueError, match="MB of uploaded files"), uploads.admit(41):
+            pass
+        with uploads.admit(40), pytest.raises(ValueError, match="at most 2 uploaded files"), uploads.admit(0):
+            pass
+    with uploads.admit(100):
+        pass
+    with pytest.raises(RuntimeError, match="broke off"), uploads.admit(100):
+        raise RuntimeError("broke off")
+    with uploads.admit(100):
+        pass
+
+
+def test_upload_that_does_not_say_its_length_is_refused(tmp_path: Path) -> None:
+    scope = {"type": "http", "path": "/gradio_api/upload", "method": "POST", "headers": [(b"host", b"localhost")]}
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(guard(tmp_path)(scope, lambda: pytest.fail("it was read"), send))
+    assert sent[0]["status"] == 411
+
+
+def test_old_uploads_are_swept_and_new_ones_are_not(tmp_path: Path) -> None:
+    uploads = Uploads(tmp_path, live=60)
+    long_ago = time.time() - 3600
+    for name in ("old/a.png", "kept/b.png", "both/c.png", "both/d.png", "tmp-of-an-upload-that-broke-off"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    for name in ("old/a.png", "both/c.png", "tmp-of-an-upload-that-broke-off", "old", "kept", "both"):
+        os.utime(tmp_path / name, (long_ago, long_ago))
+    (tmp_path / "coming").mkdir()
+    uploads.sweep()
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert left >= {"kept", "kept/b.png", "both", "both/d.png", "coming"}
+    assert not left & {"old/a.png", "both/c.png", "tmp-of-an-upload-that-broke-off"}
+    os.utime(tmp_path / "old", (long_ago, long_ago))  # it was new again while its file was deleted
+    uploads.sweep()
+    assert not (tmp_path / "old").exists()
+
+
+# ---- conversations
+
+
+def filled(conversation: Conversation, *pictures: Picture) -> None:
+    conversation.turns.append(
+        Turn(text="see", pictures=list(pictures), answer=Answer(drafted=False, block_size=4, state="done"))
+    )
+
+
+def blank(num_bytes: int) -> Picture:
+    """A picture of so many bytes that is not there."""
+    image = SimpleNamespace(width=num_bytes // 3, height=1)
+    return Picture(name="x.png", image=image, thumbnail="")
+
+
+def test_pictures_of_all_conversations_are_limited_and_who_loses_them_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "MAX_PICTURE_BYTES", 90)
+    sessions = Sessions()
+    for page in ("first", "text", "second"):
+        with sessions.use(page) as conversation:
+            filled(conversation, *([blank(30)] * (page != "text")))
+    with sessions.use("first") as first:  # no longer the least recently used
+        pass
+    with sessions.use("third") as conversation:
+        filled(conversation, blank(60))
+    refusal = r"^expected a conversation that is still held here, got one .* may take .* MB; send the message again"
+    with pytest.raises(ValueError, match=refusal), sessions.use("second"):
+        pass
+    with sessions.use("second") as again:
+        assert again.turns == [], "said once, then it is a new conversation"
+    for page, kept in (("first", first), ("text", None), ("third", conversation)):
+        with sessions.use(page) as found:
+            assert len(found.turns) == 1
+            assert kept is None or found is kept
+
+
+def test_conversation_that_is_being_answered_is_never_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "MAX_PICTURE_BYTES", 90)
+    sessions = Sessions()
+    with sessions.use("answered") as answered:
+        filled(answered, blank(60))
+        with sessions.use("other") as other:
+            filled(other, blank(60))
+        filled(answered, blank(0))
+    with sessions.use("answered") as again:
+        assert again is answered
+    with pytest.raises(ValueError, match="still held"), sessions.use("other"):
+        pass
+
+
+def test_surplus_conversations_are_told_and_closed_or_empty_ones_are_not() -> None:
+    sessions = Sessions()
+    for page in ("asked", "closed", "empty"):
+        with sessions.use(page) as conversation:
+            if page != "empty":
+                filled(conversation)
+    for index in range(MAX_SESSIONS):
+        with sessions.use(str(index)):
+            pass
+    sessions.forget("closed")
+    refusal = f"at most {MAX_SESSIONS} are held at once; send the message again"
+    with pytest.raises(ValueError, match=refusal), sessions.use("asked"):
+        pass
+    for page in ("closed", "empty"):
+        with sessions.use(page):
+            pass
+
+
+def test_one_conversation_always_has_room() -> None:
+    assert 2 * MAX_PICTURES * 3 * KEPT_PIXELS < MAX_PICTURE_BYTES
+
+
+def test_forgetting_says_whether_a_run_ends_by_it() -> None:
+    sessions = Sessions()
+    assert not sessions.forget("a")
+    with sessions.use("a") as conversation:
+        assert sessions.forget("a")
+        assert conversation.left
+        assert conversation.stop.is_set()
+    with sessions.use("a") as conversation:
+        pass
+    assert not sessions.forget("a")
+    assert not conversation.left
+
+
+# ---- the page
+
+
+def bitmap(path: Path, width: int, height: int) -> Path:
+    """Writes a bitmap whose header says this size, which may be nothing."""
+    Image.new("RGB", (2, 2)).save(path, "BMP")
+    data = bytearray(path.read_bytes())
+    data[18:26] = width.to_bytes(4, "little") + height.to_bytes(4, "little")
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize(("width", "height"), [(0, 2), (2, 0), (0, 0)])
+def test_picture_without_pixels_is_refused_in_a_sentence(width: int, height: int, tmp_path: Path) -> None:
+    with pytest.raises(PictureError, match=r"^expected a picture .*, got x\.bmp, which is none or is damaged; choose"):
+        read_picture(bitmap(tmp_path / "x.bmp", width, height))
+
+
+def ask(page: Any, text: str, files: list[Path]) -> dict[str, Any]:
+    """What the page changes for a message that is refused."""
+    from dflash_hf.chat import page as pages
+
+    message = {"text": text, "files": [str(path) for path in files]}
+    [values] = page._ask(message, True, 0.0, 16, SimpleNamespace(session_hash="a"))
+    return dict(zip(pages.PARTS, values, strict=True))
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Any:
+    """A page whose model is never asked."""
+    pytest.importorskip("gradio")
+    from dflash_hf.chat import page as pages
+
+    model: Any = object.__new__(ChatModel)
+    model.processor = object()
+    page: Any = object.__new__(pages.Page)
+    page.model, page.sessions, page.uploads = model, Sessions(), Uploads(tmp_path)
+    return page
+
+
+def test_message_is_refused_before_any_of_its_pictures_is_read(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dflash_hf.chat import page as pages
+
+    monkeypatch.setattr(pages, "read_picture", lambda path: pytest.fail(f"{path} was read"))
+    assert f"at most {MAX_PICTURES} pictures" in ask(page, "which", [Path(__file__)] * (MAX_PICTURES + 1))["sentence"]
+
+
+def test_pictures_stay_where_the_text_is_refused(page: Any, tmp_path: Path) -> None:
+    import gradio as gr
+
+    picture(8, 8).save(tmp_path / "a.png")
+    changed = ask(page, "x" * (MAX_CHARACTERS + 1), [tmp_path / "a.png"])
+    assert "200,001" in changed["sentence"]
+    assert changed["box"] == gr.skip()
+
+
+def test_only_the_refused_picture_leaves_the_box(page: Any, tmp_path: Path) -> None:
+    picture(8, 8).save(tmp_path / "good.png")
+    (tmp_path / "bad.png").write_bytes(b"x")
+    files = [tmp_path / name for name in ("good.png", "bad.png", "deleted.png")]
+    files.append(Path(__file__))  # no upload
+    changed = ask(page, "see", files)
+    assert "expected deleted.png to be an upload" in changed["sentence"].lower()
+    assert changed["box"]["value"] == {"text": "see", "files": [str(path) for path in files[:2]]}
+    changed = ask(page, "see", files[:2])
+    assert "bad.png" in changed["sentence"]
+    assert changed["box"]["value"] == {"text": "see", "files": [str(tmp_path / "good.png")]}
+    page.model.processor = None
+    assert ask(page, "see", files[:1])["box"]["value"]["files"] == [], "no picture can be sent to this target"
