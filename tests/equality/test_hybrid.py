@@ -59,12 +59,12 @@ def test_greedy_equals_plain_generate(family: str, batch: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("block_size", [2, 8, 16])
 @pytest.mark.parametrize("batch", LENGTHS)
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_greedy_equals_plain_generate_fifty_times(family: str, batch: str) -> None:
-    for seed in range(50):
-        lengths = [check_greedy(family, batch, block_size, seed) for block_size in (2, 8, 16)]
-        assert lengths[-1] > 1.0
+def test_greedy_equals_plain_generate_fifty_times(family: str, batch: str, block_size: int) -> None:
+    lengths = [check_greedy(family, batch, block_size, seed) for seed in range(50)]
+    assert 1.0 < sum(lengths) / len(lengths) < block_size
 
 
 def test_an_oracle_shows_states_that_keep_what_was_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,12 +187,11 @@ def test_the_static_step_gives_the_plain_text(family: str, engine: Any, monkeypa
         ref = target.generate(**inputs, **GREEDY)
     draft = tensor_oracle(target, truth_of(inputs, ref), 0, 8)
     draft.generation_config.engine = engine
-    for width in (8, 5):
-        draft.generation_config.verify_width = width
-        for _ in range(2):  # the second time over buffers that are full of the first
-            assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
-            assert draft.last_stats.engine == engine
-            assert 1.0 < draft.last_stats.acceptance_length < width
+    draft.generation_config.verify_width = 5
+    for _ in range(2):  # the second time over buffers that are full of the first
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+        assert draft.last_stats.engine == engine
+        assert 1.0 < draft.last_stats.acceptance_length < 5.0
     assert (Tape.num_replays > 0) == (engine == "cuda_graph")
 
 
