@@ -44,7 +44,8 @@ _num_users: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionar
 def compiled_layers(target: Target, shape: Shape) -> Generator[None]:
     """Runs the target's decoder layers compiled, in this thread only.
 
-    Recurrent layers, and those that carry hooks inside or a forward of their own, run as they are. The first verify of a shape compiles.
+    Recurrent layers, and those that carry hooks inside or a forward of their own, run as they are. The first verify of
+    a shape compiles.
 
     Args:
         target (`Target`): The target.
