@@ -36,9 +36,18 @@ class RaggedBlock:
             read. Purely a saving.
         is_exact (`bool`): The host knows that every row ends exactly at `bound`, so that a layer in which all see all
             needs no mask; SDPA without one takes half the time on a CPU.
+        positions (`torch.Tensor` of shape `[B, at least width]`, int64, *optional*): `lengths` plus 0, 1, ..., where
+            something has counted them already. Not copied: the block stands where they say.
     """
 
-    def __init__(self, lengths: Tensor, width: int, bound: int | None = None, is_exact: bool = False) -> None:
+    def __init__(
+        self,
+        lengths: Tensor,
+        width: int,
+        bound: int | None = None,
+        is_exact: bool = False,
+        positions: Tensor | None = None,
+    ) -> None:
         self.width = width
         self.bound = bound
         self.is_exact = is_exact and bound is not None
@@ -46,7 +55,10 @@ class RaggedBlock:
         self.window: int | None = None
         self._modules: set[int] = set()
         # A copy: the run moves its lengths on in place while the block still stands where it stood.
-        self.positions = lengths[:, None] + torch.arange(width, device=lengths.device)
+        if positions is None:
+            self.positions = lengths[:, None] + torch.arange(width, device=lengths.device)
+        else:
+            self.positions = positions[:, :width]
         self.lengths = self.positions[:, 0]
         self._slots: dict[int, Tensor] = {}
         self._masks: dict[tuple[object, ...], Tensor] = {}

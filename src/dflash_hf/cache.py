@@ -18,38 +18,9 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from dflash_hf.attention import RaggedBlock
-from dflash_hf.devices import free_memory
+from dflash_hf.cache_size import LayerShape, check_memory
 from dflash_hf.recurrence import Recurrence
 from dflash_hf.recurrent_cache import Members, RecurrentGroup, RecurrentLayer, plan_groups
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerShape:
-    """Shape of one layer of the cache.
-
-    Args:
-        num_heads (`int`): Key/value heads.
-        key_size, value_size (`int`): Head sizes.
-        window (`int`, *optional*): Sliding window in tokens, the query included, or without it where the window counts
-            from the anchor; `None` for full attention.
-    """
-
-    num_heads: int
-    key_size: int
-    value_size: int
-    window: int | None = None
-
-    def ring(self, max_length: int, block: int) -> int:
-        """Returns the number of slots that rows of `max_length` tokens need when blocks have `block` tokens.
-
-        A rejected token may have replaced the one `ring` positions before it; with window + block slots that one was
-        out of every later query's window.
-        """
-        return max_length if self.window is None else min(max_length, self.window + block)
-
-
-class OutOfRoomError(ValueError):
-    """K/V buffers would be larger than what is free of a device's memory."""
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -359,10 +330,15 @@ class RaggedCache(Cache):
 
     def extend(self, layer_idx: int, key_BKGE: Tensor, value_BKGE: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the keys and values of the block that was begun and returns the `[B, G, extent, E]` to attend to."""
+        assert self.block is not None
+        self.write(layer_idx, key_BKGE, value_BKGE, self.block)
+        return self.read(layer_idx)
+
+    def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Returns the `[B, G, extent, E]` to attend to, with the block that was begun, whose own have been written."""
         layer, block = self.layers[layer_idx], self.block
         assert isinstance(layer, RaggedLayer)
         assert block is not None
-        layer.write(key_BKGE, value_BKGE, block)
         block.window = layer.shape.window
         return layer.read(block)
 
@@ -392,61 +368,15 @@ class RaggedCache(Cache):
             *(buffer for group in self.groups for buffer in group.buffers()),
         ]
 
+    def buffers_of(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of one layer, `[B, R, G, E]` each."""
+        layer = self.layers[layer_idx]
+        assert isinstance(layer, RaggedLayer)
+        return layer.key_buffer, layer.value_buffer
+
     def num_bytes(self) -> int:
         """Returns the size of all buffers in bytes."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
-
-
-def buffer_bytes(shapes: Sequence[tuple[LayerShape, int, int]], batch: int, max_length: int, block: int) -> int:
-    """Returns the size in bytes of the buffers of layers, each given as shape and bytes per key and value element."""
-    return sum(
-        batch
-        * shape.ring(max_length, block)
-        * shape.num_heads
-        * (shape.key_size * key_bytes + shape.value_size * value_bytes)
-        for shape, key_bytes, value_bytes in shapes
-    )
-
-
-def check_memory(
-    shapes: Sequence[tuple[LayerShape, int, int]],
-    device: torch.device,
-    batch: int,
-    max_length: int,
-    block: int,
-    freed: int = 0,
-    fixed: int = 0,
-) -> None:
-    """Refuses buffers that are larger than what is free of a device's memory, before any is allocated.
-
-    Args:
-        shapes: See [`buffer_bytes`].
-        device (`torch.device`): Where they will be.
-        batch, max_length, block (`int`): See [`RaggedCache`].
-        freed (`int`): Bytes that are given back on the way.
-        fixed (`int`): Bytes that are needed whatever the length.
-
-    Raises:
-        OutOfRoomError: With the bytes that are needed and the greatest length that fits.
-    """
-    free = free_memory(device)
-    needed = buffer_bytes(shapes, batch, max_length, block) + fixed
-    if free is None or needed <= free + freed:
-        return
-    freed -= fixed
-    needed -= fixed
-    fits, too_long = 0, max_length
-    while too_long - fits > 1:
-        middle = (fits + too_long) // 2
-        if buffer_bytes(shapes, batch, middle, block) <= free + freed:
-            fits = middle
-        else:
-            too_long = middle
-    raise OutOfRoomError(
-        f"expected K/V buffers of at most {free + freed:,} bytes (what is free on {device}), got {needed:,} for "
-        f"{batch} rows of {max_length:,} tokens, a block included; rows can have at most {fits:,} tokens: lower "
-        "max_new_tokens or the number of rows"
-    )
 
 
 def _check_plans(
@@ -487,12 +417,8 @@ def layer_window(layer: Any) -> int | None:
 
 
 __all__ = [
-    "LayerShape",
-    "OutOfRoomError",
     "RaggedCache",
     "RaggedLayer",
-    "buffer_bytes",
-    "check_memory",
     "layer_window",
     "stored_columns",
 ]

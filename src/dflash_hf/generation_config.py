@@ -17,9 +17,10 @@ class DFlashGenerationConfig(GenerationConfig):
     Args:
         block_size (`int`, *optional*): Tokens per block, the anchor included; at most the checkpoint's, which is the
             default. Smaller blocks draft fewer tokens.
-        verify_width (`int`, *optional*): How many tokens of the block the target checks in one forward, the anchor
-            included; at most `block_size` (one more for a draft that samples from the anchor), which is the default.
-            Exact at any width.
+        verify_width (`int` or `"auto"`, *optional*): How many tokens of the block the target checks in one forward,
+            the anchor included; at most `block_size` (one more for a draft that samples from the anchor), which is the
+            default. Exact at any width. `"auto"` chooses anew before each step, by what was accepted so far and by
+            what steps of each width take: for batches so large that a wide verify costs more than it brings.
         engine (`str`, defaults to `"auto"`): `"eager"` launches every operation of a step from the host, over exactly
             as many keys as there are. `"cuda_graph"` captures the step over fixed buffers once per shape and replays
             it; what cannot be captured runs eagerly, with the reason in the log. `"auto"` is `"cuda_graph"` on CUDA
@@ -31,6 +32,10 @@ class DFlashGenerationConfig(GenerationConfig):
             token, `"sample"` draws from the draft and accepts by rejection. All three are exact; `"auto"` is
             `"argmax"`, measured better than `"shared_noise"` on the same texts of the bundled pair (docs/log.md). With
             a DFlash 2 draft each rule chooses among the selector's candidates, behind the tokens proposed so far.
+        compile_layers (`bool`, defaults to `False`): Fuse the pointwise parts of the target's layers (norms, RoPE,
+            activations, residuals) with `torch.compile` during a verify, under the engines `"cuda_graph"` and
+            `"static"`. The first call of a shape compiles, which takes a while; nothing of the model stays changed,
+            and what cannot be compiled runs as it is, with the reason in the log. Not measured on a GPU yet.
         synchronize (`bool`, defaults to `False`): Wait for the accelerator before each reading of the clock, so that
             the times in [`SpeculativeStats`] are each part's own. It slows decoding; a CPU has nothing to wait for.
         kwargs: Fields of [`~transformers.GenerationConfig`].
@@ -41,9 +46,10 @@ class DFlashGenerationConfig(GenerationConfig):
 
     def __init__(self, **kwargs: Any) -> None:
         self.block_size: int | None = kwargs.pop("block_size", None)
-        self.verify_width: int | None = kwargs.pop("verify_width", None)
+        self.verify_width: int | Literal["auto"] | None = kwargs.pop("verify_width", None)
         self.engine: Engine = kwargs.pop("engine", "auto")
         self.proposal: Proposal = kwargs.pop("proposal", "auto")
+        self.compile_layers: bool = kwargs.pop("compile_layers", False)
         self.synchronize: bool = kwargs.pop("synchronize", False)
         super().__init__(**kwargs)
         self.validate_knobs()
@@ -71,8 +77,11 @@ class DFlashGenerationConfig(GenerationConfig):
                     f"expected block_size at most {max_block_size} (the draft's), got {self.block_size}; "
                     "a draft cannot propose further than it was trained to"
                 )
-        if self.verify_width is None:
+        if self.verify_width is None or self.verify_width == "auto":
             return
+        given: Any = self.verify_width
+        if not isinstance(given, int):
+            raise ValueError(f"expected a number of tokens or 'auto' as verify_width, got {given!r}; leave it out")
         # What the draft can do is known only with its checkpoint; without it, a width of one more is let through.
         widest = None if block_size is None else block_size + (sample_from_anchor or max_block_size is None)
         if self.verify_width < 1 or (widest is not None and self.verify_width > widest):

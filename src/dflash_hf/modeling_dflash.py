@@ -19,18 +19,23 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dflash_hf.attention import RaggedBlock, RaggedMask, attend, mask_repeats
-from dflash_hf.cache import LayerShape, RaggedCache
+from dflash_hf import ops
+from dflash_hf.attention import RaggedMask, attend, mask_repeats
+from dflash_hf.cache import RaggedCache
+from dflash_hf.cache_size import LayerShape
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.devices import brought_in, execution_device
 from dflash_hf.dflash2 import CandidateSelector, GroupedDynamicConvolution, convolved, follow_path
 from dflash_hf.generation_config import DFlashGenerationConfig
+from dflash_hf.new_context import ContextWeights, NewContext, stack_weights
 from dflash_hf.positions import visible
 from dflash_hf.pretrained import DFlashPreTrainedModel
 
 AttentionKind = tuple[int | None, bool, bool]
 Mask = Tensor | BlockMask | RaggedMask
 CosSin = tuple[Tensor, Tensor]
+# What a block attends with and to: queries [B, K, H, E], keys and values [B, G, R, E], and the mask.
+Attended = tuple[Tensor, Tensor, Tensor, Mask | None]
 
 
 class DFlashRMSNorm(nn.Module):
@@ -121,20 +126,39 @@ class DFlashAttention(nn.Module):
         self.q_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
 
+    def project_q(self, hidden_states: Tensor, cos_sin: CosSin) -> Tensor:
+        """Returns queries (normed, rotated), token-major `[B, K, H, E]`."""
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        return rotate(self.q_norm(self.q_proj(hidden_states).view(shape)), cos_sin)
+
     def project_kv(self, hidden_states: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """Returns keys (normed, rotated) and values, token-major `[B, C, G, E]`."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         key = rotate(self.k_norm(self.k_proj(hidden_states).view(shape)), cos_sin)
         return key, self.v_proj(hidden_states).view(shape)
 
-    def attend_from(
-        self, hidden_states: Tensor, cos_sin: CosSin, key_BGRE: Tensor, value_BGRE: Tensor, mask: Mask | None
-    ) -> Tensor:
-        """Attends from the block's states `[B, K, D]` to given keys and values."""
+    def extend(self, hidden_states: Tensor, cos_sin: CosSin, cache: RaggedCache) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries `[B, K, H, E]` of the block that was begun, and all keys and values with the block's own.
+
+        What `project_q`, `project_kv` and `RaggedCache.extend` do, behind the projections by a kernel where
+        `ops.writes` says so.
+        """
+        assert cache.block is not None
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = rotate(self.q_norm(self.q_proj(hidden_states).view(shape)), cos_sin).transpose(1, 2)
+        query, key, value = (f(hidden_states).view(shape) for f in (self.q_proj, self.k_proj, self.v_proj))
+        norms, (keys, values) = (self.q_norm.weight, self.k_norm.weight), cache.buffers_of(self.layer_idx)
+        if not ops.writes([query, key, value, *norms, *cos_sin], (keys, values)):
+            query, key = rotate(self.q_norm(query), cos_sin), rotate(self.k_norm(key), cos_sin)
+            return query, *cache.extend(self.layer_idx, key, value)
+        cos, sin = (part.squeeze(2) for part in cos_sin)
+        lengths, eps = cache.block.lengths, self.k_norm.eps
+        query = ops.norm_rope_write(query, key, value, *norms, cos, sin, lengths, keys, values, eps)
+        return query, *cache.read(self.layer_idx)
+
+    def attend_from(self, query_BKHE: Tensor, key_BGRE: Tensor, value_BGRE: Tensor, mask: Mask | None) -> Tensor:
+        """Attends from the block's queries to keys and values; returns states `[B, K, D]`."""
         dropout = self.dropout if self.training else 0.0
-        out = attend(query, key_BGRE, value_BGRE, mask, self.scaling, dropout=dropout)
+        out = attend(query_BKHE.transpose(1, 2), key_BGRE, value_BGRE, mask, self.scaling, dropout=dropout)
         return self.o_proj(out.flatten(2))
 
 
@@ -154,20 +178,18 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: Tensor,
-        keys_and_values: Callable[[DFlashAttention, Tensor], tuple[Tensor, Tensor, Mask | None]],
-        cos_sin: CosSin,
+        attended: Callable[[DFlashAttention, Tensor], Attended],
         block_size: int,
     ) -> Tensor:
         """Runs the layer on the states `[B, K, D]` of one block, or of several of `block_size` slots each.
 
-        `keys_and_values` turns the normed states into what there is to attend to, context included, and the mask: the
-        one place where decoding over the ragged cache and the combined forward differ. Convolutions touch the
+        `attended` turns the normed states into queries, what there is to attend to, context included, and the mask:
+        the one place where decoding over the ragged cache and the combined forward differ. Convolutions touch the
         block's states only: the context's keys and values are projected from features that no layer changes.
         """
 
         def attention(normed: Tensor) -> Tensor:
-            key, value, mask = keys_and_values(self.self_attn, normed)
-            return self.self_attn.attend_from(normed, cos_sin, key, value, mask)
+            return self.self_attn.attend_from(*attended(self.self_attn, normed))
 
         hidden_states = hidden_states + convolved(
             self.attention_conv, attention, self.input_layernorm(hidden_states), block_size
@@ -235,21 +257,28 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         """Projects tapped states `[B, C, L * D]` to context features `[B, C, D]`."""
         return self.hidden_norm(self.fc(context_hidden_states))
 
-    def write_context(self, context_hidden_states: Tensor, cache: RaggedCache) -> None:
-        """Writes a block's context keys and values into the ragged cache, in place, where `cache.block` says.
+    def stack_weights(self, cache: RaggedCache, into: ContextWeights | None = None) -> ContextWeights | None:
+        """Copies what a kernel needs to write context of all layers into this cache at once; see `new_context`."""
+        attentions = [layer.self_attn for layer in self._layers()]
+        projections = [module for attention in attentions for module in (attention.k_proj, attention.v_proj)]
+        return stack_weights(projections, [a.k_norm.weight for a in attentions], cache.buffers(), into)
+
+    def write_context(self, context: NewContext, cache: RaggedCache) -> None:
+        """Writes a block's context keys and values into the ragged cache, in place, where that block stood.
 
         Always all rows of the block, so shapes never change; those beyond the accepted ones are overwritten by the
         next block. No host sync.
 
         Args:
-            context_hidden_states (`torch.Tensor` of shape `[B, K, L * D]`): Tapped states of the verified tokens.
-            cache (`RaggedCache`): The draft's cache; `cache.begin` has been called.
+            context (`NewContext`): Tapped states of the verified tokens, and where they stood.
+            cache (`RaggedCache`): The draft's cache.
         """
-        assert cache.block is not None
-        features = self.project_context(context_hidden_states)
-        cos_sin = self.rotary_emb(cache.block.positions, features.dtype)
+        features = self.project_context(context.states)
+        cos_sin = self.rotary_emb(context.block.positions, features.dtype)
+        if context.written_at_once(features, cos_sin, cache, self.config.rms_norm_eps):
+            return
         for index, layer in enumerate(self._layers()):
-            cache.write(index, *layer.self_attn.project_kv(features, cos_sin), cache.block)
+            cache.write(index, *layer.self_attn.project_kv(features, cos_sin), context.block)
 
     def write_prompt(self, context_hidden_states: Tensor, positions: Tensor, cache: RaggedCache) -> None:
         """Writes the context of (a chunk of) whole prompts, left-padded, into the ragged cache, in place.
@@ -268,19 +297,19 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self,
         noise_embeds: Tensor,
         cache: RaggedCache,
-        context: tuple[Tensor, RaggedBlock] | None = None,
+        context: NewContext | None = None,
     ) -> Tensor:
         """Runs a block over the context in the ragged cache, writing the newest context first; no host sync.
 
         Writes the block's own keys and values past each row's length, where the next context overwrites them. Giving
         the newest context here instead of to `write_context` projects both in one product per layer
-        (measured in docs/log.md).
+        (measured in docs/log.md), or computes their angles together where kernels write them.
 
         Args:
             noise_embeds (`torch.Tensor` of shape `[B, K, D]`): Embeddings of `[anchor, MASK, ...]`.
             cache (`RaggedCache`): The draft's cache; `cache.begin` has been called for this block.
-            context (`tuple[torch.Tensor, RaggedBlock]`, *optional*): Tapped states `[B, W, L * D]` of the block that
-                was verified last, and that block. Its rejected rows are overwritten by this block's.
+            context (`NewContext`, *optional*): Tapped states of the block that was verified last, and that block. Its
+                rejected rows are overwritten by this block's.
 
         Returns:
             `torch.Tensor` of shape `[B, K, D]`: States after the final norm, ready for the target's head.
@@ -289,20 +318,24 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         assert block is not None
         features, earlier, positions = None, 0, block.positions
         if context is not None:
-            features, earlier = self.project_context(context[0]), context[0].shape[1]
-            positions = torch.cat([context[1].positions, positions], dim=1)
+            features, earlier = self.project_context(context.states), context.states.shape[1]
+            positions = torch.cat([context.block.positions, positions], dim=1)
         cos, sin = self.rotary_emb(positions, noise_embeds.dtype)
-
-        def keys_and_values(attention: DFlashAttention, normed: Tensor) -> tuple[Tensor, Tensor, Mask | None]:
-            joined = normed if features is None else torch.cat([features, normed], dim=1)
-            key, value = attention.project_kv(joined, (cos, sin))
-            if context is not None:
-                cache.write(attention.layer_idx, key[:, :earlier], value[:, :earlier], context[1])
-            key, value = cache.extend(attention.layer_idx, key[:, earlier:], value[:, earlier:])
-            return key, value, RaggedMask(block, *attention.kind)
-
         cos_sin = (cos[:, earlier:], sin[:, earlier:])
-        return self._run_layers(noise_embeds, keys_and_values, cos_sin, block.width)
+        if context is not None and features is not None and context.weights is not None:
+            angles, eps = (cos[:, :earlier], sin[:, :earlier]), self.config.rms_norm_eps
+            context = None if context.written_at_once(features, angles, cache, eps) else context
+
+        def attended(attention: DFlashAttention, normed: Tensor) -> Attended:
+            mask = RaggedMask(block, *attention.kind)
+            if context is None or features is None:
+                return *attention.extend(normed, cos_sin, cache), mask
+            key, value = attention.project_kv(torch.cat([features, normed], dim=1), (cos, sin))
+            cache.write(attention.layer_idx, key[:, :earlier], value[:, :earlier], context.block)
+            key, value = cache.extend(attention.layer_idx, key[:, earlier:], value[:, earlier:])
+            return attention.project_q(normed, cos_sin), key, value, mask
+
+        return self._run_layers(noise_embeds, attended, block.width)
 
     def forward(
         self,
@@ -358,15 +391,16 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 masks[key] = mask
             return masks[key]
 
-        def keys_and_values(attention: DFlashAttention, normed: Tensor) -> tuple[Tensor, Tensor, Mask | None]:
+        cos_sin = (cos[:, -num_queries:], sin[:, -num_queries:])
+
+        def attended(attention: DFlashAttention, normed: Tensor) -> Attended:
             joined = torch.cat([context, normed], dim=1)
             key, value = (states.transpose(1, 2) for states in attention.project_kv(joined, (cos, sin)))
             if past_key_values is not None:
                 key, value = past_key_values.update(key, value, attention.layer_idx)
-            return key, value, mask_of(attention, key.shape[2])
+            return attention.project_q(normed, cos_sin), key, value, mask_of(attention, key.shape[2])
 
-        cos_sin = (cos[:, -num_queries:], sin[:, -num_queries:])
-        hidden = self._run_layers(noise_embeds, keys_and_values, cos_sin, block_size or num_queries)
+        hidden = self._run_layers(noise_embeds, attended, block_size or num_queries)
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
 
     def compute_logits(self, hidden_states: Tensor, head: nn.Module) -> Tensor:
@@ -404,7 +438,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             `torch.Tensor` of shape `[B, K]`, int64, on the device of the logits.
         """
         if self.candidate_selector is None:
-            return logits.argmax(dim=-1)
+            return ops.best(logits)
         candidates, scores = self.candidate_selector(hidden_states, logits, anchors)
         return follow_path(candidates, scores, scores.argmax(dim=-1))[0]
 
@@ -439,12 +473,11 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     def _run_layers(
         self,
         hidden_states: Tensor,
-        keys_and_values: Callable[[DFlashAttention, Tensor], tuple[Tensor, Tensor, Mask | None]],
-        cos_sin: CosSin,
+        attended: Callable[[DFlashAttention, Tensor], Attended],
         block_size: int,
     ) -> Tensor:
         for layer in self.layers:
-            hidden_states = layer(hidden_states, keys_and_values, cos_sin, block_size)
+            hidden_states = layer(hidden_states, attended, block_size)
         return self.norm(hidden_states)
 
 

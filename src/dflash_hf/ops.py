@@ -1,14 +1,16 @@
 """The one door to the kernels, and where they are used: nothing else of this package imports `dflash_kernels`.
 
 By themselves kernels run on CUDA devices of compute capability 8 and more, in float16 and bfloat16, if Triton is
-installed; everywhere else torch computes the same. Triton is imported when the first one is launched.
+installed; everywhere else torch computes the same. Those that choose and count, and so are exact, also run in float32.
+Triton is imported when the first one is launched. One function each says whether a kernel is to be used: `attends`,
+`writes` (both that write caches), `picks` and `accepts`. They read nothing on the host.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,6 +21,8 @@ from dflash_kernels._dispatch import has_triton
 from dflash_kernels.block_attention import covers
 
 logger = logging.getLogger(__name__)
+# What kernels are for by themselves, where they sum or round: float32 keeps torch's own results.
+HALF = (torch.float16, torch.bfloat16)
 
 
 class _Setting:
@@ -44,21 +48,71 @@ def kernels(enabled: bool | None) -> Generator[None]:
         _Setting.enabled = before
 
 
+def forced() -> bool | None:
+    """Returns what [`kernels`] has set: a captured step goes on with what it was captured under."""
+    return _Setting.enabled
+
+
 def attends(query_BHWE: Tensor, key_BGRE: Tensor, value_BGRE: Tensor) -> bool:
     """Whether [`block_attention`] is to compute this attention: the one check of the decode path.
 
     It has no gradient, so not where one is wanted. Reads nothing on the host.
     """
-    if _Setting.enabled is False or (torch.is_grad_enabled() and query_BHWE.requires_grad):
+    if not _uses_kernels(query_BHWE) or _wants_gradient(query_BHWE):
         return False
     if _Setting.enabled:
         return query_BHWE.dtype == key_BGRE.dtype == value_BGRE.dtype
-    if not query_BHWE.is_cuda or query_BHWE.dtype == torch.float32 or not _is_recent(query_BHWE.device):
+    return query_BHWE.dtype in HALF and covers(query_BHWE, key_BGRE, value_BGRE)
+
+
+def writes(states: Sequence[Tensor], buffers: Sequence[Tensor]) -> bool:
+    """Whether [`norm_rope_write`] or [`context_kv`] is to write these states into a cache.
+
+    They round where the draft's modules do as long as all is of one dtype, which autocast sees to it that it is not.
+
+    Args:
+        states (sequence of `torch.Tensor`): What goes in besides lengths: projected heads, or what they are projected
+            from, weights, cosines and sines.
+        buffers (sequence of `torch.Tensor`): Keys and values of the layers that are written, `[B, R, G, E]` each.
+    """
+    first = states[0]
+    if not _uses_kernels(first) or torch.is_autocast_enabled(first.device.type) or _wants_gradient(*states):
+        return False
+    alike = all(tensor.dtype == first.dtype and tensor.device == first.device for tensor in states)
+    if not alike or any(buffer.device != first.device for buffer in buffers):
+        return False
+    return bool(_Setting.enabled) or first.dtype in HALF
+
+
+def picks(logits: Tensor) -> bool:
+    """Whether [`argmax`] is to choose from these logits: it gives what torch gives, so in float32 too."""
+    return _uses_kernels(logits) and (bool(_Setting.enabled) or logits.dtype in (*HALF, torch.float32))
+
+
+def accepts(*counts: Tensor) -> bool:
+    """Whether [`accept_and_prepare`] is to end a step over these tensors, which then are on one device."""
+    return _uses_kernels(counts[0]) and all(tensor.device == counts[0].device for tensor in counts)
+
+
+def best(logits: Tensor) -> Tensor:
+    """Returns the first index of the greatest of `[..., V]` logits, `[...]` int64, by the kernel or by torch."""
+    return argmax(logits) if picks(logits) else logits.argmax(dim=-1)
+
+
+def _uses_kernels(tensor: Tensor) -> bool:
+    """Whether kernels are to be used at all where this tensor is."""
+    if _Setting.enabled is not None:
+        return _Setting.enabled
+    if not tensor.is_cuda or not _is_recent(tensor.device):
         return False
     if not has_triton():
         _say_triton_is_missing()
         return False
-    return covers(query_BHWE, key_BGRE, value_BGRE)
+    return True
+
+
+def _wants_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 @functools.cache
@@ -69,15 +123,20 @@ def _is_recent(device: torch.device) -> bool:
 @functools.cache
 def _say_triton_is_missing() -> None:
     """Once: on a GPU one expects the kernels."""
-    logger.warning("attention over the ragged cache runs in torch: Triton is not installed; pip install triton")
+    logger.warning("decoding steps run in torch alone: Triton is not installed; pip install triton")
 
 
 __all__ = [
     "accept_and_prepare",
+    "accepts",
     "argmax",
     "attends",
+    "best",
     "block_attention",
     "context_kv",
+    "forced",
     "kernels",
     "norm_rope_write",
+    "picks",
+    "writes",
 ]

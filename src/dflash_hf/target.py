@@ -228,6 +228,11 @@ def _swallows_keywords(target: Target) -> bool:
     return not all(_hands_on_keywords(type(module)) for module in callers)
 
 
+def attention_modules(layer: nn.Module) -> list[nn.Module]:
+    """Returns the modules of a layer whose forward calls Transformers' attention interface."""
+    return [module for module in layer.modules() if _interfaces_of(type(module))]
+
+
 @functools.cache
 def _interfaces_of(kind: type[nn.Module]) -> tuple[AttentionInterface, ...]:
     """The attention interfaces that the forward of a class refers to."""
@@ -352,4 +357,13 @@ def ragged_attention(target: Target) -> Generator[None]:
         _verifying.config = before
 
 
-__all__ = ["Target", "check_length", "check_pair", "check_target", "find_target", "ragged_attention", "rope_kinds"]
+__all__ = [
+    "Target",
+    "attention_modules",
+    "check_length",
+    "check_pair",
+    "check_target",
+    "find_target",
+    "ragged_attention",
+    "rope_kinds",
+]

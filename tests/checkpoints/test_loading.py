@@ -190,6 +190,9 @@ def test_generation_config_survives(tmp_path: Path) -> None:
     knobs = (loaded.block_size, loaded.verify_width, loaded.engine, loaded.proposal)
     assert knobs == (3, 2, "eager", "argmax")
     assert (loaded.temperature, loaded.do_sample) == (0.5, True)
+    draft.generation_config.verify_width = "auto"
+    draft.save_pretrained(tmp_path)
+    assert load_draft(tmp_path).generation_config.verify_width == "auto"
     given = load_draft(tmp_path, generation_config=DFlashGenerationConfig(block_size=2)).generation_config
     assert given.block_size == 2
 

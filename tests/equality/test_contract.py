@@ -265,6 +265,7 @@ def test_a_draft_for_another_target_is_refused(case: str) -> None:
         ({"block_size": 9}, "block_size at most 8"),
         ({"block_size": 0}, "block_size >= 1"),
         ({"verify_width": 9}, "verify_width between"),
+        ({"verify_width": "wide"}, "a number of tokens or 'auto' as verify_width, got 'wide'"),
         ({"engine": "warp"}, "engine in"),
         ({"proposal": "guess"}, "proposal in"),
     ],

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from dflash_hf import free_buffers
-from dflash_hf.generation import buffers
+from dflash_hf.generation import buffers, static_step, widths
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.cuda_graph import GraphStep, why_not
 from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.target import find_target
 from helpers.static import tensor_oracle
 from helpers.vision import vision_prompts, vision_target
+from helpers.widths import use_random_widths
 from tiny import DFLASH2, FAMILIES, prompts, tiny_draft, tiny_target, truth_of
 
 pytestmark = pytest.mark.gpu
@@ -76,6 +77,73 @@ def test_a_graph_gives_the_plain_text(batch: str, family: str) -> None:
             assert torch.equal(out, ref)
             assert draft.last_stats.engine == "cuda_graph"
         assert 1.0 < draft.last_stats.acceptance_length < width
+
+
+@pytest.mark.parametrize("family", ["qwen3-sliding", "gemma3", "llama"])
+@pytest.mark.parametrize("batch", LENGTHS)
+def test_widths_that_change_give_the_plain_text(batch: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing is compute-bound at this size: without this all widths but the widest would be dropped.
+    monkeypatch.setattr(widths, "MIN_SAVING", -1.0)
+    target = target_on_gpu(family, torch.float32)
+    for seed, block_size in enumerate((5, 8, 16)):
+        use_random_widths(monkeypatch, seed)
+        inputs = on_gpu(prompts(LENGTHS[batch], seed))
+        ref = target.generate(**inputs, **GREEDY)
+        draft = tensor_oracle(target, truth_of(inputs, ref), seed, block_size).cuda()
+        draft.generation_config.verify_width = "auto"
+        for _ in range(2):
+            assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+            assert draft.last_stats.engine == "cuda_graph"
+        assert len(set(draft.last_stats.verify_widths)) == 3
+
+
+def test_costs_of_widths_are_measured_once_and_the_steady_state_waits_for_nothing(
+    captured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(widths, "MIN_SAVING", -1.0)
+    measured: list[float] = []
+    measure, begin = GraphStep.measure, StaticStep._begin
+
+    def noted(self: GraphStep, graph: Any) -> float:
+        measured.append(measure(self, graph))
+        return measured[-1]
+
+    def guarded(self: StaticStep, *args: Any) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            begin(self, *args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(GraphStep, "measure", noted)
+    monkeypatch.setattr(StaticStep, "_begin", guarded)
+    target = target_on_gpu("qwen3", torch.float32)
+    inputs = on_gpu(prompts([4, 11, 7], 2))
+    ref = target.generate(**inputs, **GREEDY)
+    draft = tensor_oracle(target, truth_of(inputs, ref), 2, 16).cuda()
+    draft.generation_config.verify_width = "auto"
+    for _ in range(2):
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+        assert draft.last_stats.engine == "cuda_graph"
+    assert len(measured) == 5, "16, 12, 8, 6 and 4"
+    assert 0 < min(measured) <= max(measured) < 1.0
+    assert captured == sorted(captured, reverse=True)
+    assert len(captured) == 5 * len(set(captured))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "gemma3", "qwen3-moe"])
+def test_compiled_layers_give_the_plain_text_from_graphs(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    static_step.logger.warning_once.cache_clear()
+    target = target_on_gpu(family, torch.float32)
+    inputs = on_gpu(prompts([4, 11, 7], 1))
+    ref = target.generate(**inputs, **GREEDY)
+    draft = tensor_oracle(target, truth_of(inputs, ref), 1, 8).cuda()
+    draft.generation_config.compile_layers = True
+    for _ in range(2):
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+        assert draft.last_stats.engine == "cuda_graph"
+    assert not [r for r in caplog.records if "cannot compile" in r.getMessage()]
+    assert not [name for name, module in target.named_modules() if "forward" in vars(module)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -119,6 +119,7 @@ def launches() -> dict[str, tuple[Any, tuple[Any, ...]]]:
             (*heads, zeros(size), zeros(size), *angles, lengths, buffers()[0], buffers()[0], 1e-6),
         ),
         "accept_and_prepare": (accept_and_prepare_triton, (*state, counts(2, 5 + width, batch), counts(batch), 7)),
+        "accept_and_prepare, one record": (accept_and_prepare_triton, (*state, counts(1, 5 + width, batch), None, 7)),
         **{f"growing to {extent}": growing(extent) for extent in (300, 501, 1024, 1777)},
         # causal, window, from_anchor, softcap, sinks
         "attention, verify": attention(32, 128, half, True, None, False, None, False, splits=16),

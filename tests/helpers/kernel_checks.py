@@ -1,6 +1,8 @@
 """What the kernel tests share: where they run, memory that shows a wrong write, and how near is near enough."""
 
+import importlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +22,7 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = [INTERPRETED, CUDA]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 GUARD = 64
+OPERATIONS = ("block_attention", "norm_rope_write", "context_kv", "argmax", "accept_and_prepare")
 
 
 @contextmanager
@@ -71,3 +74,54 @@ def check_raises(call: Callable[[], Any], *words: str) -> None:
         call()
     for word in words:
         assert word in str(error.value)
+
+
+class Calls:
+    """How often each operation has run, as a kernel and by its reference.
+
+    Args:
+        monkeypatch (`pytest.MonkeyPatch`): Puts things back.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kernels: Counter[str] = Counter()
+        self.references: Counter[str] = Counter()
+        for name in OPERATIONS:
+            # Not as an attribute of dflash_kernels: there the name is the function's.
+            package = importlib.import_module(f"dflash_kernels.{name}")
+            self._count(monkeypatch, package, f"{name}_reference", self.references, name)
+            if importlib.util.find_spec("triton"):
+                kernel = importlib.import_module(f"dflash_kernels.{name}.kernel")
+                self._count(monkeypatch, kernel, f"{name}_triton", self.kernels, name)
+
+    @staticmethod
+    def _count(monkeypatch: pytest.MonkeyPatch, module: Any, function: str, calls: Counter[str], name: str) -> None:
+        original = getattr(module, function)
+
+        def counting(*args: Any) -> Any:
+            calls[name] += 1
+            return original(*args)
+
+        monkeypatch.setattr(module, function, counting)
+
+    def all(self) -> Counter[str]:
+        """Both together."""
+        return self.kernels + self.references
+
+
+def calls_of(draft: Any, is_static: bool) -> Counter[str]:
+    """How often each operation must have run in the last call of a draft's target of four layers, greedy or sampled.
+
+    A static step has context to write from the first one on, and decides by itself what is accepted; the prefill
+    chooses a token too; a selector chooses among candidates, not over the vocabulary.
+    """
+    stats, config = draft.last_stats, draft.config
+    verifies, drafts = stats.num_target_forwards - 1, stats.num_draft_forwards
+    assert drafts > 1
+    return +Counter(
+        block_attention=verifies * 4 + drafts * config.num_hidden_layers,
+        norm_rope_write=drafts * config.num_hidden_layers,
+        context_kv=drafts if is_static else drafts - 1,
+        argmax=1 + verifies + (drafts if config.selector_rank is None else 0),
+        accept_and_prepare=verifies if is_static else 0,
+    )

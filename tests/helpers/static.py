@@ -66,6 +66,7 @@ class Tape(TorchDispatchMode):
     """Records operations while it is entered, and runs them again."""
 
     num_replays = 0
+    width = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,14 +91,21 @@ class TapeStep(GraphStep):
     """Captures on tape instead of on a GPU; all else is the engine's own."""
 
     captured: ClassVar[list[int]] = []
+    widths: ClassVar[list[int]] = []
 
     def capture_one(self, bound: int) -> Captured:
         """Captures the step over `bound` slots, after running it once under guard."""
         self.warm_up(bound)
         TapeStep.captured.append(bound)
+        TapeStep.widths.append(self.run.state.width)
         with Tape() as tape:
             forwards = self.body(bound)
+        tape.width = self.run.state.width
         return Captured(tape, forwards, self.run.state.draft_probs)
+
+    def measure(self, captured: Captured) -> float:
+        """Costs as on a device that is bound by computing."""
+        return 1.0 + captured.graph.width
 
     def on_device(self) -> Any:
         """Needs nothing to be entered."""
@@ -115,7 +123,7 @@ def use_tapes(monkeypatch: pytest.MonkeyPatch, smallest_bucket: int = 8) -> None
     monkeypatch.setattr(loop, "choose_engine", choose)
     monkeypatch.setattr(cuda_graph, "GraphStep", TapeStep)
     monkeypatch.setattr("dflash_hf.generation.integration.check_device", lambda engine, device: None)
-    TapeStep.captured = []
+    TapeStep.captured, TapeStep.widths = [], []
     Tape.num_replays = 0
 
 

@@ -1,43 +1,36 @@
-"""Decoding with the kernels gives plain `generate`'s text: in the interpreter on a CPU, compiled on a GPU."""
+"""Decoding with the kernels gives plain `generate`'s text: in the interpreter on a CPU, compiled on a GPU.
 
-import importlib
+By the operations' references the same path is tested in float64 more widely, in `test_step.py`.
+"""
+
 from typing import Any
 
 import pytest
 import torch
 
 from dflash_hf import ops
-from helpers.kernel_checks import CUDA, DEVICES
-from tiny import oracle_draft, prompts, tiny_target, truth_of
+from helpers.kernel_checks import CUDA, DEVICES, Calls, calls_of
+from helpers.static import Tape, tensor_oracle, use_tapes
+from tiny import prompts, tiny_draft, tiny_target, truth_of
 
-NEW = 10
+NEW = 7
+# Few heads, for the interpreter: it runs one program per token, layer and head.
+SMALL: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
 # A draft with every kind of layer: full and sliding, causal and not, window from the anchor.
-FULL: dict[str, Any] = {}
-SLIDING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+SLIDING: dict[str, Any] = {**SMALL, "sliding_window": 5, "window_from_anchor": True}
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """One entry per launch of the attention kernel: whether it was causal."""
-    from dflash_kernels.block_attention import kernel
-
-    seen: list[bool] = []
-    launch = kernel.block_attention_triton
-
-    def counting(*args: Any) -> torch.Tensor:
-        seen.append(args[5])
-        return launch(*args)
-
-    monkeypatch.setattr(kernel, "block_attention_triton", counting)
-    return seen
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
 
 
-def check(family: str, device: str, engine: Any, draft_options: dict[str, Any], launches: list[bool]) -> None:
-    """A batch of two rows, of which the oracle draft knows a part, in float32."""
+def check(family: str, device: str, engine: Any, lengths: list[int], draft_options: Any, calls: Calls) -> None:
+    """Left-padded rows, of which the oracle draft knows a part, in float32."""
     target = tiny_target(family).to(device, torch.float32)
-    inputs = {name: t.to(device) for name, t in prompts([4, 9], 1).items()}
+    inputs = {name: t.to(device) for name, t in prompts(lengths, 1).items()}
     wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    draft = oracle_draft(target, truth_of(inputs, wanted), 1, 4, **draft_options).to(device)
+    draft = tensor_oracle(target, truth_of(inputs, wanted), 1, 4, **draft_options).to(device)
     draft.generation_config.engine = engine
     with ops.kernels(True):
         out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
@@ -45,56 +38,67 @@ def check(family: str, device: str, engine: Any, draft_options: dict[str, Any], 
     stats = draft.last_stats
     assert 1 < stats.acceptance_length < 4, "the oracle has to be partly right"
     assert stats.engine == engine
-    verifies, drafts = stats.num_target_forwards - 1, stats.num_draft_forwards
-    # A captured step launches without us; capturing it does not.
-    wanted_launches = verifies * 4 + drafts * draft.config.num_hidden_layers
-    assert len(launches) == wanted_launches or (engine == "cuda_graph" and launches)
+    assert not calls.references
+    if engine == "cuda_graph":
+        # A captured step launches without us; capturing it does not.
+        assert calls.kernels.keys() == calls_of(draft, True).keys()
+    else:
+        assert calls.kernels == calls_of(draft, engine == "static")
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("family", "engine", "draft_options"),
-    [("qwen3-sliding", "static", FULL), ("gemma2", "static", SLIDING), ("gpt-oss", "eager", FULL)],
-    ids=["qwen3-sliding", "gemma2", "gpt-oss"],
+    ("family", "engine", "lengths", "draft_options"),
+    [
+        ("qwen3-sliding", "static", [4, 9, 6], SMALL),
+        ("gemma2", "static", [9], SLIDING),
+        ("gpt-oss", "eager", [3, 7, 5], SMALL),
+        ("llama", "eager", [9], SLIDING),
+    ],
 )
 def test_kernels_give_the_plain_text(
-    family: str, engine: str, draft_options: dict[str, Any], device: str, launches: list[bool]
+    family: str, engine: str, lengths: list[int], draft_options: Any, device: str, calls: Calls
 ) -> None:
-    check(family, device, engine, draft_options, launches)
+    check(family, device, engine, lengths, draft_options, calls)
+
+
+@pytest.mark.parametrize("device", DEVICES[:1])
+def test_kernels_replayed_from_a_tape_give_the_plain_text(
+    device: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_tapes(monkeypatch, smallest_bucket=32)
+    check("llama", device, "cuda_graph", [3, 5], SMALL, calls)
+    assert Tape.num_replays > 1
 
 
 @pytest.mark.parametrize("device", [CUDA])
 @pytest.mark.parametrize("engine", ["eager", "cuda_graph"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "phi3"])
+@pytest.mark.parametrize(
+    ("family", "lengths"), [("llama", [9]), ("mistral", [4, 9, 6]), ("gemma3", [4, 9, 6]), ("phi3", [9])]
+)
 def test_kernels_give_the_plain_text_of_more_families(
-    family: str, engine: str, device: str, launches: list[bool]
+    family: str, lengths: list[int], engine: str, device: str, calls: Calls
 ) -> None:
-    check(family, device, engine, SLIDING, launches)
+    check(family, device, engine, lengths, SLIDING, calls)
 
 
-@pytest.mark.parametrize("engine", ["eager", "static"])
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
-def test_the_wired_path_gives_the_plain_text_by_the_references(family: str, engine: Any) -> None:
-    """In float64, for which there are no kernels: the same path, computed by the operations' references."""
-    target = tiny_target(family)
-    inputs = prompts([4, 11, 7], 2)
-    wanted = target.generate(**inputs, max_new_tokens=24, do_sample=False)
-    draft = oracle_draft(target, truth_of(inputs, wanted), 2, 6, **SLIDING)
-    draft.generation_config.engine = engine
-    calls: list[int] = []
-    # Not as an attribute of dflash_kernels: there the name is the function's.
-    package = importlib.import_module("dflash_kernels.block_attention")
-    original = package.block_attention_reference
-
-    def counting(*args: Any) -> torch.Tensor:
-        calls.append(1)
-        return original(*args)
-
-    with pytest.MonkeyPatch.context() as patch, ops.kernels(True):
-        patch.setattr(package, "block_attention_reference", counting)
-        out = target.generate(**inputs, max_new_tokens=24, do_sample=False, assistant_model=draft)
-    assert torch.equal(out, wanted)
-    assert len(calls) > 4
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("proposal", ["argmax", "shared_noise", "sample"])
+def test_a_sampled_text_is_that_without_kernels(proposal: Any, device: str, calls: Calls) -> None:
+    target = tiny_target("qwen3").to(device, torch.float32)
+    inputs = {name: t.to(device) for name, t in prompts([5], 4).items()}
+    draft = tiny_draft(target, 3, **SMALL).to(device)
+    draft.generation_config.proposal = proposal
+    texts: list[torch.Tensor] = []
+    for engine, enabled in (("eager", False), ("static", True)):
+        draft.generation_config.engine = engine
+        torch.manual_seed(5)
+        settings = {"max_new_tokens": 5, "do_sample": True, "temperature": 0.3, "top_k": 9}
+        with ops.kernels(enabled):
+            texts.append(target.generate(**inputs, **settings, assistant_model=draft))
+        assert not calls.references
+        assert calls.kernels == (calls_of(draft, True) if enabled else {})
+    assert torch.equal(texts[0], texts[1])
 
 
 def test_kernels_are_used_where_they_are_said_to_be() -> None:
@@ -110,3 +114,29 @@ def test_kernels_are_used_where_they_are_said_to_be() -> None:
             assert not ops.attends(query, key, key)
     with torch.no_grad():
         assert not ops.attends(query, key, key), "the setting ends with its block"
+
+
+def test_caches_are_written_by_kernels_where_all_is_of_one_kind() -> None:
+    states, weight, buffer = torch.zeros(1, 2, 3, 4), torch.nn.Parameter(torch.ones(4)), torch.zeros(1, 9, 3, 4)
+    counts = torch.zeros(2, dtype=torch.long)
+    with torch.no_grad():
+        assert not ops.writes([states, weight], [buffer]), "a CPU takes torch"
+        assert not ops.picks(states)
+        assert not ops.accepts(counts)
+        with ops.kernels(True):
+            assert ops.writes([states, weight], [buffer])
+            assert ops.writes([states, weight], [buffer.half()]), "a cache is written in its own dtype"
+            assert not ops.writes([states, weight.bfloat16()], [buffer])
+            assert not ops.writes([states, weight.to("meta")], [buffer]), "weights that are offloaded"
+            assert not ops.writes([states, weight], [buffer.to("meta")])
+            with torch.autocast("cpu"):
+                assert not ops.writes([states, weight], [buffer])
+            assert ops.picks(states)
+            assert ops.accepts(counts, counts)
+            assert not ops.accepts(counts, counts.to("meta")), "a draft on a device of its own"
+    with ops.kernels(True):
+        assert not ops.writes([states, weight], [buffer]), "kernels have no gradient"
+        with ops.kernels(False), torch.no_grad():
+            assert not ops.writes([states, weight], [buffer])
+            assert not ops.picks(states)
+            assert not ops.accepts(counts)

@@ -15,6 +15,7 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache import RaggedCache
 from dflash_hf.dflash2 import follow_path
+from dflash_hf.new_context import NewContext
 from helpers.activations import recorded, relative_error
 
 GOLDENS = Path(__file__).parent / "goldens" / "dflash2"
@@ -85,7 +86,7 @@ def test_ragged_cache(draft: DFlashDraftModel, calls: Calls) -> None:
             draft.write_prompt(taps, torch.arange(taps.shape[1]).expand(2, -1), cache)
         else:
             rejected = torch.full((2, width - taps.shape[1], taps.shape[2]), 7.0, dtype=taps.dtype)
-            context = (torch.cat([taps, rejected], dim=1), RaggedBlock(lengths, width))
+            context = NewContext(torch.cat([taps, rejected], dim=1), RaggedBlock(lengths, width))
         lengths = lengths + taps.shape[1]
         cache.begin(RaggedBlock(lengths, width))
         out = draft.forward_block(golden["noise"].expand(2, -1, -1), cache, context)

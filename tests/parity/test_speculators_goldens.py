@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dflash_hf import DFlashDraftModel
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache import RaggedCache
+from dflash_hf.new_context import NewContext
 from helpers.activations import relative_error
 
 GOLDENS = Path(__file__).parent / "goldens" / "speculators"
@@ -106,8 +107,8 @@ def test_ragged_cache(variant: str, draft: DFlashDraftModel, golden: dict[str, T
     for anchor in ANCHORS:
         while seen < anchor:  # blocks of two accepted tokens and rejected ones
             rejected = torch.full((1, width - 2, taps.shape[2]), 7.0, dtype=taps.dtype)
-            cache.begin(RaggedBlock(torch.tensor([seen]), width))
-            draft.write_context(torch.cat([taps[:, seen : seen + 2], rejected], dim=1), cache)
+            block = RaggedBlock(torch.tensor([seen]), width)
+            draft.write_context(NewContext(torch.cat([taps[:, seen : seen + 2], rejected], dim=1), block), cache)
             seen += 2
         block = RaggedBlock(torch.tensor([anchor]), width, anchor + width, is_exact=True)
         cache.begin(block)

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from dflash_hf import DFlashDraftModel
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache import RaggedCache
+from dflash_hf.new_context import NewContext
 from helpers.activations import recorded, relative_error
 
 GOLDENS = Path(__file__).parent / "goldens" / "zlab"
@@ -125,8 +126,8 @@ def test_ragged_cache(draft: DFlashDraftModel, calls: list[dict[str, Tensor]]) -
                 draft.write_prompt(taps, torch.arange(taps.shape[1])[None], cache)
             else:
                 rejected = torch.full((1, width - taps.shape[1], taps.shape[2]), 7.0, dtype=taps.dtype)
-                cache.begin(RaggedBlock(lengths, width))
-                draft.write_context(torch.cat([taps, rejected], dim=1), cache)
+                block = RaggedBlock(lengths, width)
+                draft.write_context(NewContext(torch.cat([taps, rejected], dim=1), block), cache)
             lengths = lengths + taps.shape[1]
             cache.begin(RaggedBlock(lengths, width))
             out = draft.forward_block(golden["noise"], cache)

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, PreTrainedModel
+from torch import Tensor
+from transformers import DynamicCache
 
-from dflash_hf import DFlashDraftModel, cache, free_buffers
+from dflash_hf import cache, free_buffers
 from dflash_hf.generation import buffers, cuda_graph, static_step
 from dflash_hf.generation.buffers import buckets_between, kept_buffers, round_up
 from dflash_hf.generation.cuda_graph import why_not
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
-from dflash_hf.generation.run import Run
-from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.taps import Taps
 from dflash_hf.target import find_target
-from helpers.static import Tape, TapeStep, tensor_oracle, use_tapes
-from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of
-
-NEW = 26
-GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+from helpers.engine import GREEDY, NEW, Watched, freeze_each_step_first, pair
+from helpers.static import Tape, TapeStep, use_tapes
+from tiny import DFLASH2, prompts, tiny_draft, tiny_target
 
 
 @pytest.fixture(autouse=True)
@@ -44,47 +34,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: [r.getMessage().partition(": ")[2] for r in caplog.records if "run eagerly" in r.getMessage()]
 
 
-def pair(
-    engine: Any, family: str = "qwen3", **overrides: Any
-) -> tuple[PreTrainedModel, DFlashDraftModel, Any, Tensor]:
-    """A tiny target, an oracle for it, ragged prompts and plain `generate`'s text."""
-    target = tiny_target(family)
-    inputs = prompts([4, 11, 7], 0)
-    ref = target.generate(**inputs, **GREEDY)
-    draft = tensor_oracle(target, truth_of(inputs, ref), 0, 8, **overrides)
-    draft.generation_config.engine = engine
-    return target, draft, inputs, ref
-
-
 # ---- what capture needs
-
-
-class Operations(TorchDispatchMode):
-    """Writes down the operations that run, with the shapes and types of all they return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[object, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        tensors = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        self.seen.append((str(func), *((tuple(t.shape), t.stride(), t.dtype) for t in tensors)))
-        return out
-
-
-def places(run: Run) -> list[tuple[object, ...]]:
-    """Where everything is that a step leaves for the next one, and how it is laid out."""
-    state, generator = run.state, run.generator
-    held = generator._held
-    assert held is not None
-    named = {name: getattr(state, name) for name in type(state).__slots__}
-    named |= {"block_ids": generator.block_ids, "offset": generator.offset, "states": held[0], "lengths of": held[1]}
-    named |= {f"target {i}": t for i, t in enumerate(run.cache.buffers())}
-    named |= {f"draft {i}": t for i, t in enumerate(generator.cache.buffers())}
-    # Written and read in one step.
-    named.pop("draft_probs")
-    return [(n, t.data_ptr(), t.shape, t.stride()) for n, t in named.items() if isinstance(t, Tensor)]
 
 
 @pytest.mark.parametrize(
@@ -98,51 +48,21 @@ def test_nothing_moves_and_every_step_is_the_same_whatever_is_accepted(
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 128)
     target, draft, inputs, _ = pair("static", family, **overrides)
     draft.generation_config.proposal = "sample" if sampling else "auto"
-    steps: list[tuple[object, ...]] = []
-    where: list[tuple[object, ...]] = []
-    launch = StaticStep.launch
-
-    def watched(self: StaticStep, bound: int) -> Any:
-        where.append(tuple(places(self.run)))
-        with Operations() as operations, NoHostReads():
-            out = launch(self, bound)
-        where.append(tuple(places(self.run)))
-        steps.append(tuple(operations.seen))
-        return out
-
-    monkeypatch.setattr(StaticStep, "launch", watched)
+    watched = Watched(monkeypatch)
     settings = {"do_sample": True, "temperature": 0.02, "top_k": 9} if sampling else {"do_sample": False}
-    target.generate(**inputs, max_new_tokens=NEW, eos_token_id=[9], pad_token_id=0, **settings, assistant_model=draft)
+    settings |= {"max_new_tokens": NEW, "eos_token_id": [9], "pad_token_id": 0}
+    target.generate(**inputs, **settings, assistant_model=draft)
     accepted = {count for row in draft.last_stats.num_accepted for count in row}
     assert len(accepted) > 2, "blocks of which different numbers are right"
-    assert len(steps) > 4
-    assert len(steps[0]) > 300
-    assert len(set(where)) == 1
-    # The first one makes views of the buffers that are kept; it would be the one before the capture.
-    assert len(set(steps[1:])) == 1
+    assert len(watched.steps[0]) > 300
+    watched.check()
 
 
 def test_a_step_over_finished_rows_changes_only_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, inputs, ref = pair("static")
-    launch, num_frozen = StaticStep.launch, 0
-
-    def twice(self: StaticStep, bound: int) -> Any:
-        nonlocal num_frozen
-        state = self.run.state
-        done = state.done.clone()
-        before = [t.clone() for t in (state.lengths, state.cursor, state.remaining, state.anchor)]
-        ids = [row[: int(end)].clone() for row, end in zip(state.ids, state.cursor, strict=True)]
-        state.done.fill_(True)
-        launch(self, bound)
-        assert all(map(torch.equal, before, (state.lengths, state.cursor, state.remaining, state.anchor)))
-        assert all(torch.equal(old, row[: len(old)]) for old, row in zip(ids, state.ids, strict=True))
-        state.done.copy_(done)
-        num_frozen += 1
-        return launch(self, bound)
-
-    monkeypatch.setattr(StaticStep, "launch", twice)
+    frozen = freeze_each_step_first(monkeypatch)
     assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
-    assert num_frozen > 3
+    assert len(frozen) > 3
 
 
 READING: dict[str, Callable[[Tensor], object]] = {
@@ -197,129 +117,6 @@ def test_buckets_hold_every_length_and_grow_by_no_more_than_a_quarter(monkeypatc
     assert (sizes[-1], sizes[0]) == (round_up(30), 97)
     for length in range(30, 98):
         assert min(round_up(length), 97) in sizes
-
-
-# ---- graphs that are kept
-
-
-def test_graphs_are_kept_for_calls_of_the_same_shape_and_freed_on_request() -> None:
-    target, draft, inputs, ref = pair("cuda_graph")
-    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
-    captured = list(TapeStep.captured)
-    assert captured == sorted(captured, reverse=True)
-    assert len(captured) > 1
-    for new in (NEW, 9, 17):
-        out = target.generate(**inputs, max_new_tokens=new, do_sample=False, assistant_model=draft)
-        assert torch.equal(out, ref[:, : 11 + new])
-    assert TapeStep.captured == captured
-    watched = [weakref.ref(tensor) for tensor in kept_buffers(draft)[0].owned()]
-    free_buffers(draft)
-    gc.collect()
-    assert not [ref for ref in watched if ref() is not None]
-    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
-    assert TapeStep.captured == captured * 2
-
-
-def test_an_answer_of_one_token_captures_nothing() -> None:
-    target, draft, inputs, ref = pair("cuda_graph")
-    out = target.generate(**inputs, max_new_tokens=1, do_sample=False, assistant_model=draft)
-    assert torch.equal(out, ref[:, :12])
-    assert TapeStep.captured == []
-    assert draft.last_stats.num_target_forwards == 1
-
-
-def test_graphs_of_a_few_settings_are_kept() -> None:
-    target, draft, inputs, _ = pair("cuda_graph")
-    for temperature in (0.5, 0.6, 0.7, 0.8, 0.9, 1.1):
-        settings = {"max_new_tokens": 5, "do_sample": True, "temperature": temperature}
-        target.generate(**inputs, **settings, assistant_model=draft)
-    kept = {str(settings) for settings, _ in kept_buffers(draft)[0].graphs.captured}
-    assert len(kept) == cuda_graph.MAX_SETTINGS
-    assert any("1.1" in settings for settings in kept)
-    num_captured = len(TapeStep.captured)
-    for temperature in (0.7, 1.1):
-        settings = {"max_new_tokens": 5, "do_sample": True, "temperature": temperature}
-        target.generate(**inputs, **settings, assistant_model=draft)
-    assert len(TapeStep.captured) == num_captured
-
-
-def test_weights_that_moved_are_captured_again_and_changed_ones_are_seen() -> None:
-    target, draft, inputs, _ = pair("cuda_graph")
-    target.generate(**inputs, **GREEDY, assistant_model=draft)
-    num_captured = len(TapeStep.captured)
-    layer: Any = find_target(target).layers[1]
-    for change, is_captured_again in (("in place", False), ("replaced", True)):
-        with torch.no_grad():
-            if change == "in place":
-                layer.mlp.gate_proj.weight.mul_(-1.0)
-            else:
-                layer.mlp.gate_proj.weight = nn.Parameter(layer.mlp.gate_proj.weight.flip(0).clone())
-        ref = target.generate(**inputs, **GREEDY)
-        out = target.generate(**inputs, **GREEDY, assistant_model=draft)
-        assert torch.equal(out, ref), change
-        assert (len(TapeStep.captured) > num_captured) == is_captured_again
-
-
-def test_buffers_belong_to_one_draft_and_one_target() -> None:
-    target, draft, inputs, ref = pair("cuda_graph")
-    target.generate(**inputs, **GREEDY, assistant_model=draft)
-    again = copy.deepcopy(draft)
-    assert len(kept_buffers(draft)) == 1
-    assert not kept_buffers(again)
-    other = tiny_target("qwen3", seed=3)
-    other_ref = other.generate(**inputs, **GREEDY)
-    assert torch.equal(other.generate(**inputs, **GREEDY, assistant_model=draft), other_ref)
-    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
-    assert len(kept_buffers(draft)) == 2
-    del other
-    gc.collect()
-    assert len(kept_buffers(draft)) == 1, "buffers keep no target alive, and go with it"
-
-
-def test_calls_in_and_out_of_inference_mode_share_buffers() -> None:
-    target, draft, inputs, ref = pair("cuda_graph")
-    for mode in (True, False, True, False):
-        with torch.inference_mode(mode):
-            out = target.generate(**inputs, **GREEDY, assistant_model=draft)
-        assert torch.equal(out, ref)
-        assert draft.last_stats.engine == "cuda_graph"
-    assert len(TapeStep.captured) == len(set(TapeStep.captured))
-
-
-def test_calls_in_several_threads_share_no_buffers() -> None:
-    target = tiny_target("qwen3")
-    draft = tiny_draft(target)
-    draft.generation_config.engine = "static"
-    calls = [prompts([4, 11, 7], seed) for seed in range(3)]
-    refs = [target.generate(**inputs, **GREEDY) for inputs in calls]
-    together, found = threading.Barrier(3), [False] * 3
-
-    def run(index: int) -> None:
-        together.wait()
-        outs = [target.generate(**calls[index], **GREEDY, assistant_model=draft) for _ in range(2)]
-        found[index] = all(torch.equal(out, refs[index]) for out in outs)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [True] * 3
-    kept = kept_buffers(draft)
-    assert len({tensor.data_ptr() for one in kept for tensor in one.owned()}) == sum(len(one.owned()) for one in kept)
-
-
-def test_only_so_many_buffers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target("qwen3")
-    draft = tiny_draft(target)
-    draft.generation_config.engine = "static"
-    for batch in range(1, 8):
-        target.generate(**prompts([5] * batch, 0), max_new_tokens=3, do_sample=False, assistant_model=draft)
-    assert [kept.shape.batch for kept in kept_buffers(draft)] == [4, 5, 6, 7]
-    total = 4 * kept_buffers(draft)[-1].num_bytes()
-    monkeypatch.setattr(buffers, "total_memory", lambda device: total)
-    target.generate(**prompts([5] * 7, 0), max_new_tokens=3, do_sample=False, assistant_model=draft)
-    assert [kept.shape.batch for kept in kept_buffers(draft)] == [7]
 
 
 # ---- what cannot be captured, and faults

@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, DFlashGenerationConfig, SpeculativeStats, iterate
 from dflash_hf.generation.stats import Stopwatch
+from helpers.widths import use_random_widths
 from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 # Two rows, blocks of 4 (three proposals). Row 0 ended at an end-of-sequence token: its last verify accepted 3 and
@@ -41,6 +42,47 @@ def test_definitions_by_hand() -> None:
     assert HAND.acceptance_length_as("vllm") == pytest.approx(1 + sum(HAND.acceptance_per_position()))
     with pytest.raises(ValueError, match=r"expected a definition in .* got 'eagle'"):
         HAND.acceptance_length_as("eagle")  # type: ignore[arg-type]
+
+
+def test_positions_that_a_narrow_verify_did_not_try_are_not_rejections() -> None:
+    # Row 0: widths 4, 2, 4. Row 1 ended after two verifies. The second, of width 2, tried one proposal only.
+    stats = SpeculativeStats(
+        num_committed=[[4, 2, 2], [1, 2]], num_accepted=[[3, 1, 1], [0, 1]], num_proposed=3, verify_widths=[4, 2, 4]
+    )
+    conditional = [4 / 5, 1 / 2, 1 / 1]
+    assert stats.acceptance_per_position(conditional=True) == pytest.approx(conditional)
+    # The product of those: 4/5 of all accepted the first; of the two that went on to the second, one.
+    assert stats.acceptance_per_position() == pytest.approx([4 / 5, 4 / 10, 4 / 10])
+    assert stats.acceptance_per_position(conditional=True, row=1) == pytest.approx([1 / 2, 0.0, 0.0])
+    assert stats.acceptance_histogram() == [0, 1, 3, 0, 1]
+    assert stats.to_dict()["verify_widths"] == [4, 2, 4]
+    # Told or not, one width for all is what it was.
+    told = SpeculativeStats(
+        num_committed=HAND.num_committed, num_accepted=HAND.num_accepted, num_proposed=3, verify_widths=[4, 4, 4]
+    )
+    for conditional in (False, True):
+        assert told.acceptance_per_position(conditional) == HAND.acceptance_per_position(conditional)
+
+
+@pytest.mark.parametrize("width", [3, "auto"])
+def test_conditional_acceptance_counts_what_each_verify_tried(width: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted proposal by proposal."""
+    use_random_widths(monkeypatch)
+    target, inputs = tiny_target("qwen3"), prompts([5] * 24, 1)
+    ref = target.generate(**inputs, max_new_tokens=70, do_sample=False)
+    draft = oracle_draft(target, truth_of(inputs, ref), 4, 6)
+    draft.generation_config.verify_width = width
+    target.generate(**inputs, max_new_tokens=70, do_sample=False, assistant_model=draft)
+    stats = draft.last_stats
+    tried = [0] * stats.num_proposed
+    hits = [0] * stats.num_proposed
+    for row in stats.num_accepted:
+        for right, wide in zip(row, stats.verify_widths, strict=False):
+            for position in range(min(right + 1, wide - 1)):
+                tried[position] += 1
+                hits[position] += right > position
+    assert stats.acceptance_per_position(conditional=True) == [hit / n for hit, n in zip(hits, tried, strict=True)]
+    assert stats.num_proposed == (2 if width == 3 else 5)
 
 
 def test_rows_without_a_verify_weigh_nothing() -> None:
@@ -181,13 +223,13 @@ def test_devices_are_waited_for_only_when_asked(monkeypatch: pytest.MonkeyPatch)
 def test_frame_has_one_line_per_row_and_verify() -> None:
     pytest.importorskip("pandas")
     frame = HAND.to_frame()
-    assert list(frame.columns) == ["row", "verify", "num_accepted", "num_committed", "num_new"]
+    assert list(frame.columns) == ["row", "verify", "num_tried", "num_accepted", "num_committed", "num_new"]
     assert frame.values.tolist() == [
-        [0, 0, 3, 4, 5],
-        [0, 1, 0, 1, 6],
-        [0, 2, 3, 2, 8],
-        [1, 0, 1, 2, 3],
-        [1, 1, 1, 2, 5],
+        [0, 0, 3, 3, 4, 5],
+        [0, 1, 3, 0, 1, 6],
+        [0, 2, 3, 3, 2, 8],
+        [1, 0, 3, 1, 2, 3],
+        [1, 1, 3, 1, 2, 5],
     ]
     assert frame.num_committed.mean() == pytest.approx(HAND.acceptance_length)
     assert list(SpeculativeStats(num_committed=[[]], num_accepted=[[]]).to_frame().columns) == list(frame.columns)

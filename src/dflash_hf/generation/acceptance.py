@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dflash_hf import ops
 from dflash_hf.generation.noise import exponential_noise, gumbel_noise
 
 # Streams of keyed noise: what the target samples with (and, under shared_noise, the draft), what a draft that samples
@@ -29,7 +30,7 @@ def choose(scores_BKV: Tensor, key: Tensor | None, positions_BK: Tensor, stream:
     """
     if key is not None:
         scores_BKV = scores_BKV + gumbel_noise(key, positions_BK, scores_BKV.shape[-1], stream)
-    return scores_BKV.argmax(dim=-1)
+    return ops.best(scores_BKV)
 
 
 def accept_matching(proposals: Tensor, tokens_BW: Tensor) -> Tensor:

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_hf.cache import OutOfRoomError, RaggedCache, check_memory
+from dflash_hf.cache import RaggedCache
+from dflash_hf.cache_size import OutOfRoomError, check_memory
 from dflash_hf.devices import total_memory
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.new_context import ContextWeights
 from dflash_hf.target import Target
 
 MAX_KEPT = 4
@@ -39,7 +41,7 @@ class BufferShape:
 
     Args:
         batch (`int`): Rows.
-        block_size, width (`int`): Widths of the draft's block and of the verify.
+        block_size, width (`int`): Widths of the draft's block and of the widest verify.
         num_eos (`int`): End-of-sequence ids, rounded up.
         position_delta (`tuple[int, ...]`): Shape of the target's position deltas.
         device (`torch.device`): The target's.
@@ -59,7 +61,8 @@ class BufferShape:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class FixedBuffers:
-    """One set of buffers. `B` rows, `W` verified tokens, `L` taps, `D` hidden; addresses and shapes never change.
+    """One set of buffers. `B` rows, `W` verified tokens at most, `L` taps, `D` hidden; addresses and shapes never
+    change. A narrower verify uses the first columns.
 
     Args:
         shape (`BufferShape`): What it is for.
@@ -68,9 +71,14 @@ class FixedBuffers:
         state (`DecodeState`): Restarted by every run.
         draft_cache (`RaggedCache`): The draft's context.
         block_ids (`torch.Tensor` of shape `[B, K]`, int64): The draft's.
-        context_states (`torch.Tensor` of shape `[B, W, L * D]`): Tapped states of the newest verify.
+        context_states (`torch.Tensor` of shape `[B, W, L * D]`): Tapped states of the newest verify; behind a narrower
+            one those of earlier ones, which count as rejected.
         context_lengths (`torch.Tensor` of shape `[B]`, int64): Where that stood, as the draft counts.
-        outcome (`torch.Tensor` of shape `[5 + W, B]`, int64): `steps.report`, then the tokens.
+        outcome (`torch.Tensor` of shape `[5 + W, B]`, int64): `steps.report`, then as many tokens as were verified.
+            The state's `num_committed` and `num_accepted` are its first two rows.
+        positions (`torch.Tensor` of shape `[B, max(K, W)]`, int64): Where the next block's tokens stand, and as many
+            after them as the wider of draft and verify has; kept by steps that a kernel ends.
+        context_weights (`ContextWeights`, *optional*): Copies for the kernel that writes context, made anew by a run.
         position_delta, eos_ids, key, offset (`torch.Tensor`): Of the current run, see [`DecodeState`] and
             [`DFlashCandidateGenerator`].
         cache (`RaggedCache`, *optional*): The target's; known after the first prefill.
@@ -87,10 +95,12 @@ class FixedBuffers:
     context_states: Tensor
     context_lengths: Tensor
     outcome: Tensor
+    positions: Tensor
     position_delta: Tensor
     eos_ids: Tensor
     key: Tensor
     offset: Tensor
+    context_weights: ContextWeights | None = None
     cache: RaggedCache | None = None
     graphs: Any = None
     idle: torch.cuda.Event | None = None
@@ -107,11 +117,13 @@ class FixedBuffers:
         def zeros(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.long, device=device)
 
+        state, outcome = DecodeState.allocate(batch, capacity, width, device), zeros(NUM_REPORTED + width, batch)
+        state.num_committed, state.num_accepted = outcome[0], outcome[1]
         return cls(
             shape=shape,
             capacity=capacity,
             target=weakref.ref(target.model),
-            state=DecodeState.allocate(batch, capacity, width, device),
+            state=state,
             draft_cache=RaggedCache(
                 draft.cache_shapes(),
                 batch=batch,
@@ -125,7 +137,8 @@ class FixedBuffers:
                 batch, width, draft.fc.in_features, dtype=shape.draft_dtype, device=shape.draft_device
             ),
             context_lengths=torch.zeros(batch, dtype=torch.long, device=shape.draft_device),
-            outcome=zeros(NUM_REPORTED + width, batch),
+            outcome=outcome,
+            positions=zeros(batch, max(shape.block_size, width)),
             position_delta=zeros(*shape.position_delta),
             eos_ids=zeros(shape.num_eos),
             key=zeros(),
@@ -159,6 +172,14 @@ class FixedBuffers:
             lengths = lengths - self.offset
         self.context_lengths.copy_(lengths)
         generator.hold_context(self.context_states.zero_(), self.context_lengths)
+        with torch.inference_mode(False):
+            self.context_weights = generator.hold_weights(self.context_weights)
+
+    def begin_block(self) -> None:
+        """Says where the run's next block stands and what it begins with, as a step that a kernel ends says it."""
+        state, width = self.state, self.positions.shape[1]
+        self.positions.copy_(state.lengths[:, None] + torch.arange(width, device=state.lengths.device))
+        self.block_ids[:, 0] = state.anchor
 
     def take_cache(self, cache: RaggedCache) -> None:
         """Keeps the target's cache; what was captured over another one is dropped."""
@@ -174,10 +195,11 @@ class FixedBuffers:
         state = self.state
         caches = [self.draft_cache, *([] if self.cache is None else [self.cache])]
         return [
-            *(state.ids, state.cursor, state.remaining, state.lengths, state.block, state.done),
-            *(state.tokens, state.num_accepted, state.num_committed),
-            *(self.block_ids, self.context_states, self.context_lengths, self.outcome),
+            *(state.ids, state.cursor, state.remaining, state.lengths, state.whole_block, state.done),
+            *(state.whole_tokens, self.outcome, self.positions),
+            *(self.block_ids, self.context_states, self.context_lengths),
             *(self.position_delta, self.eos_ids, self.key, self.offset),
+            *(() if self.context_weights is None else self.context_weights),
             *(buffer for cache in caches for buffer in cache.buffers()),
         ]
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from dflash_hf.attention import RaggedBlock
-from dflash_hf.cache import RaggedCache, check_memory
+from dflash_hf.cache import RaggedCache
+from dflash_hf.cache_size import check_memory
 from dflash_hf.devices import execution_device
 from dflash_hf.dflash2 import follow_path
 from dflash_hf.generation.acceptance import DRAFT_STREAM, TARGET_STREAM, choose
@@ -18,6 +19,7 @@ from dflash_hf.generation.noise import gumbel_noise
 from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.new_context import ContextWeights, NewContext
 from dflash_hf.target import Target
 
 Rule = Literal["argmax", "shared_noise", "sample"]
@@ -33,8 +35,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         target (`Target`): The target, whose embedding and head serve drafts without their own.
         processors (`BlockProcessors`): The run's processors; their stateless warpers shape the proposals too.
         block_size (`int`): Width `K` of the draft's block.
-        verify_width (`int`): Tokens `W` that will be verified, the anchor included: at most `K`, or `K + 1` where the
-            anchor's slot proposes too.
+        verify_width (`int`): Tokens `W` that will be verified at most, the anchor included: `K` or fewer, or `K + 1`
+            where the anchor's slot proposes too. How many each time is in the state.
         rule (`str`): How to propose when sampling.
         batch (`int`): Rows.
         max_length (`int`): Longest row the context cache must hold, one block included.
@@ -88,8 +90,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.block_ids = block_ids.fill_(draft.config.mask_token_id)
         # Per row, the first index that there is context for [B]; the draft counts from there. None: from 0.
         self.offset: Tensor | None = None
-        self._context: tuple[Tensor, RaggedBlock] | None = None
+        self._context: NewContext | None = None
         self._held: tuple[Tensor, Tensor] | None = None
+        # Copied when they are first needed: Transformers' own loop never does.
+        self._weights: ContextWeights | None = None
+        self._has_weights = False
         self._seen = 0
         self._pending: Tensor | None = None
 
@@ -109,15 +114,15 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """Takes the context of a verified block, rejected rows included; the next draft forward writes it.
 
         Args:
-            context_hidden_states (`torch.Tensor` of shape `[B, W, L * D]`): Tapped states of the verify.
+            context_hidden_states (`torch.Tensor` of shape `[B, block.width, L * D]`): Tapped states of the verify.
             block (`RaggedBlock`): The block that was verified.
         """
         own = self._on_draft(block)
         if self._held is None:
-            self._context = (context_hidden_states.to(self.device, self.draft.dtype), own)
+            self._context = NewContext(context_hidden_states.to(self.device, self.draft.dtype), own)
             return
         states, lengths = self._held
-        states.copy_(context_hidden_states)
+        states[:, : block.width].copy_(context_hidden_states)
         lengths.copy_(own.lengths)
 
     def hold_context(self, states: Tensor, lengths: Tensor) -> None:
@@ -137,45 +142,57 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """Stops keeping the newest context in fixed tensors; it stays there as long as nothing else is written."""
         self._context, self._held = self._take_context(), None
 
-    def _take_context(self) -> tuple[Tensor, RaggedBlock] | None:
+    def hold_weights(self, into: ContextWeights | None = None) -> ContextWeights | None:
+        """Copies the weights with which a kernel writes context, where one is to, and keeps them for this run.
+
+        Args:
+            into (`ContextWeights`, *optional*): Copies of an earlier run, written again if they fit.
+        """
+        self._weights, self._has_weights = self.draft.stack_weights(self.cache, into), True
+        return self._weights
+
+    def _take_context(self) -> NewContext | None:
         """The context that waits for the next draft forward; it waits no longer."""
         context, self._context = self._context, None
         if self._held is not None:
             states, lengths = self._held
-            context = (states, RaggedBlock(lengths, states.shape[1]))
-        return context
+            context = NewContext(states, RaggedBlock(lengths, states.shape[1]))
+        if context is None:
+            return None
+        weights = self._weights if self._has_weights else self.hold_weights()
+        return context._replace(weights=weights)
 
     def flush(self) -> None:
         """Writes the context that waits for the next draft forward, where there will be none."""
-        if (context := self._take_context()) is None:
-            return
-        self.cache.begin(context[1])
-        self.draft.write_context(context[0], self.cache)
+        if (context := self._take_context()) is not None:
+            self.draft.write_context(context, self.cache)
 
     @property
     def context_hidden_states(self) -> Tensor:
         """Tapped states `[B, W, L * D]` of the block that was verified last, rejected rows included."""
         assert self._context is not None
-        return self._context[0]
+        return self._context.states
 
-    def propose(self, state: DecodeState, block: RaggedBlock) -> None:
+    def propose(self, state: DecodeState, block: RaggedBlock, has_anchor: bool = False) -> None:
         """Drafts a block in one forward and writes `state.proposals` (and `draft_probs` under rejection).
 
         Args:
             state (`DecodeState`): Changed in place.
             block (`RaggedBlock`): Where the draft's block stands, on the target's device.
+            has_anchor (`bool`): Whether `block_ids` begin with the anchor already.
         """
         if self.verify_width < 2:
             return
         draft, device = self.draft, state.block.device
         self.cache.begin(self._on_draft(block))
-        self.block_ids[:, 0] = state.anchor
+        if not has_anchor:
+            self.block_ids[:, 0] = state.anchor
         noise_embeds = draft.embed(self.block_ids.to(device), self.target.embedding)
         context = self._take_context()
         hidden = draft.forward_block(noise_embeds.to(self.device, draft.dtype), self.cache, context)
         # The slots that propose, and how far ahead of each one's own position its token is.
         ahead = int(draft.config.sample_from_anchor)
-        slots = slice(1 - ahead, self.verify_width - ahead)
+        slots = slice(1 - ahead, state.width - ahead)
         hidden = states = hidden[:, slots]
         if draft.lm_head is None:
             dtype = noise_embeds.dtype if draft.embed_tokens is None else self.target.model.dtype

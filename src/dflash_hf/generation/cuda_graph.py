@@ -1,7 +1,9 @@
 """One CUDA graph per step: which engine a call gets, what is captured, replayed and kept, and what if it cannot be.
 
-A graph belongs to fixed buffers, a number of K/V slots that are read, and settings baked into it (`_settings`). All
-that a run may need are captured before its first step, longest first, into one pool of memory. Capturing runs the step
+A graph belongs to fixed buffers, a number of K/V slots that are read, a number of tokens that are verified, and
+settings baked into it (`_settings`). All that a run may need are captured before its first step, longest and widest
+first, into one pool of memory. Where the width is to be chosen, the longest are replayed to see what each width costs,
+and widths that save nothing are dropped. Capturing runs the step
 over rows that count as finished, which changes nothing but scratch. A graph knows addresses of weights: where one of
 them, or what a module does, has changed since, it is captured again (`_fingerprint`).
 """
@@ -19,19 +21,24 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from dflash_hf import ops
 from dflash_hf.devices import execution_devices, is_offloaded
 from dflash_hf.generation.buffers import buckets_between
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import Forwards, StaticStep
+from dflash_hf.generation.widths import useful_widths
 from dflash_hf.generation_config import Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import LENGTH_DEPENDENT_ROPE, Target, rope_kinds
 
 logger: Any = logging.get_logger(__name__)
 Settings = tuple[object, ...]
+Size = tuple[int, int]  # slots that are read, tokens that are verified
 # Each has graphs for several lengths; a sampling temperature of its own is a setting of its own.
 MAX_SETTINGS = 4
+# Replays that are timed to see what a width costs.
+NUM_TIMED = 3
 # One capture at a time: the beginning of one returns memory to the driver.
 _capturing = threading.Lock()
 # Transformers' own hooks, which do nothing unless a forward is asked for hidden states, and ours, which listen to
@@ -65,13 +72,15 @@ class Graphs:
     Args:
         fingerprint (`int`): Of the models at the time.
         pool: The memory pool that all graphs share; replays never overlap.
-        captured (`dict`): Per settings and number of slots.
+        captured (`dict`): Per settings and size.
+        costs (`dict`): Per settings, seconds that a step of each useful width takes, as far as that was asked.
         reason (`str`, *optional*): Why nothing can be captured.
     """
 
     fingerprint: int
     pool: Any
-    captured: dict[tuple[Settings, int], Captured] = field(default_factory=dict)
+    captured: dict[tuple[Settings, Size], Captured] = field(default_factory=dict)
+    costs: dict[Settings, dict[int, float]] = field(default_factory=dict)
     reason: str | None = None
 
     def forget_oldest(self, settings: Settings) -> None:
@@ -79,6 +88,7 @@ class Graphs:
         others = list(dict.fromkeys(key for key, _ in self.captured if key != settings))
         for gone in others[: max(len(others) - MAX_SETTINGS + 1, 0)]:
             self.captured = {key: graph for key, graph in self.captured.items() if key[0] != gone}
+            self.costs.pop(gone, None)
 
 
 def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
@@ -182,34 +192,64 @@ class GraphStep(StaticStep):
         run = self.run
         shortest = run.longest + self.widest
         longest = shortest + run.state.limit + run.generator.verify_width
-        missing = [
-            bound
-            for bound in buckets_between(shortest, longest, self.buffers.capacity)
-            if (self.settings, bound) not in self.graphs.captured
-        ]
-        if not missing:
-            return
+        bounds = buckets_between(shortest, longest, self.buffers.capacity)
         self.graphs.forget_oldest(self.settings)
         try:
-            with _capturing, self._frozen():
-                for bound in missing:
-                    self.graphs.captured[self.settings, bound] = self.capture_one(bound)
+            with self._frozen():
+                costs = None if run.chooser is None else self._find_costs(run.chooser.widths, bounds[0])
+                self._capture_missing(bounds, [run.generator.verify_width] if costs is None else list(costs))
         except BaseException as error:
             self.graphs.captured.clear()
+            self.graphs.costs.clear()
             if not isinstance(error, torch.OutOfMemoryError):
                 raise
             torch.cuda.empty_cache()
             raise NotCapturableError(f"no memory left to capture it ({_first_line(error)})") from error
+        if run.chooser is not None and costs is not None:
+            run.chooser.set_costs(costs)
+
+    def _capture_missing(self, bounds: list[int], widths: list[int]) -> None:
+        """Captures what is not kept of these sizes, in this order."""
+        sizes = [(bound, width) for bound in bounds for width in widths]
+        for bound, width in sizes:
+            if (self.settings, (bound, width)) not in self.graphs.captured:
+                self.run.state.width = width
+                with _capturing:
+                    self.graphs.captured[self.settings, (bound, width)] = self.capture_one(bound)
+
+    def _find_costs(self, widths: list[int], bound: int) -> dict[int, float]:
+        """Returns the seconds of a step of each width that is worth having, widest first; measured once."""
+        found = self.graphs.costs.get(self.settings)
+        if found is None:
+            self._capture_missing([bound], widths)
+            graphs = {width: self.graphs.captured[self.settings, (bound, width)] for width in widths}
+            measured = {width: self.measure(graph) for width, graph in graphs.items()}
+            found = {width: measured[width] for width in useful_widths(measured)}
+            for width in measured.keys() - found.keys():
+                del self.graphs.captured[self.settings, (bound, width)]
+            self.graphs.costs[self.settings] = found
+        return found
+
+    def measure(self, captured: Captured) -> float:
+        """Returns the seconds of a replay, by the device's clock; waits for it."""
+        captured.graph.replay()  # the first one is also uploaded
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(NUM_TIMED):
+            captured.graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000 / NUM_TIMED
 
     def launch(self, bound: int) -> Forwards | None:
         """Replays the step over the first `bound` slots; waits for nothing."""
-        captured = self.graphs.captured[self.settings, bound]
+        captured = self.graphs.captured[self.settings, (bound, self.run.state.width)]
         captured.graph.replay()
         self.run.state.draft_probs = captured.draft_probs
         return captured.forwards
 
     def capture_one(self, bound: int) -> Captured:
-        """Captures the step over `bound` slots, after running it once on the same stream."""
+        """Captures the step over `bound` slots, of the state's width, after running it once on the same stream."""
         device = self.buffers.shape.device
         stream = _capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -237,7 +277,7 @@ class GraphStep(StaticStep):
         return Captured(graph, forwards, self.run.state.draft_probs)
 
     def warm_up(self, bound: int) -> None:
-        """Runs the step once, uncaptured.
+        """Runs the step once, uncaptured, and again if there is something to compile, which the guard prevents.
 
         Raises:
             NotCapturableError: If it reads a tensor on the host.
@@ -248,6 +288,8 @@ class GraphStep(StaticStep):
         except HostReadError as error:
             name = type(self.run.target.model).__name__
             raise NotCapturableError(f"a step of {name} needs the host ({error})") from error
+        if self.compiles:
+            self.body(bound)
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Makes the buffers' device the current one: replays go to its stream."""
@@ -255,14 +297,15 @@ class GraphStep(StaticStep):
 
     @contextmanager
     def _frozen(self) -> Generator[None]:
-        """Makes all rows count as finished: a step then changes nothing but scratch."""
-        done = self.run.state.done
-        before = done.clone()
+        """Makes all rows count as finished: a step then changes nothing but scratch. Puts the width back too."""
+        state, done = self.run.state, self.run.state.done
+        before, width = done.clone(), state.width
         done.fill_(True)
         try:
             yield
         finally:
             done.copy_(before)
+            state.width = width
 
 
 @functools.cache
@@ -276,7 +319,16 @@ def _settings(run: Run, decides: bool) -> Settings:
     state, generator = run.state, run.generator
     rule = None if state.key is None else generator.rule
     extra = tuple(sorted((name, value) for name, value in run.extra.items() if _is_plain(value)))
-    return (decides, rule, run.processors.settings(), state.eos_ids is None, generator.offset is None, extra)
+    return (
+        decides,
+        generator.draft.generation_config.compile_layers,
+        rule,
+        run.processors.settings(),
+        state.eos_ids is None,
+        generator.offset is None,
+        ops.forced(),
+        extra,
+    )
 
 
 def _fingerprint(target: Target, draft: DFlashDraftModel) -> int:

@@ -8,11 +8,13 @@ from typing import Any
 MISSING = "expected {name} for this, got no module of that name; pip install 'dflash-hf[research]'"
 
 
-def verify_frame(num_accepted: Sequence[Sequence[int]], num_committed: Sequence[Sequence[int]]) -> Any:
+def verify_frame(
+    num_tried: Sequence[Sequence[int]], num_accepted: Sequence[Sequence[int]], num_committed: Sequence[Sequence[int]]
+) -> Any:
     """Builds a `pandas.DataFrame` with one line per row and verify.
 
     Args:
-        num_accepted, num_committed (sequences of sequences of `int`): Per row, the counts of each verify.
+        num_tried, num_accepted, num_committed (sequences of sequences of `int`): Per row, the counts of each verify.
 
     Raises:
         ImportError: Without pandas.
@@ -22,14 +24,12 @@ def verify_frame(num_accepted: Sequence[Sequence[int]], num_committed: Sequence[
     except ImportError as error:
         raise ImportError(MISSING.format(name="pandas")) from error
     lines: list[dict[str, int]] = []
-    for row, (accepted, committed) in enumerate(zip(num_accepted, num_committed, strict=True)):
+    columns = ["row", "verify", "num_tried", "num_accepted", "num_committed", "num_new"]
+    for row, counts in enumerate(zip(num_tried, num_accepted, num_committed, strict=True)):
         total = 1  # the prefill's token
-        for verify, (right, kept) in enumerate(zip(accepted, committed, strict=True)):
+        for verify, (tried, right, kept) in enumerate(zip(*counts, strict=True)):
             total += kept
-            lines.append(
-                {"row": row, "verify": verify, "num_accepted": right, "num_committed": kept, "num_new": total}
-            )
-    columns = ["row", "verify", "num_accepted", "num_committed", "num_new"]
+            lines.append(dict(zip(columns, (row, verify, tried, right, kept, total), strict=True)))
     return pandas.DataFrame(lines, columns=columns)
 
 

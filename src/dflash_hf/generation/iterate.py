@@ -33,7 +33,8 @@ from dflash_hf.target import find_target
 class DFlashStep:
     """What one step did. `B` rows, `W` verified tokens; copies, on the target's device, that may be kept.
 
-    Step 0 is the prefill: it commits one token of the target's own and has no proposals (`W` is 1).
+    Step 0 is the prefill: it commits one token of the target's own and has no proposals (`W` is 1). Under
+    `verify_width="auto"` every step has its own `W`.
 
     Args:
         index (`int`): Number of the step.
@@ -119,9 +120,9 @@ def iterate(
     draft.last_stats = run.stats
     run.generator.keeps_logits = output_logits
     if propose is not None:
-        run.generator.rule_of_user = _Checked(propose, run.state.proposals, highest=run.target.vocab_size - 1)
+        run.generator.rule_of_user = _Checked(propose, dims=2, highest=run.target.vocab_size - 1)
     if accept is not None:
-        run.accept = _Checked(accept, run.state.num_accepted, highest=run.state.proposals.shape[1])
+        run.accept = _Checked(accept, dims=1)
     return _steps(run, output_logits, output_hidden_states)
 
 
@@ -235,14 +236,15 @@ def _committed(run: Run, counts: list[int]) -> list[Tensor]:
 
 
 class _Checked:
-    """A rule of the user's, with what it returns checked: shape and dtype of `like`, values in `[0, highest]`.
+    """A rule of the user's, with what it returns checked: integers in `[0, highest]`, in the shape of the first `dims`
+    dimensions of its first argument. By default `highest` is the size of that argument's second: all proposals.
 
     `given` keeps copies of what it was called with last: the run writes over those tensors.
     """
 
-    def __init__(self, rule: Any, like: Tensor, highest: int) -> None:
+    def __init__(self, rule: Any, dims: int, highest: int | None = None) -> None:
         self.rule = rule
-        self.like = like
+        self.dims = dims
         self.highest = highest
         self.given: tuple[Tensor, ...] = ()
 
@@ -250,12 +252,13 @@ class _Checked:
         self.given = tuple(tensor.clone() for tensor in given if not tensor.is_floating_point())
         out = self.rule(*given)
         name = getattr(self.rule, "__name__", type(self.rule).__name__)
-        if not isinstance(out, Tensor) or out.shape != self.like.shape or out.dtype.is_floating_point:
+        shape, highest = given[0].shape[: self.dims], given[0].shape[1] if self.highest is None else self.highest
+        if not isinstance(out, Tensor) or out.shape != shape or out.dtype.is_floating_point:
             got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-            raise ValueError(f"expected integers of shape {tuple(self.like.shape)} from {name}, got {got}; mend it")
-        if out.numel() and (int(out.min()) < 0 or int(out.max()) > self.highest):
+            raise ValueError(f"expected integers of shape {tuple(shape)} from {name}, got {got}; mend it")
+        if out.numel() and (int(out.min()) < 0 or int(out.max()) > highest):
             raise ValueError(
-                f"expected {name} to return values in [0, {self.highest}], got {int(out.min())} to {int(out.max())}; "
+                f"expected {name} to return values in [0, {highest}], got {int(out.min())} to {int(out.max())}; "
                 "mend it"
             )
         return out

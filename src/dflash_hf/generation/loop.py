@@ -163,9 +163,9 @@ def step(
 
 def _forwards(run: Run, held: Taps | None) -> tuple[CausalLMOutputWithPast, RaggedBlock]:
     """Drafts and verifies over exactly as many keys as there are."""
+    run.begin_step()
     drafted, block = run.next_blocks()
     steps.draft_step(run.state, run.generator, drafted)
-    run.count_forwards()
     run.watch.lap("draft")
     return verify(run, block, held), block
 

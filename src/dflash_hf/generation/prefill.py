@@ -11,7 +11,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from dflash_hf.cache import OutOfRoomError, RaggedCache
+from dflash_hf.cache import RaggedCache
+from dflash_hf.cache_size import OutOfRoomError
 from dflash_hf.devices import execution_device
 from dflash_hf.generation import steps
 from dflash_hf.generation.acceptance import choose
@@ -32,6 +33,7 @@ from dflash_hf.generation.prompts import extra_inputs, position_delta, prompt_po
 from dflash_hf.generation.run import Run, finish_step
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
+from dflash_hf.generation.widths import WidthChooser, candidate_widths
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.taps import Taps
 from dflash_hf.target import Target, check_length
@@ -59,9 +61,8 @@ def prefill(
         ValueError: If the run would cross a boundary of the target's RoPE, or its K/V have no room in memory.
         RuntimeError: If the taps did not fire.
     """
-    stats = SpeculativeStats()
     devices = (input_ids.device, draft.device) if draft.generation_config.synchronize else ()
-    watch = Stopwatch(stats, started, devices)
+    watch = Stopwatch(stats := SpeculativeStats(), started, devices)
     watch.lap("prepare")
     pad = generation_config._pad_token_tensor
     processors = BlockProcessors(logits_processor, 0 if pad is None else int(pad))
@@ -114,6 +115,7 @@ def prefill(
         extra=extra_inputs(model_kwargs),
         kept=kept,
         buffers=buffers,
+        chooser=_chooser(draft, width),
     )
     _commit_first(run, outputs)
     return run
@@ -261,7 +263,8 @@ def _widths_and_rule(
     """Resolves the draft's knobs: block size, verify width, proposal rule."""
     knobs = draft.generation_config
     block_size = knobs.block_size or draft.config.block_size
-    width = knobs.verify_width or draft.config.num_proposals(block_size) + 1
+    widest = draft.config.num_proposals(block_size) + 1
+    width = widest if knobs.verify_width in (None, "auto") else int(knobs.verify_width)
     rule: Rule = "argmax" if knobs.proposal == "auto" else knobs.proposal
     if rule == "sample" and generation_config.do_sample and not processors.is_stateless:
         raise ValueError(
@@ -269,6 +272,13 @@ def _widths_and_rule(
             f"{[type(p).__name__ for p in processors.processors]}; use proposal='shared_noise'"
         )
     return block_size, width, rule
+
+
+def _chooser(draft: DFlashDraftModel, widest: int) -> WidthChooser | None:
+    """What chooses the width of each verify, if that is asked for and there is a choice."""
+    if draft.generation_config.verify_width != "auto" or len(candidate_widths(widest)) < 2:
+        return None
+    return WidthChooser(widest)
 
 
 def _limit(criteria: StoppingCriteriaList, generation_config: GenerationConfig, num_columns: int) -> int:

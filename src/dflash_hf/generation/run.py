@@ -27,6 +27,7 @@ from dflash_hf.generation.outputs import Recorder
 from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
+from dflash_hf.generation.widths import WidthChooser
 from dflash_hf.recurrent_cache import noting
 from dflash_hf.taps import Taps
 from dflash_hf.target import Target, ragged_attention
@@ -55,17 +56,20 @@ class Run:
     kept: KeptCache | None = None
     buffers: FixedBuffers | None = None
     accept: Accept | None = None
+    chooser: WidthChooser | None = None
     finished: bool = False
 
     def next_blocks(self) -> tuple[RaggedBlock, RaggedBlock]:
         """Returns where the next block stands: as the draft writes it, and as far as it will be verified."""
-        lengths, size, width = self.state.lengths, self.generator.block_size, self.generator.verify_width
+        lengths, size, width = self.state.lengths, self.generator.block_size, self.state.width
         # With one row the longest row is the row.
         drafted = RaggedBlock(lengths, size, self.longest + size, is_exact=lengths.shape[0] == 1)
         return drafted, drafted if width == size else RaggedBlock(lengths, width, self.longest + max(size, width))
 
-    def count_forwards(self) -> None:
-        """Counts the two forwards of a step; a block of one token is not drafted."""
+    def begin_step(self) -> None:
+        """Sets the step's width and counts its two forwards; a block of one token is not drafted."""
+        if self.chooser is not None:
+            self.state.width = self.chooser.next_width()
         self.stats.num_target_forwards += 1
         self.stats.num_draft_forwards += self.generator.verify_width > 1
 
@@ -111,7 +115,7 @@ def finish_step(run: Run, reported: list[list[int]], tokens: Tensor, is_prefill:
     Args:
         run (`Run`): Changed in place.
         reported (`list[list[int]]`): What `steps.report` said.
-        tokens (`torch.Tensor` of shape `[B, W]`, int64): The step's `state.tokens`, on any device.
+        tokens (`torch.Tensor` of shape `[B, width]`, int64): The step's `state.tokens`, on any device.
         is_prefill (`bool`): Whether they are the prefill's.
 
     Returns:
@@ -127,10 +131,21 @@ def finish_step(run: Run, reported: list[list[int]], tokens: Tensor, is_prefill:
         if num and not is_prefill:
             run.stats.num_committed[row].append(num)
             run.stats.num_accepted[row].append(accepted[row])
+    if not is_prefill:
+        _note_width(run, tokens.shape[1], [right for right, num in zip(accepted, committed, strict=True) if num])
     run.longest = max(lengths)
     run.finished = all(done)
     run.watch.lap("rest")
     return committed
+
+
+def _note_width(run: Run, width: int, accepted: list[int]) -> None:
+    """Notes how wide a step was, and what came of it in the rows that were running."""
+    stats = run.stats
+    stats.verify_widths.append(width)
+    if run.chooser is not None:
+        # Without the rest: how long a streamer takes does not depend on the width.
+        run.chooser.observe(width, accepted, stats.draft_seconds + stats.verify_seconds + stats.accept_seconds)
 
 
 def _apply_criteria(run: Run, committed: list[int], done: list[int], filled: list[int]) -> None:

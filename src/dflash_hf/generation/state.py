@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(slots=True, kw_only=True)
 class DecodeState:
-    """Everything a step reads and writes. `B` rows, `W` verified tokens per step, all on the target's device.
+    """Everything a step reads and writes. `B` rows, at most `W` verified tokens per step, all on the target's device.
 
     Args:
         ids (`torch.Tensor` of shape `[B, at least columns + limit + W]`, int64): The prompts, left-padded, then what
@@ -20,20 +20,24 @@ class DecodeState:
         cursor (`torch.Tensor` of shape `[B]`, int64): Column of `ids` that a row's next token goes to.
         remaining (`torch.Tensor` of shape `[B]`, int64): Tokens a row may still generate.
         lengths (`torch.Tensor` of shape `[B]`, int64): Tokens in the caches: all of the row but the anchor.
-        block (`torch.Tensor` of shape `[B, W]`, int64): What is verified next: the anchor, which is the last committed
-            token, then the proposals. `anchor` `[B]` and `proposals` `[B, W - 1]` are views of it.
+        whole_block (`torch.Tensor` of shape `[B, W]`, int64): What is verified next: the anchor, which is the last
+            committed token, then the proposals. `anchor` `[B]`, `block` `[B, width]` and `proposals` `[B, width - 1]`
+            are views of it.
         done (`torch.Tensor` of shape `[B]`, bool): Rows that have finished; they commit nothing more, and a step over
             them changes nothing but scratch.
         position_delta (`torch.Tensor` of shape `[B]` or `[rows, B]`, int64): Target position of a token minus its
             index in the row; several of them per token under M-RoPE.
         eos_ids (`torch.Tensor` of shape `[N]`, int64, *optional*): End-of-sequence ids; negative ones are none.
         key (`torch.Tensor` of shape `[]`, int64, *optional*): Seed of the sampling noise; `None` is greedy.
-        draft_probs (`torch.Tensor` of shape `[B, W - 1, V]`, *optional*): Law of the proposals, for rejection.
-        tokens (`torch.Tensor` of shape `[B, W]`, int64): Written by the accept step: what may be committed.
+        draft_probs (`torch.Tensor` of shape `[B, width - 1, V]`, *optional*): Law of the proposals, for rejection.
+        whole_tokens (`torch.Tensor` of shape `[B, W]`, int64): Written by the accept step: what may be committed.
+            `tokens` `[B, width]` is a view of it.
         num_accepted (`torch.Tensor` of shape `[B]`, int64): Written by the accept step: proposals that matched.
         num_committed (`torch.Tensor` of shape `[B]`, int64): Written by the accept step: tokens kept.
+        width (`int`): Tokens that the step verifies, at most `W`; each step may have its own.
 
-    What a step reads of a run is in tensors, never in `columns` and `limit`, so that a captured step serves any run.
+    What a step reads of a run is in tensors, never in `columns` and `limit`, so that a captured step serves any run
+    of its width.
     """
 
     ids: Tensor
@@ -42,25 +46,36 @@ class DecodeState:
     cursor: Tensor
     remaining: Tensor
     lengths: Tensor
-    block: Tensor
+    whole_block: Tensor
     done: Tensor
     position_delta: Tensor
     eos_ids: Tensor | None
     key: Tensor | None
     draft_probs: Tensor | None
-    tokens: Tensor
+    whole_tokens: Tensor
     num_accepted: Tensor
     num_committed: Tensor
+    width: int
+
+    @property
+    def block(self) -> Tensor:
+        """What this step verifies `[B, width]`."""
+        return self.whole_block[:, : self.width]
 
     @property
     def anchor(self) -> Tensor:
         """Last committed token of each row `[B]`."""
-        return self.block[:, 0]
+        return self.whole_block[:, 0]
 
     @property
     def proposals(self) -> Tensor:
-        """What the draft proposes to follow it `[B, W - 1]`."""
-        return self.block[:, 1:]
+        """What the draft proposes to follow it `[B, width - 1]`."""
+        return self.whole_block[:, 1 : self.width]
+
+    @property
+    def tokens(self) -> Tensor:
+        """The target's token after each verified one `[B, width]`."""
+        return self.whole_tokens[:, : self.width]
 
     @property
     def num_new(self) -> Tensor:
@@ -99,15 +114,16 @@ class DecodeState:
             cursor=zeros(batch),
             remaining=zeros(batch),
             lengths=zeros(batch),
-            block=zeros(batch, width),
+            whole_block=zeros(batch, width),
             done=torch.zeros(batch, dtype=torch.bool, device=device),
             position_delta=zeros(batch),
             eos_ids=None,
             key=None,
             draft_probs=None,
-            tokens=zeros(batch, width),
+            whole_tokens=zeros(batch, width),
             num_accepted=zeros(batch),
             num_committed=zeros(batch),
+            width=width,
         )
 
     def restart(
@@ -126,7 +142,8 @@ class DecodeState:
         self.cursor.fill_(self.columns)
         self.remaining.fill_(limit)
         self.lengths.copy_(lengths)
-        for scratch in (self.block, self.done, self.tokens, self.num_accepted, self.num_committed):
+        self.width = self.whole_block.shape[1]
+        for scratch in (self.whole_block, self.done, self.whole_tokens, self.num_accepted, self.num_committed):
             scratch.zero_()
         self.position_delta, self.eos_ids, self.key, self.draft_probs = position_delta, eos_ids, key, None
 

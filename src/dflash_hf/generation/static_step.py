@@ -16,21 +16,28 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import logging
 
+from dflash_hf import ops
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.generation import steps
 from dflash_hf.generation.buffers import NUM_REPORTED, FixedBuffers, round_up
+from dflash_hf.generation.compiled import compile_errors, compiled_layers
 from dflash_hf.generation.run import Run, finish_step, verify
 
+logger: Any = logging.get_logger(__name__)
 Forwards = tuple[CausalLMOutputWithPast, RaggedBlock]
 
 
 @dataclass(slots=True)
 class _Slot:
-    """Where the host finds a step's outcome: `[5 + W, B]` int64, pinned beside CUDA, and when it is there."""
+    """Where the host finds a step's outcome: `[5 + W, B]` int64, pinned beside CUDA, when it is there, and how many
+    tokens the step verified.
+    """
 
     outcome: Tensor
     arrived: torch.cuda.Event | None
+    width: int = 0
 
     @classmethod
     def beside(cls, outcome: Tensor) -> _Slot:
@@ -39,17 +46,18 @@ class _Slot:
         host = torch.empty(outcome.shape, dtype=outcome.dtype, pin_memory=is_cuda)
         return cls(host, torch.cuda.Event() if is_cuda else None)
 
-    def fetch(self, outcome: Tensor) -> None:
-        """Starts copying an outcome; waits for nothing."""
+    def fetch(self, outcome: Tensor, width: int) -> None:
+        """Starts copying the outcome of a step of this width; waits for nothing."""
+        self.width = width
         self.outcome.copy_(outcome, non_blocking=True)
         if self.arrived is not None:
             self.arrived.record()
 
     def read(self) -> Tensor:
-        """Waits for the outcome and returns it."""
+        """Waits for the outcome and returns it, `[5 + width, B]`."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        return self.outcome
+        return self.outcome[: NUM_REPORTED + self.width]
 
 
 class StaticStep:
@@ -68,13 +76,18 @@ class StaticStep:
         self.decides = (
             run.processors.is_stateless and not run.criteria and run.lockstep is None and not run.recorder.is_on
         )
-        generator = run.generator
+        generator, state = run.generator, run.state
+        # A kernel that ends the step begins the next block too.
+        self.is_settled = self.decides and ops.accepts(state.block, state.ids, generator.block_ids)
+        if self.is_settled:
+            self.buffers.begin_block()
         self.widest = max(generator.block_size, generator.verify_width)
+        self.compiles = generator.draft.generation_config.compile_layers
         run.stats.engine = self.name
 
     def forwards(self, run: Run) -> Forwards:
         """Drafts and verifies, once; what is returned is overwritten by the next call."""
-        run.count_forwards()
+        run.begin_step()
         found = self.launch(self.bound(run, 0))
         assert found is not None
         return found
@@ -102,19 +115,43 @@ class StaticStep:
     def body(self, bound: int) -> Forwards | None:
         """What is captured: the whole step if it decides by itself, else its forwards, which are returned."""
         run, state = self.run, self.run.state
-        width = run.generator.verify_width
-        drafted = RaggedBlock(state.lengths, run.generator.block_size, bound)
-        block = drafted if drafted.width == width else RaggedBlock(state.lengths, width, bound)
-        steps.draft_step(state, run.generator, drafted)
-        outputs = verify(run, block)
+        generator, width = run.generator, state.width
+        positions = self.buffers.positions if self.is_settled else None
+        drafted = RaggedBlock(state.lengths, generator.block_size, bound, positions=positions)
+        block = drafted
+        if drafted.width != width:
+            block = RaggedBlock(state.lengths, width, bound, positions=positions)
+        steps.draft_step(state, generator, drafted, has_anchor=self.is_settled)
+        outputs = self._verify(block)
         if not self.decides:
             return outputs, block
         assert outputs.logits is not None
-        steps.select_step(state, outputs.logits.to(state.ids.device), block, run.processors)
+        logits = outputs.logits.to(state.ids.device)
+        if positions is not None:
+            outcome = self.buffers.outcome[: NUM_REPORTED + width]
+            steps.settle_step(state, logits, block, run.processors, generator, positions=positions, outcome=outcome)
+            return None
+        steps.select_step(state, logits, block, run.processors)
         steps.accept_step(state)
         self.buffers.outcome[:NUM_REPORTED] = steps.report(state)
-        self.buffers.outcome[NUM_REPORTED:] = state.tokens.T
+        self.buffers.outcome[NUM_REPORTED : NUM_REPORTED + width] = state.tokens.T
         return None
+
+    def _verify(self, block: RaggedBlock) -> CausalLMOutputWithPast:
+        """Verifies, with compiled layers if that is asked for and works.
+
+        A compilation that fails does so before the step has changed more than scratch: it is done again without.
+        """
+        if not self.compiles:
+            return verify(self.run, block)
+        try:
+            with compiled_layers(self.run.target, (block.lengths.shape[0], block.width)):
+                return verify(self.run, block)
+        except compile_errors() as error:
+            self.compiles = False
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            logger.warning_once(f"The target's layers run as they are, torch.compile cannot compile them: {reason}")
+        return verify(self.run, block)
 
     def bound(self, run: Run, num_unread: int) -> int:
         """The slots that a step may need, `num_unread` steps after the one the host has read last."""
@@ -122,9 +159,9 @@ class StaticStep:
         return min(round_up(longest), self.buffers.capacity)
 
     def _begin(self, run: Run, slot: _Slot, num_unread: int) -> None:
-        run.count_forwards()
+        run.begin_step()
         self.launch(self.bound(run, num_unread))
-        slot.fetch(self.buffers.outcome)
+        slot.fetch(self.buffers.outcome, run.state.width)
 
 
 __all__ = ["Forwards", "StaticStep"]

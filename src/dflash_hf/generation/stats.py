@@ -36,7 +36,9 @@ class SpeculativeStats:
     Args:
         num_committed (`list[list[int]]`): Per row, tokens committed at each verify (the bonus included).
         num_accepted (`list[list[int]]`): Per row, proposals that matched at each verify, before any cut.
-        num_proposed (`int`): Proposals checked per verify (`verify_width - 1`).
+        num_proposed (`int`): Proposals checked per verify (`verify_width - 1`), at most.
+        verify_widths (`list[int]`): Tokens checked by each verify, the anchor included: one number per step, for all
+            rows that were still running. Empty means `num_proposed + 1` always.
         num_target_forwards (`int`): Forwards of the target, the prefill's included, and the one behind the end that a
             host one step behind has started.
         num_draft_forwards (`int`): Block forwards of the draft.
@@ -58,6 +60,7 @@ class SpeculativeStats:
     num_committed: list[list[int]] = field(default_factory=list)
     num_accepted: list[list[int]] = field(default_factory=list)
     num_proposed: int = 0
+    verify_widths: list[int] = field(default_factory=list)
     num_target_forwards: int = 0
     num_draft_forwards: int = 0
     prepare_seconds: float = 0.0
@@ -126,7 +129,9 @@ class SpeculativeStats:
     def acceptance_per_position(self, conditional: bool = False, row: int | None = None) -> list[float]:
         """Share of verifies in which the proposal at each position was accepted, first proposal first.
 
-        The joint shares (the default) are what vLLM reports per position.
+        The joint shares (the default) are what vLLM reports per position. A verify that was too narrow to check a
+        position says nothing about it: it does not count in the conditional share there, and the joint share is then
+        the product of the conditional ones, the share that verifies of full width would have shown.
 
         Args:
             conditional (`bool`): Divide by the verifies that accepted everything before it instead of by all of them.
@@ -135,10 +140,24 @@ class SpeculativeStats:
         Returns:
             `list[float]`: `num_proposed` values; a conditional one with nothing to divide by is 0.
         """
-        counts = _pooled(self.num_accepted, row)
-        reached = [sum(count > position for count in counts) for position in range(self.num_proposed)]
-        tried = [len(counts), *reached] if conditional else [len(counts)] * self.num_proposed
-        return [hit / base if base else 0.0 for hit, base in zip(reached, tried, strict=False)]
+        rows = range(len(self.num_accepted)) if row is None else (row,)
+        counts = [pair for one in rows for pair in zip(self.num_accepted[one], self._num_tried(one), strict=True)]
+        reached, joint, shares, is_complete = len(counts), 1.0, list[float](), True
+        for position in range(self.num_proposed):
+            tried = sum(count >= position and checked > position for count, checked in counts)
+            is_complete = is_complete and tried == reached
+            reached = sum(count > position for count, _ in counts)
+            share = reached / tried if tried else 0.0
+            joint = (reached / len(counts) if counts else 0.0) if is_complete else joint * share
+            shares.append(share if conditional else joint)
+        return shares
+
+    def _num_tried(self, row: int) -> list[int]:
+        """Proposals that each verify of a row checked."""
+        num_verifies = len(self.num_accepted[row])
+        if not self.verify_widths:
+            return [self.num_proposed] * num_verifies
+        return [width - 1 for width in self.verify_widths[:num_verifies]]
 
     def acceptance_histogram(self, row: int | None = None) -> list[int]:
         """Counts verifies by the number of tokens that they committed.
@@ -165,6 +184,7 @@ class SpeculativeStats:
             "num_committed": [list(row) for row in self.num_committed],
             "num_accepted": [list(row) for row in self.num_accepted],
             "num_proposed": self.num_proposed,
+            "verify_widths": list(self.verify_widths),
             "num_verifies": self.num_verifies,
             "num_new_tokens": self.num_new_tokens,
             "num_target_forwards": self.num_target_forwards,
@@ -180,15 +200,16 @@ class SpeculativeStats:
     def to_frame(self) -> Any:
         """Returns one line per row and verify as a `pandas.DataFrame`.
 
-        Columns `row`, `verify` (both from 0), `num_accepted`, `num_committed`, `num_new` (tokens of the row after
-        this verify, the prefill's included).
+        Columns `row`, `verify` (both from 0), `num_tried` (proposals checked), `num_accepted`, `num_committed`,
+        `num_new` (tokens of the row after this verify, the prefill's included).
 
         Raises:
             ImportError: Without pandas; `pip install 'dflash-hf[research]'`.
         """
         from dflash_hf.generation import figures
 
-        return figures.verify_frame(self.num_accepted, self.num_committed)
+        num_tried = [self._num_tried(row) for row in range(len(self.num_accepted))]
+        return figures.verify_frame(num_tried, self.num_accepted, self.num_committed)
 
     def plot(self) -> Any:
         """Draws acceptance per position (joint and conditional) beside the histogram of acceptance lengths.

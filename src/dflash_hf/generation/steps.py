@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from dflash_hf import ops
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache import RaggedCache
 from dflash_hf.generation.acceptance import accept_matching, accept_rejection, choose, clamp_commit
@@ -18,9 +19,11 @@ from dflash_hf.taps import Taps
 from dflash_hf.target import Target
 
 
-def draft_step(state: DecodeState, generator: DFlashCandidateGenerator, block: RaggedBlock) -> None:
+def draft_step(
+    state: DecodeState, generator: DFlashCandidateGenerator, block: RaggedBlock, has_anchor: bool = False
+) -> None:
     """Proposes the tokens after the anchor: one forward of the draft over `block`, into `state.proposals`."""
-    generator.propose(state, block)
+    generator.propose(state, block, has_anchor)
 
 
 def verify_step(
@@ -59,21 +62,22 @@ def select_step(state: DecodeState, logits_BWV: Tensor, block: RaggedBlock, proc
 
 def accept_scores(state: DecodeState, scores_BWV: Tensor, block: RaggedBlock, tokens: Tensor | None = None) -> None:
     """Applies the acceptance rule of the run to processed scores; `tokens` saves choosing them again."""
-    if tokens is None and state.key is None:
-        tokens = scores_BWV.argmax(dim=-1)
-    elif tokens is None and state.key is not None:
-        positions = block.positions + 1
-        if state.draft_probs is not None:
-            num_accepted, tokens = accept_rejection(
-                state.proposals, scores_BWV, state.draft_probs, state.key, positions
-            )
-            state.tokens.copy_(tokens)
-            state.num_accepted.copy_(num_accepted)
-            return
-        tokens = choose(scores_BWV, state.key, positions)
-    assert tokens is not None
+    tokens, num_accepted = (tokens, None) if tokens is not None else _decided(state, scores_BWV, block)
     state.tokens.copy_(tokens)
-    state.num_accepted.copy_(accept_matching(state.proposals, state.tokens))
+    if num_accepted is None:
+        num_accepted = accept_matching(state.proposals, state.tokens)
+    state.num_accepted.copy_(num_accepted)
+
+
+def _decided(state: DecodeState, scores_BWV: Tensor, block: RaggedBlock) -> tuple[Tensor, Tensor | None]:
+    """The run's tokens `[B, W]`, and the number accepted `[B]` where that does not follow from them."""
+    if state.key is None:
+        return ops.best(scores_BWV), None
+    positions = block.positions + 1
+    if state.draft_probs is None:
+        return choose(scores_BWV, state.key, positions), None
+    num_accepted, tokens = accept_rejection(state.proposals, scores_BWV, state.draft_probs, state.key, positions)
+    return tokens, num_accepted
 
 
 def accept_by(state: DecodeState, num_accepted: Tensor) -> None:
@@ -109,6 +113,52 @@ def commit_step(state: DecodeState) -> None:
     state.anchor.copy_(last[:, 0])
 
 
+def settle_step(
+    state: DecodeState,
+    logits_BWV: Tensor,
+    block: RaggedBlock,
+    processors: BlockProcessors,
+    generator: DFlashCandidateGenerator,
+    *,
+    positions: Tensor,
+    outcome: Tensor,
+) -> None:
+    """Does what `select_step`, `accept_step` and `report` do and begins the next block: chooses, then one kernel.
+
+    Where `ops.accepts` says so. Of `ids` only what is committed is written.
+
+    Args:
+        state (`DecodeState`): Changed in place; `num_accepted` and `num_committed` are in `outcome`.
+        logits_BWV (`torch.Tensor` of shape `[B, W, V]`): The target's.
+        block (`RaggedBlock`): What was verified; its positions may be those of the next block afterwards.
+        processors (`BlockProcessors`): The run's, all stateless.
+        generator (`DFlashCandidateGenerator`): Gets the next block's ids.
+        positions (`torch.Tensor` of shape `[B, P]`, int64): Gets the positions of the next block's tokens.
+        outcome (`torch.Tensor` of shape `[5 + W, B]`, int64): Gets the report and the tokens.
+    """
+    if state.key is None and not processors.warpers and logits_BWV.dtype.itemsize <= 4:
+        scores = logits_BWV  # float32 would order them the same
+    else:
+        scores = processors.warp(logits_BWV)
+    tokens, num_accepted = _decided(state, scores, block)
+    state.tokens.copy_(tokens)
+    ops.accept_and_prepare(
+        state.block,
+        state.tokens,
+        lengths_B=state.lengths,
+        cursor_B=state.cursor,
+        remaining_B=state.remaining,
+        done_B=state.done,
+        ids_BT=state.ids,
+        draft_ids_BK=generator.block_ids,
+        positions_BP=positions,
+        record_SCB=outcome[None],
+        mask_token_id=generator.draft.config.mask_token_id,
+        eos_ids_N=state.eos_ids,
+        accepted_B=num_accepted,
+    )
+
+
 def report(state: DecodeState) -> Tensor:
     """Returns what the host has to know of a step, int64 `[5, B]`.
 
@@ -131,5 +181,6 @@ __all__ = [
     "draft_step",
     "report",
     "select_step",
+    "settle_step",
     "verify_step",
 ]

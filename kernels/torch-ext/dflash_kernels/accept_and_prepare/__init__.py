@@ -24,8 +24,8 @@ def accept_and_prepare(
     draft_ids_BK: Tensor,
     positions_BP: Tensor,
     record_SCB: Tensor,
-    step_B: Tensor,
     mask_token_id: int,
+    step_B: Tensor | None = None,
     eos_ids_N: Tensor | None = None,
     accepted_B: Tensor | None = None,
 ) -> None:
@@ -40,7 +40,7 @@ def accept_and_prepare(
         lengths += committed, cursor += committed, remaining -= committed
         block[0] = draft_ids[0] = tokens[committed - 1], the new anchor; draft_ids[i > 0] = mask_token_id
         positions[i] = lengths + i
-        record[step mod S] = [committed, accepted, lengths, done, cursor, tokens...]; step += 1
+        record[step mod S] = [committed, accepted, lengths, done, cursor, tokens...]; step += 1, where it is counted
 
     A row that is done commits nothing and keeps its anchor. Nothing is written outside `ids`, whatever the counts.
 
@@ -56,8 +56,9 @@ def accept_and_prepare(
         positions_BP (`torch.Tensor` of shape `[B, P]`, int64): Indices of the next block's tokens. Written.
         record_SCB (`torch.Tensor` of shape `[S, 5 + W, B]`, int64, contiguous): A ring of what the last `S` steps did,
             to be copied to the host while the next step runs. One slot is written.
-        step_B (`torch.Tensor` of shape `[B]`, int64): Steps so far, the same number in each row. Written.
         mask_token_id (`int`): The draft's mask token.
+        step_B (`torch.Tensor` of shape `[B]`, int64, *optional*): Steps so far, the same number in each row. Written.
+            Without it the record is in slot 0.
         eos_ids_N (`torch.Tensor` of shape `[N]`, int64, *optional*): End-of-sequence ids; negative ones are none.
         accepted_B (`torch.Tensor` of shape `[B]`, int64, *optional*): Proposals accepted, in `[0, W - 1]`, where
             another rule than equality decides.
@@ -66,7 +67,7 @@ def accept_and_prepare(
         ValueError: If shapes, dtypes or strides are not as said.
     """
     counts = {"lengths_B": lengths_B, "cursor_B": cursor_B, "remaining_B": remaining_B}
-    counts |= {"done_B": done_B, "step_B": step_B}
+    counts |= {"done_B": done_B} if step_B is None else {"done_B": done_B, "step_B": step_B}
     tables = {"block_BW": block_BW, "ids_BT": ids_BT, "draft_ids_BK": draft_ids_BK, "positions_BP": positions_BP}
     _check(tokens_BW, counts, tables, record_SCB, eos_ids_N, accepted_B)
     _accept_and_prepare(
@@ -147,7 +148,7 @@ def _accept_and_prepare(
     draft_ids: Tensor,
     positions: Tensor,
     record: Tensor,
-    step: Tensor,
+    step: Tensor | None,
     mask_token_id: int,
 ) -> None:
     arguments = (
@@ -189,7 +190,7 @@ def _(
     draft_ids: Tensor,
     positions: Tensor,
     record: Tensor,
-    step: Tensor,
+    step: Tensor | None,
     mask_token_id: int,
 ) -> None:
     return None

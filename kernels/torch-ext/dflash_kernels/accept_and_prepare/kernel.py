@@ -44,6 +44,7 @@ def _accept_and_prepare_kernel(
     stride_positions,
     HAS_ACCEPTED: tl.constexpr,
     HAS_EOS: tl.constexpr,
+    HAS_STEP: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
@@ -98,15 +99,17 @@ def _accept_and_prepare_kernel(
     )
     tl.store(positions + row * stride_positions + slot, length + slot, mask=slot < num_positions)
 
-    step = tl.load(step_ptr + row).to(tl.int64)
-    start = record + (step % num_slots) * (width + 5) * num_rows + row
+    start = record + row
+    if HAS_STEP:
+        step = tl.load(step_ptr + row).to(tl.int64)
+        start += (step % num_slots) * (width + 5) * num_rows
+        tl.store(step_ptr + row, step + 1)
     tl.store(start, committed)
     tl.store(start + num_rows, accepted)
     tl.store(start + 2 * num_rows, length)
     tl.store(start + 3 * num_rows, finished.to(tl.int64))
     tl.store(start + 4 * num_rows, cursor + committed)
     tl.store(start + (5 + index) * num_rows, token, mask=inside)
-    tl.store(step_ptr + row, step + 1)
 
 
 def accept_and_prepare_triton(
@@ -122,7 +125,7 @@ def accept_and_prepare_triton(
     draft_ids_BK: Tensor,
     positions_BP: Tensor,
     record_SCB: Tensor,
-    step_B: Tensor,
+    step_B: Tensor | None,
     mask_token_id: int,
 ) -> None:
     """Launches the kernel; arguments as [`accept_and_prepare`]."""
@@ -156,6 +159,7 @@ def accept_and_prepare_triton(
         positions_BP.stride(0),
         HAS_ACCEPTED=accepted_B is not None,
         HAS_EOS=eos_ids_N is not None,
+        HAS_STEP=step_B is not None,
         BLOCK_W=power_of_two(width),
         BLOCK_P=power_of_two(max(draft_ids_BK.shape[1], positions_BP.shape[1])),
         num_warps=1,

@@ -19,7 +19,7 @@ def accept_and_prepare_reference(
     draft_ids_BK: Tensor,
     positions_BP: Tensor,
     record_SCB: Tensor,
-    step_B: Tensor,
+    step_B: Tensor | None,
     mask_token_id: int,
 ) -> None:
     """See [`accept_and_prepare`]; nothing is read on the host."""
@@ -55,8 +55,11 @@ def accept_and_prepare_reference(
     draft_ids_BK[:, :1] = anchor
     positions_BP.copy_(lengths_B[:, None] + torch.arange(positions_BP.shape[1], device=device))
     figures = torch.stack([committed, accepted_B, lengths_B, finished, cursor_B])
-    slot = step_B % record_SCB.shape[0]
-    record_SCB[slot, :, torch.arange(batch, device=device)] = torch.cat([figures, tokens_BW.T]).T
+    now = torch.cat([figures, tokens_BW.T])
+    if step_B is None:
+        record_SCB[0] = now
+        return
+    record_SCB[step_B % record_SCB.shape[0], :, torch.arange(batch, device=device)] = now.T
     step_B += 1
 
 

@@ -1,0 +1,163 @@
+"""The target's decoder layers through `torch.compile` during a verify: norms, RoPE, activations and residuals fused.
+
+A layer's forward is compiled from its beginning to its attention, and from behind that to its end. The attention
+itself runs as it is, because keys, values and the ragged block's notes are changed there by Python code; its norms and
+its RoPE are compiled on their own. So every layer of a kind shares a few small graphs, none for each `layer_idx`.
+
+Nothing of the model is changed but for an attribute `forward` on these modules while a verify runs, which acts in the
+verifying thread only. Hooks are called outside of `forward`, so taps fire as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from dflash_hf.target import Target, attention_modules
+
+# Tests compile with one that is quick.
+backend = "inductor"
+_MARK = "_dflash_switched"
+Shape = tuple[int, int]  # rows, tokens
+
+
+class _Here(threading.local):
+    """The shape that this thread verifies with compiled layers."""
+
+    shape: Shape | None = None
+
+
+_here = _Here()
+_patching = threading.Lock()
+_num_users: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def compiled_layers(target: Target, shape: Shape) -> Generator[None]:
+    """Runs the target's decoder layers compiled, in this thread only.
+
+    Recurrent layers, and those that carry hooks inside or a forward of their own, run as they are. The first verify of a shape compiles.
+
+    Args:
+        target (`Target`): The target.
+        shape (`tuple[int, int]`): Rows and tokens of the verify: each has graphs of its own.
+
+    Raises:
+        torch._dynamo.exc.TorchDynamoException: From the body, if something cannot be compiled; see `compile_errors`.
+    """
+    with _patching:
+        users = _num_users.get(target.model, 0)
+        if users == 0:
+            _attach(target)
+        _num_users[target.model] = users + 1
+    before, _here.shape = _here.shape, shape
+    try:
+        yield
+    finally:
+        _here.shape = before
+        with _patching:
+            _num_users[target.model] -= 1
+            if _num_users[target.model] == 0:
+                _detach(target)
+
+
+def compile_errors() -> type[Exception]:
+    """Returns what a failed compilation raises; its module is loaded only where something is compiled."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
+def _attach(target: Target) -> None:
+    """Gives the layers, their attention and its norms a forward that asks which thread calls it."""
+    for layer in target.layers:
+        attentions = attention_modules(layer)
+        # A recurrent layer's cache keeps notes in Python code too, and all through the layer.
+        if not attentions or layer in attentions or not _is_plain(layer):
+            continue
+        for attention in attentions:
+            own: Any = attention
+            # Behind this no graph goes on; what is called in there may be compiled again.
+            own.forward = torch.compiler.disable(_switched(attention, _attention_forward))
+            for part in attention.children():
+                if not isinstance(part, nn.Linear) and not list(part.children()) and list(part.parameters()):
+                    part.forward = _switched(part, _compiled)
+        layer.forward = _switched(layer, _compiled)
+
+
+def _detach(target: Target) -> None:
+    """Takes all of it off again."""
+    for layer in target.layers:
+        for module in layer.modules():
+            own = vars(module)
+            if hasattr(_innermost(own.get("forward")), _MARK):
+                del module.forward
+
+
+def _innermost(function: Any) -> Any:
+    """What `torch.compiler.disable` has wrapped."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether nothing but the classes' own code runs in a layer."""
+    return not any(
+        {"forward", "_hf_hook"} & vars(part).keys()
+        or part._compiled_call_impl is not None
+        or (part is not layer and (part._forward_hooks or part._forward_pre_hooks))
+        for part in layer.modules()
+    )
+
+
+def _switched(module: nn.Module, change: Callable[[Any, Shape], Callable[..., Any]]) -> Callable[..., Any]:
+    """A forward for one module: the changed one in a verifying thread, elsewhere its class's."""
+    plain, weak = type(module).forward, weakref.ref(module)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        chosen = plain if _here.shape is None else change(plain, _here.shape)
+        return chosen(weak(), *args, **kwargs)
+
+    setattr(forward, _MARK, True)
+    return forward
+
+
+@functools.cache
+def _compiled(function: Any, shape: Shape) -> Callable[..., Any]:
+    """A function compiled for one shape of verify.
+
+    Each shape gets a copy of its code: torch gives up on code after a few compilations of it.
+    """
+    # Rounds where eager code rounds.
+    options: dict[str, Any] | None = {"emulate_precision_casts": True} if backend == "inductor" else None
+    return torch.compile(_copied(function, {}), dynamic=False, backend=backend, options=options)
+
+
+@functools.cache
+def _attention_forward(function: Any, shape: Shape) -> Callable[..., Any]:
+    """An attention's forward that calls compiled RoPE functions, if it finds them by name in its module."""
+    names: Sequence[str] = getattr(getattr(function, "__code__", None), "co_names", ())
+    ropes = {name: function.__globals__.get(name) for name in names if "rotary_pos_emb" in name}
+    ropes = {name: _compiled(rope, shape) for name, rope in ropes.items() if isinstance(rope, types.FunctionType)}
+    return _copied(function, ropes) if ropes else function
+
+
+def _copied(function: Any, replaced: dict[str, Any]) -> Any:
+    """A copy of a Python function that sees other values under these global names; anything else as it is."""
+    if not isinstance(function, types.FunctionType):
+        return function
+    seen = {**function.__globals__, **replaced} if replaced else function.__globals__
+    code = function.__code__.replace()
+    copy = types.FunctionType(code, seen, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+__all__ = ["compile_errors", "compiled_layers"]

@@ -1,0 +1,383 @@
+"""Whatever the widths of the verifies, the text is plain `generate`'s, and so is a kept cache."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from dflash_hf import DFlashDraftModel, iterate
+from dflash_hf.generation import buffers
+from dflash_hf.generation.buffers import kept_buffers
+from dflash_hf.generation.host_reads import NoHostReads
+from dflash_hf.generation.static_step import StaticStep
+from dflash_hf.generation.widths import candidate_widths
+from helpers.static import Tape, TapeStep, tensor_oracle, use_tapes
+from helpers.vision import vision_prompts, vision_target
+from helpers.widths import RandomWidths, use_random_widths
+from tiny import DFLASH2, FAMILIES, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+
+NEW = 26
+LENGTHS = {"one": [9], "three": [4, 11, 7]}
+ENGINES = ["eager", "static", "cuda_graph"]
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+
+
+@cache
+def target_of(family: str) -> PreTrainedModel:
+    return tiny_target(family)
+
+
+@pytest.fixture(autouse=True)
+def tapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are tapes, in buckets that a run passes through two of."""
+    use_tapes(monkeypatch, smallest_bucket=32)
+
+
+def oracle(
+    target: PreTrainedModel, inputs: dict[str, Tensor], ref: Tensor, seed: int, engine: Any, **kind: Any
+) -> Any:
+    """A partly right draft with `"auto"` widths."""
+    draft = tensor_oracle(target, truth_of(inputs, ref), seed, **kind)
+    draft.generation_config.engine = engine
+    draft.generation_config.verify_width = "auto"
+    return draft
+
+
+def check_widths(draft: DFlashDraftModel, least: int = 2) -> None:
+    """The run must have had several widths, and told them."""
+    stats = draft.last_stats
+    assert len(set(stats.verify_widths)) >= least
+    assert len(stats.verify_widths) == max(len(row) for row in stats.num_accepted)
+    for row in stats.num_accepted:
+        assert all(0 <= right < width for right, width in zip(row, stats.verify_widths, strict=False))
+
+
+RUNS = [(family, engine) for family in FAMILIES for engine in ("eager", "static")]
+RUNS += [("qwen3-sliding", "cuda_graph"), ("gemma3", "cuda_graph")]
+
+
+@pytest.mark.parametrize(("family", "engine"), RUNS)
+@pytest.mark.parametrize("batch", LENGTHS)
+def test_every_family_gives_the_plain_text(
+    batch: str, family: str, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_of(family)
+    widths: list[int] = []
+    for seed, block_size in enumerate((5, 16)):
+        use_random_widths(monkeypatch, seed)
+        inputs = prompts(LENGTHS[batch], seed)
+        ref = target.generate(**inputs, **GREEDY)
+        draft = oracle(target, inputs, ref, seed, engine, block_size=block_size)
+        for _ in range(2):  # the second time over kept buffers
+            assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+            assert draft.last_stats.engine == engine
+        assert draft.last_stats.acceptance_length > 1.0
+        check_widths(draft)
+        widths += draft.last_stats.verify_widths
+    assert len(set(widths)) > 4
+    assert (Tape.num_replays > 0) == (engine == "cuda_graph")
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dflash 2": DFLASH2,
+    "from the anchor": {"sample_from_anchor": True},
+    "window from the anchor": {"window_from_anchor": True},
+    "taps the embeddings": {"target_layer_ids": [-1, 2]},
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+def test_every_kind_of_draft_gives_the_plain_text(
+    kind: dict[str, Any], engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_of("qwen3-sliding")
+    for seed, lengths in enumerate(LENGTHS.values()):
+        use_random_widths(monkeypatch, seed)
+        inputs = prompts(lengths, seed)
+        ref = target.generate(**inputs, **GREEDY)
+        draft = oracle(target, inputs, ref, seed, engine, block_size=6, **kind)
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+        check_widths(draft)
+
+
+@pytest.mark.parametrize("proposal", ["shared_noise", "argmax"])
+@pytest.mark.parametrize(
+    ("setting", "kind", "engine"),
+    [
+        *(("warpers", "dflash", engine) for engine in ENGINES),
+        *(("prefix", "dflash", engine) for engine in ("eager", "static")),
+        *(("warpers", "dflash 2", engine) for engine in ("eager", "static")),
+    ],
+)
+def test_a_sampled_text_is_the_one_of_a_fixed_width(
+    kind: str, setting: str, proposal: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_of("qwen3")
+    extra: dict[str, Any] = {"repetition_penalty": 1.3} if setting == "prefix" else {"temperature": 0.8, "top_p": 0.9}
+    monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 64)
+    for seed, lengths in enumerate(LENGTHS.values()):
+        inputs = prompts(lengths, seed)
+        draft = tiny_draft(target, 6, **KINDS[kind])
+        settings = {"max_new_tokens": NEW, "do_sample": True, "top_k": 20, "eos_token_id": [9], **extra}
+        draft.generation_config.proposal = proposal
+        torch.manual_seed(5)
+        ref = target.generate(**inputs, **settings, assistant_model=draft)
+        knowing = oracle(target, inputs, ref, seed, engine, block_size=6, **KINDS[kind])
+        knowing.generation_config.proposal = proposal
+        use_random_widths(monkeypatch, seed)
+        torch.manual_seed(5)
+        assert torch.equal(target.generate(**inputs, **settings, assistant_model=knowing), ref)
+        check_widths(knowing)
+
+
+@pytest.mark.parametrize("engine", ["static", "cuda_graph"])
+def test_rejection_is_the_eager_loops_at_the_same_widths(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text depends on the widths."""
+    target, inputs = target_of("qwen3"), prompts([4, 11, 7], 4)
+    draft = tiny_draft(target, 6)
+    draft.generation_config.verify_width, draft.generation_config.proposal = "auto", "sample"
+    settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.5}
+    use_random_widths(monkeypatch, 3)
+    draft.generation_config.engine = engine
+    torch.manual_seed(5)
+    out = target.generate(**inputs, **settings, assistant_model=draft)
+    check_widths(draft)
+    played = iter(draft.last_stats.verify_widths)
+    monkeypatch.setattr(RandomWidths, "next_width", lambda self: next(played))
+    draft.generation_config.engine = "eager"
+    torch.manual_seed(5)
+    assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), out)
+
+
+class Silent(BaseStreamer):
+    """Takes what it gets: with several rows they advance together then."""
+
+    def put(self, value: Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("what", ["criterion", "scores", "streamer"])
+def test_what_the_host_decides_and_collects(what: str, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_random_widths(monkeypatch, 2)
+    target, inputs = target_of("qwen3"), prompts([4, 11, 7], 3)
+    settings: dict[str, Any] = {**GREEDY, "pad_token_id": 0, "eos_token_id": [9], "return_dict_in_generate": True}
+    if what == "criterion":
+        settings["stopping_criteria"] = [lambda ids, scores: torch.full((3,), ids.shape[1] >= 30)]
+    elif what == "scores":
+        settings |= {"output_logits": True, "eos_token_id": None}
+    elif what == "streamer":
+        settings["streamer"] = Silent()
+    ref = target.generate(**{**inputs, **settings, "streamer": None})
+    draft = oracle(target, inputs, ref.sequences, 3, engine)
+    out = target.generate(**inputs, **settings, assistant_model=draft)
+    assert torch.equal(out.sequences, ref.sequences)
+    if what == "scores":
+        assert len(out.logits) == len(ref.logits)
+        torch.testing.assert_close(out.logits[5], ref.logits[5].float(), rtol=1e-5, atol=1e-5)
+    check_widths(draft)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_kept_cache_is_plain_generates(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, inputs = target_of("qwen3-sliding"), prompts([5, 9], 1)
+    settings: dict[str, Any] = {"max_new_tokens": 13, "do_sample": False, "eos_token_id": [9], "pad_token_id": 0}
+    plain = DynamicCache(config=target.config)
+    ref = target.generate(**inputs, **settings, past_key_values=plain)
+    for seed in range(4):
+        use_random_widths(monkeypatch, seed)
+        ours = DynamicCache(config=target.config)
+        draft = oracle(target, inputs, ref, 1, engine)
+        assert torch.equal(target.generate(**inputs, **settings, past_key_values=ours, assistant_model=draft), ref)
+        for layer, other in zip(plain.layers, ours.layers, strict=True):
+            torch.testing.assert_close(layer.keys[1], other.keys[1], rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(layer.values[1], other.values[1], rtol=1e-9, atol=1e-9)
+        check_widths(draft)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_pictures_give_the_plain_text(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_random_widths(monkeypatch, 1)
+    target = vision_target("qwen3-vl")
+    inputs = vision_prompts(target, "qwen3-vl", [[(4, 4)], [], [(2, 8), (6, 4)]], 0)
+    inputs = {name: t.to(target.dtype) if t.is_floating_point() else t for name, t in inputs.items()}
+    ref = target.generate(**inputs, **GREEDY)
+    draft = oracle(target, inputs, ref, 0, engine)
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    check_widths(draft)
+
+
+def test_the_drafts_context_is_the_one_of_a_fixed_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the draft's logits decide, a hole or a stale row of its context would change what it proposes."""
+    target, inputs = target_of("qwen3"), prompts([4, 11, 7], 4)
+    draft = tiny_draft(target, 8)
+    seen: dict[str, dict[tuple[int, int], Tensor]] = {}
+    forward, found = type(draft).forward_block, dict[tuple[int, int], Tensor]()
+
+    def watched(self: Any, embeds: Tensor, cache: Any, context: Any = None) -> Tensor:
+        hidden = forward(self, embeds, cache, context)
+        for row, length in enumerate(cache.block.lengths.tolist()):
+            found[row, length] = hidden[row]
+        return hidden
+
+    monkeypatch.setattr(type(draft), "forward_block", watched)
+    for name, engine, width in (("wide", "eager", 8), ("eager", "eager", "auto"), ("static", "static", "auto")):
+        use_random_widths(monkeypatch, 7)
+        draft.generation_config.engine, draft.generation_config.verify_width = engine, width
+        found.clear()
+        target.generate(**inputs, **GREEDY, assistant_model=draft)
+        seen[name] = dict(found)
+    for name in ("eager", "static"):
+        shared = seen[name].keys() & seen["wide"].keys()
+        assert len(shared) > 20
+        for key in shared:
+            torch.testing.assert_close(seen[name][key], seen["wide"][key], rtol=1e-9, atol=1e-9)
+
+
+# ---- what capture needs
+
+
+def test_nothing_moves_when_the_width_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 128)
+    use_random_widths(monkeypatch, 5)
+    target, inputs = target_of("qwen3-sliding"), prompts([4, 11, 7], 0)
+    ref = target.generate(**inputs, **GREEDY)
+    draft = oracle(target, inputs, ref, 0, "static")
+    places: set[tuple[Any, ...]] = set()
+    launch = StaticStep.launch
+
+    def watched(self: StaticStep, bound: int) -> Any:
+        with NoHostReads():
+            out = launch(self, bound)
+        assert self.run.buffers is not None
+        places.add(tuple((t.data_ptr(), t.shape, t.stride()) for t in self.run.buffers.owned()))
+        return out
+
+    monkeypatch.setattr(StaticStep, "launch", watched)
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    check_widths(draft, 3)
+    assert len(places) == 1
+
+
+def test_stale_columns_behind_a_narrow_verify_are_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stands behind the width in ids, tokens and tapped states may be anything that is a number."""
+    use_random_widths(monkeypatch, 5)
+    target, inputs = target_of("qwen3-sliding"), prompts([4, 11, 7], 0)
+    ref = target.generate(**inputs, **GREEDY)
+    draft = oracle(target, inputs, ref, 0, "static")
+    launch, num_narrow = StaticStep.launch, 0
+
+    def spoiled(self: StaticStep, bound: int) -> Any:
+        nonlocal num_narrow
+        out, run = launch(self, bound), self.run
+        width, held = run.state.width, run.generator._held
+        assert held is not None
+        num_narrow += width < held[0].shape[1]
+        run.state.whole_block[:, width:] = 5
+        run.state.whole_tokens[:, width:] = 9
+        held[0][:, width:] = 1e3
+        return out
+
+    monkeypatch.setattr(StaticStep, "launch", spoiled)
+    settings = {**GREEDY, "eos_token_id": [9], "pad_token_id": 0}
+    ref = target.generate(**inputs, **settings)
+    assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
+    assert num_narrow > 3
+
+
+# ---- the choice itself, in a run
+
+
+def test_graphs_are_captured_widest_first_and_those_that_save_nothing_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, inputs = target_of("qwen3"), prompts([4, 11, 7], 0)
+    ref = target.generate(**inputs, **GREEDY)
+    for knee, useful in ((100, [16]), (8, [16, 12, 8]), (1, [16, 12, 8, 6, 4])):
+        monkeypatch.setattr(TapeStep, "measure", lambda self, tape, knee=knee: max(1.0, tape.graph.width / knee))
+        draft = oracle(target, inputs, ref, 0, "cuda_graph", block_size=16)
+        TapeStep.captured, TapeStep.widths = [], []
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+        sizes = list(zip(TapeStep.captured, TapeStep.widths, strict=True))
+        bounds = sorted(set(TapeStep.captured), reverse=True)
+        expected = [(bounds[0], width) for width in candidate_widths(16)]
+        assert len(bounds) > 1
+        assert sizes == expected + [(bound, width) for bound in bounds[1:] for width in useful]
+        (graphs,) = [kept.graphs for kept in kept_buffers(draft)]
+        assert {size for _, size in graphs.captured} == {(bound, width) for bound in bounds for width in useful}
+        assert set(draft.last_stats.verify_widths) <= set(useful)
+        again = target.generate(**inputs, **GREEDY, assistant_model=draft)
+        assert torch.equal(again, ref)
+        assert len(TapeStep.captured) == len(sizes), "what widths cost is kept with the graphs"
+
+
+def run_of(target: Any, draft: Any, inputs: Any, monkeypatch: pytest.MonkeyPatch, costs: dict[int, float]) -> Any:
+    """Generates with these costs of widths; returns the statistics."""
+    monkeypatch.setattr(TapeStep, "measure", lambda self, tape: costs[tape.graph.width])
+    target.generate(**inputs, max_new_tokens=90, do_sample=False, assistant_model=draft)
+    return draft.last_stats
+
+
+def test_a_run_verifies_as_wide_as_its_acceptance_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, inputs = target_of("qwen3"), prompts([4, 11, 7], 0)
+    ref = target.generate(**inputs, max_new_tokens=90, do_sample=False)
+    costs = {16: 12.5, 12: 12.0, 8: 8.0, 6: 6.0, 4: 4.0}
+    monkeypatch.setattr("dflash_hf.generation.widths.MIN_SAVING", 0.01)
+    monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 256)  # one graph per width is enough here
+    never_right = tiny_draft(target, 16)
+    always_right = oracle(target, inputs, ref, 0, "cuda_graph", block_size=16)
+    monkeypatch.setattr("torch.floor", lambda drawn: torch.full_like(drawn, 99.0))  # the oracle's: all slots are right
+    never_right.generation_config.engine, never_right.generation_config.verify_width = "cuda_graph", "auto"
+    widths = run_of(target, never_right, inputs, monkeypatch, costs).verify_widths
+    assert set(widths[3:]) == {4}
+    stats = run_of(target, always_right, inputs, monkeypatch, costs)
+    assert set(stats.verify_widths[4:]) == {16}
+
+
+def test_a_block_with_no_choice_has_none() -> None:
+    target, inputs = target_of("qwen3"), prompts([4], 0)
+    ref = target.generate(**inputs, **GREEDY)
+    for block_size in (1, 2, 4):
+        draft = oracle(target, inputs, ref, 0, "eager", block_size=8)
+        draft.generation_config.block_size = block_size
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+        assert set(draft.last_stats.verify_widths) == {block_size}
+
+
+def test_the_eager_loop_times_itself() -> None:
+    target, inputs = target_of("qwen3"), prompts([4, 11, 7], 0)
+    ref = target.generate(**inputs, max_new_tokens=60, do_sample=False)
+    draft = oracle(target, inputs, ref, 0, "eager", block_size=16)
+    assert torch.equal(target.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=draft), ref)
+    widths = draft.last_stats.verify_widths
+    assert widths[:6] == [16, 16, 16, 16, 4, 4]
+    assert set(widths) <= set(candidate_widths(16))
+
+
+@pytest.mark.parametrize("own", ["propose", "accept"])
+def test_iterate_gives_each_steps_own_width(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_random_widths(monkeypatch, 1)
+    target: Any = target_of("qwen3")
+    inputs = prompts([4, 11], 0)
+    ref = target.generate(**inputs, **GREEDY)
+    draft = oracle_draft(target, truth_of(inputs, ref), 0, 8)
+    draft.generation_config.verify_width = "auto"
+    rules: dict[str, Any] = {"propose": lambda logits, anchor: logits.argmax(-1)}
+    if own == "accept":
+        rules = {"accept": lambda proposed, tokens, logits: (proposed == tokens[:, :-1]).cumprod(1).sum(1)}
+    steps = list(iterate(target, draft, **inputs, **GREEDY, **rules))
+    widths = [step.tokens.shape[1] for step in steps[1:]]
+    assert widths == [step.proposals.shape[1] + 1 for step in steps[1:]] == draft.last_stats.verify_widths
+    assert len(set(widths)) > 2
+    for row in range(2):
+        new = torch.cat([step.committed[row] for step in steps])
+        assert torch.equal(new, ref[row, 11 : 11 + len(new)])

@@ -1,0 +1,280 @@
+"""The kernel path of a step, in float64 by the operations' references: exact, still, and where it is not taken.
+
+For float64 there are no kernels but that of `accept_and_prepare`, so the path is taken at the speed of torch; that
+kernels compute what their references do is tested beside each. Without the references in between, `test_decode.py`.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from dflash_hf import ops
+from dflash_hf.generation import buffers
+from dflash_hf.generation.buffers import kept_buffers
+from helpers.engine import GREEDY, Watched, freeze_each_step_first, pair
+from helpers.kernel_checks import DEVICES, Calls, calls_of
+from helpers.static import Tape, TensorOracle, tensor_oracle, use_tapes
+from helpers.vision import vision_prompts, vision_target
+from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of
+
+NEW = 20
+SLIDING: dict[str, Any] = {"sliding_window": 5, "window_from_anchor": True}
+DRAFTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dflash 2": DFLASH2,
+    "from the anchor": {"sample_from_anchor": True},
+    "window from the anchor": SLIDING,
+}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def tapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tapes(monkeypatch)
+
+
+def check_greedy(target: Any, inputs: dict[str, Tensor], calls: Calls, engine: Any, width: int, **options: Any) -> Any:
+    """Two calls, the second one over kept buffers, give the plain text; returns the draft."""
+    wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = tensor_oracle(target, truth_of(inputs, wanted), 2, 6, **options)
+    draft.generation_config.engine = engine
+    draft.generation_config.verify_width = width
+    for _ in range(2):
+        calls.kernels.clear()
+        calls.references.clear()
+        with ops.kernels(True):
+            out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+        assert torch.equal(out, wanted)
+        assert draft.last_stats.engine == engine
+        assert draft.last_stats.acceptance_length > 1
+        if engine != "cuda_graph":
+            assert calls.all() == calls_of(draft, engine == "static")
+        else:
+            assert calls.all().keys() == calls_of(draft, True).keys()
+            assert Tape.num_replays > 0
+    return draft
+
+
+@pytest.mark.parametrize("engine", ["eager", "static", "cuda_graph"])
+@pytest.mark.parametrize("lengths", [[9], [4, 11, 7]], ids=["one", "three"])
+@pytest.mark.parametrize("family", ["qwen3-sliding", "llama3-rope", "gemma3", "phi3"])
+def test_the_kernel_path_gives_the_plain_text(family: str, lengths: list[int], engine: Any, calls: Calls) -> None:
+    check_greedy(tiny_target(family), prompts(lengths, 2), calls, engine, 6)
+
+
+@pytest.mark.parametrize("engine", ["eager", "cuda_graph"])
+@pytest.mark.parametrize("kind", DRAFTS.values(), ids=DRAFTS.keys())
+def test_every_kind_of_draft_gives_the_plain_text(kind: dict[str, Any], engine: Any, calls: Calls) -> None:
+    check_greedy(tiny_target("mistral"), prompts([4, 11, 7], 2), calls, engine, 4, **kind)
+
+
+def test_pictures_give_the_plain_text(calls: Calls) -> None:
+    target = vision_target("qwen3-vl")
+    inputs = vision_prompts(target, "qwen3-vl", [[(4, 4)], [], [(2, 8)]], 0)
+    inputs = {name: t.to(target.dtype) if t.is_floating_point() else t for name, t in inputs.items()}
+    check_greedy(target, inputs, calls, "static", 6)
+
+
+@pytest.mark.parametrize("engine", ["static", "cuda_graph"])
+@pytest.mark.parametrize("num_ids", [1, 11])
+def test_eos_and_limits_inside_a_block(num_ids: int, engine: Any) -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts([4, 11, 7], 1)
+    free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = tensor_oracle(target, truth_of(inputs, free), 1, 8)
+    draft.generation_config.engine = engine
+    eos = [int(free[0, -NEW + 4]), int(free[1, -5]), *range(100, 120)][:num_ids]
+    for new in (NEW, 7, 2):
+        settings = {"max_new_tokens": new, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+        wanted = target.generate(**inputs, **settings)
+        with ops.kernels(True):
+            assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), wanted)
+
+
+@pytest.mark.parametrize("engine", ["eager", "static", "cuda_graph"])
+@pytest.mark.parametrize("proposal", ["argmax", "shared_noise", "sample"])
+@pytest.mark.parametrize("kind", [{}, DFLASH2], ids=["dflash", "dflash 2"])
+def test_a_sampled_text_is_that_without_kernels(kind: Any, proposal: Any, engine: Any, calls: Calls) -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts([4, 11, 7], 4)
+    draft = tiny_draft(target, 6, **kind)
+    draft.generation_config.proposal = proposal
+    texts: list[Tensor] = []
+    for chosen, enabled in (("eager", False), (engine, True)):
+        draft.generation_config.engine = chosen
+        torch.manual_seed(5)
+        settings = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.4, "top_k": 20, "eos_token_id": [9]}
+        with ops.kernels(enabled):
+            texts.append(target.generate(**inputs, **settings, pad_token_id=0, assistant_model=draft))
+        assert (len(calls.all()) >= 4) == enabled
+    assert torch.equal(texts[0], texts[1])
+
+
+class Recording(TensorOracle):
+    """Keeps every block it runs."""
+
+    def forward_block(self, noise_embeds: Tensor, cache: Any, context: Any = None) -> Tensor:
+        hidden = super().forward_block(noise_embeds, cache, context)
+        self.blocks.append((cache.block.lengths.clone(), noise_embeds.clone(), hidden.clone()))
+        return hidden
+
+
+def check_context(target: Any, engine: Any, lengths: list[int], new: int, tolerance: float, **options: Any) -> None:
+    """What the draft sees is what it would see in one forward, in torch, over all that is committed."""
+    inputs = prompts(lengths, 6)
+    wanted = target.generate(**inputs, max_new_tokens=new, do_sample=False)
+    truth = truth_of(inputs, wanted)
+    draft = tensor_oracle(target, truth, 3, 4, **options)
+    for layer in draft.layers:
+        torch.nn.init.normal_(layer.self_attn.k_norm.weight)
+        torch.nn.init.normal_(layer.self_attn.q_norm.weight)
+    draft.__class__, draft.blocks = Recording, []
+    draft.generation_config.engine = engine
+    with ops.kernels(True):
+        out = target.generate(**inputs, max_new_tokens=new, do_sample=False, assistant_model=draft)
+    assert torch.equal(out, wanted)
+    assert draft.last_stats.acceptance_length > 1.3
+    with torch.no_grad():
+        features = [
+            torch.cat([target(torch.tensor([row]), output_hidden_states=True).hidden_states[i] for i in (1, 3)], -1)
+            for row in truth
+        ]
+        checked = 0
+        for starts, noise, hidden in draft.blocks:
+            for row, start in enumerate(starts.tolist()):
+                once = draft(noise[row : row + 1], features[row][:, :start]).last_hidden_state[0]
+                assert (once - hidden[row]).abs().max() < tolerance * once.abs().max()
+                checked += start > lengths[row]
+    assert checked > 3
+
+
+@pytest.mark.parametrize("engine", ["eager", "static"])
+@pytest.mark.parametrize("kind", [{}, SLIDING, DFLASH2], ids=["plain", "sliding", "dflash 2"])
+def test_the_draft_sees_what_was_committed(kind: dict[str, Any], engine: Any) -> None:
+    # The draft's modules norm in float32, the references as wide as their input.
+    check_context(tiny_target("qwen3"), engine, [4, 17, 9], 24, 1e-5, **kind)
+
+
+@pytest.mark.parametrize("device", DEVICES[:1])
+def test_the_draft_sees_what_was_committed_by_the_kernels(device: str, calls: Calls) -> None:
+    small = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    check_context(tiny_target("qwen3").float(), "static", [5, 3], 7, 1e-4, **small)
+    assert not calls.references
+    assert calls.kernels["context_kv"] > 1
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"), [("qwen3-sliding", {}), ("mistral", DFLASH2), ("qwen3", {"sample_from_anchor": True})]
+)
+@pytest.mark.parametrize("sampling", [False, True])
+def test_nothing_moves_and_every_step_is_the_same_whatever_is_accepted(
+    sampling: bool, family: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch, calls: Calls
+) -> None:
+    monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 128)
+    target, draft, inputs, _ = pair("static", family, **overrides)
+    draft.generation_config.proposal = "sample" if sampling else "auto"
+    watched = Watched(monkeypatch)
+    settings = {"do_sample": True, "temperature": 0.02, "top_k": 9} if sampling else {"do_sample": False}
+    settings |= {"max_new_tokens": 26, "eos_token_id": [9], "pad_token_id": 0}
+    with ops.kernels(True):
+        target.generate(**inputs, **settings, assistant_model=draft)
+    accepted = {count for row in draft.last_stats.num_accepted for count in row}
+    assert len(accepted) > 2, "blocks of which different numbers are right"
+    assert calls.all() == calls_of(draft, True)
+    watched.check()
+
+
+def test_a_step_over_finished_rows_changes_only_scratch(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    target, draft, inputs, ref = pair("static")
+    frozen = freeze_each_step_first(monkeypatch)
+    with ops.kernels(True):
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    assert len(frozen) > 3
+    assert calls.all()["accept_and_prepare"] == 2 * len(frozen)
+
+
+def test_a_graph_is_replayed_with_the_kernels_it_was_captured_with(calls: Calls) -> None:
+    target, draft, inputs, ref = pair("cuda_graph")
+    for enabled in (True, False, True):
+        before = calls.all()["accept_and_prepare"]
+        with ops.kernels(enabled):
+            assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+        assert (calls.all()["accept_and_prepare"] > before) == enabled
+
+
+def test_copies_of_weights_are_made_anew_in_their_place() -> None:
+    target, draft, inputs, ref = pair("cuda_graph")
+    places: list[int] = []
+    for _ in range(2):
+        with ops.kernels(True):
+            assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+        (kept,) = kept_buffers(draft)
+        attentions = [layer.self_attn for layer in draft.layers]
+        now = torch.cat([p.weight for a in attentions for p in (a.k_proj, a.v_proj)])
+        assert torch.equal(kept.context_weights.projection, now)
+        assert torch.equal(kept.context_weights.norm, torch.stack([a.k_norm.weight for a in attentions]))
+        places.append(kept.context_weights.projection.data_ptr())
+        with torch.no_grad():
+            attentions[1].k_proj.weight.mul_(-0.5)
+            attentions[0].k_norm.weight.mul_(2.0)
+    assert len(set(places)) == 1
+
+
+@pytest.mark.parametrize("engine", ["eager", "static"])
+@pytest.mark.parametrize("what", ["bias", "hook"])
+def test_projections_that_are_more_than_a_weight_take_the_torch_path(what: str, engine: Any, calls: Calls) -> None:
+    options = {"attention_bias": True} if what == "bias" else {}
+    target, draft, inputs, ref = pair(engine, **options)
+    seen: list[int] = []
+    if what == "hook":
+        draft.layers[1].self_attn.v_proj.register_forward_hook(lambda *args: seen.append(1))
+    with ops.kernels(True):
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    wanted = calls_of(draft, engine == "static")
+    # The eager loop's first block comes without context.
+    wanted["norm_rope_write"] = 0 if engine == "static" else draft.config.num_hidden_layers
+    wanted["context_kv"] = 0
+    assert calls.all() == +wanted
+    assert len(seen) == (0 if what == "bias" else draft.last_stats.num_draft_forwards + 1), "the prompt too"
+
+
+def test_what_the_host_decides_is_not_settled_by_a_kernel(calls: Calls) -> None:
+    target, draft, inputs, _ = pair("static")
+    wanted = target.generate(**inputs, **GREEDY, repetition_penalty=1.3)
+    with ops.kernels(True):
+        out = target.generate(**inputs, **GREEDY, repetition_penalty=1.3, assistant_model=draft)
+    assert torch.equal(out, wanted)
+    assert calls.all()["accept_and_prepare"] == 0
+    assert calls.all()["context_kv"] == draft.last_stats.num_draft_forwards
+
+
+@pytest.mark.parametrize("engine", ["eager", "static"])
+def test_a_conversation_over_a_kept_cache_goes_on(engine: Any, calls: Calls) -> None:
+    """The last block's context is written behind the last step: by the same kernel."""
+    target = tiny_target("qwen3-sliding")
+    inputs = prompts([5, 9], 1)
+    settings: dict[str, Any] = {"max_new_tokens": 13, "do_sample": False, "return_dict_in_generate": True}
+    plain, ours = DynamicCache(config=target.config), DynamicCache(config=target.config)
+    draft: Any = None
+    for turn in range(2):
+        ref = target.generate(**inputs, **settings, past_key_values=plain)
+        truth = truth_of(inputs, ref.sequences)
+        draft = tensor_oracle(target, truth, turn, 6) if draft is None else draft.arm(truth, turn)
+        draft.generation_config.engine = engine
+        calls.references.clear()
+        with ops.kernels(True):
+            out = target.generate(**inputs, **settings, past_key_values=ours, assistant_model=draft)
+        assert torch.equal(out.sequences, ref.sequences)
+        assert calls.references["context_kv"] > calls_of(draft, engine == "static")["context_kv"]
+        assert draft.last_stats.acceptance_length > 1
+        more = torch.randint(3, 60, (2, 4), generator=torch.Generator().manual_seed(turn))
+        ids = torch.cat([ref.sequences, more], dim=1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(2, 17, dtype=torch.long)], dim=1)
+        inputs = {"input_ids": ids, "attention_mask": mask}

@@ -1,0 +1,146 @@
+"""Graphs and the buffers under them: kept for the next call of the same shape, and let go when of no use."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dflash_hf import free_buffers
+from dflash_hf.generation import buffers, cuda_graph
+from dflash_hf.generation.buffers import kept_buffers
+from dflash_hf.target import find_target
+from helpers.engine import GREEDY, NEW, pair
+from helpers.static import TapeStep, use_tapes
+from tiny import prompts, tiny_draft, tiny_target
+
+
+@pytest.fixture(autouse=True)
+def tapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tapes(monkeypatch)
+
+
+def test_graphs_are_kept_for_calls_of_the_same_shape_and_freed_on_request() -> None:
+    target, draft, inputs, ref = pair("cuda_graph")
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    captured = list(TapeStep.captured)
+    assert captured == sorted(captured, reverse=True)
+    assert len(captured) > 1
+    for new in (NEW, 9, 17):
+        out = target.generate(**inputs, max_new_tokens=new, do_sample=False, assistant_model=draft)
+        assert torch.equal(out, ref[:, : 11 + new])
+    assert TapeStep.captured == captured
+    watched = [weakref.ref(tensor) for tensor in kept_buffers(draft)[0].owned()]
+    free_buffers(draft)
+    gc.collect()
+    assert not [ref for ref in watched if ref() is not None]
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    assert TapeStep.captured == captured * 2
+
+
+def test_an_answer_of_one_token_captures_nothing() -> None:
+    target, draft, inputs, ref = pair("cuda_graph")
+    out = target.generate(**inputs, max_new_tokens=1, do_sample=False, assistant_model=draft)
+    assert torch.equal(out, ref[:, :12])
+    assert TapeStep.captured == []
+    assert draft.last_stats.num_target_forwards == 1
+
+
+def test_graphs_of_a_few_settings_are_kept() -> None:
+    target, draft, inputs, _ = pair("cuda_graph")
+    for temperature in (0.5, 0.6, 0.7, 0.8, 0.9, 1.1):
+        settings = {"max_new_tokens": 5, "do_sample": True, "temperature": temperature}
+        target.generate(**inputs, **settings, assistant_model=draft)
+    kept = {str(settings) for settings, _ in kept_buffers(draft)[0].graphs.captured}
+    assert len(kept) == cuda_graph.MAX_SETTINGS
+    assert any("1.1" in settings for settings in kept)
+    num_captured = len(TapeStep.captured)
+    for temperature in (0.7, 1.1):
+        settings = {"max_new_tokens": 5, "do_sample": True, "temperature": temperature}
+        target.generate(**inputs, **settings, assistant_model=draft)
+    assert len(TapeStep.captured) == num_captured
+
+
+def test_weights_that_moved_are_captured_again_and_changed_ones_are_seen() -> None:
+    target, draft, inputs, _ = pair("cuda_graph")
+    target.generate(**inputs, **GREEDY, assistant_model=draft)
+    num_captured = len(TapeStep.captured)
+    layer: Any = find_target(target).layers[1]
+    for change, is_captured_again in (("in place", False), ("replaced", True)):
+        with torch.no_grad():
+            if change == "in place":
+                layer.mlp.gate_proj.weight.mul_(-1.0)
+            else:
+                layer.mlp.gate_proj.weight = nn.Parameter(layer.mlp.gate_proj.weight.flip(0).clone())
+        ref = target.generate(**inputs, **GREEDY)
+        out = target.generate(**inputs, **GREEDY, assistant_model=draft)
+        assert torch.equal(out, ref), change
+        assert (len(TapeStep.captured) > num_captured) == is_captured_again
+
+
+def test_buffers_belong_to_one_draft_and_one_target() -> None:
+    target, draft, inputs, ref = pair("cuda_graph")
+    target.generate(**inputs, **GREEDY, assistant_model=draft)
+    again = copy.deepcopy(draft)
+    assert len(kept_buffers(draft)) == 1
+    assert not kept_buffers(again)
+    other = tiny_target("qwen3", seed=3)
+    other_ref = other.generate(**inputs, **GREEDY)
+    assert torch.equal(other.generate(**inputs, **GREEDY, assistant_model=draft), other_ref)
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    assert len(kept_buffers(draft)) == 2
+    del other
+    gc.collect()
+    assert len(kept_buffers(draft)) == 1, "buffers keep no target alive, and go with it"
+
+
+def test_calls_in_and_out_of_inference_mode_share_buffers() -> None:
+    target, draft, inputs, ref = pair("cuda_graph")
+    for mode in (True, False, True, False):
+        with torch.inference_mode(mode):
+            out = target.generate(**inputs, **GREEDY, assistant_model=draft)
+        assert torch.equal(out, ref)
+        assert draft.last_stats.engine == "cuda_graph"
+    assert len(TapeStep.captured) == len(set(TapeStep.captured))
+
+
+def test_calls_in_several_threads_share_no_buffers() -> None:
+    target = tiny_target("qwen3")
+    draft = tiny_draft(target)
+    draft.generation_config.engine = "static"
+    calls = [prompts([4, 11, 7], seed) for seed in range(3)]
+    refs = [target.generate(**inputs, **GREEDY) for inputs in calls]
+    together, found = threading.Barrier(3), [False] * 3
+
+    def run(index: int) -> None:
+        together.wait()
+        outs = [target.generate(**calls[index], **GREEDY, assistant_model=draft) for _ in range(2)]
+        found[index] = all(torch.equal(out, refs[index]) for out in outs)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 3
+    kept = kept_buffers(draft)
+    assert len({tensor.data_ptr() for one in kept for tensor in one.owned()}) == sum(len(one.owned()) for one in kept)
+
+
+def test_only_so_many_buffers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("qwen3")
+    draft = tiny_draft(target)
+    draft.generation_config.engine = "static"
+    for batch in range(1, 8):
+        target.generate(**prompts([5] * batch, 0), max_new_tokens=3, do_sample=False, assistant_model=draft)
+    assert [kept.shape.batch for kept in kept_buffers(draft)] == [4, 5, 6, 7]
+    total = 4 * kept_buffers(draft)[-1].num_bytes()
+    monkeypatch.setattr(buffers, "total_memory", lambda device: total)
+    target.generate(**prompts([5] * 7, 0), max_new_tokens=3, do_sample=False, assistant_model=draft)
+    assert [kept.shape.batch for kept in kept_buffers(draft)] == [7]

@@ -1,0 +1,176 @@
+"""The choice of a verify width: from its definition by enumeration, and on simulated runs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from dflash_hf.generation.widths import (
+    MIN_SAVING,
+    WidthChooser,
+    candidate_widths,
+    choose_width,
+    expected_tokens,
+    interpolate,
+    useful_widths,
+)
+
+
+def enumerated_tokens(shares: list[float], width: int) -> float:
+    """The mean over all ways in which the proposals of a block of independent positions can be right or wrong."""
+    total = 0.0
+    for outcome in itertools.product((False, True), repeat=width - 1):
+        probability = math.prod(p if right else 1 - p for p, right in zip(shares, outcome, strict=False))
+        accepted = next((index for index, right in enumerate(outcome) if not right), width - 1)
+        total += probability * (accepted + 1)
+    return total
+
+
+def test_the_expected_tokens_are_those_of_all_outcomes() -> None:
+    draw = random.Random(0)
+    for _ in range(10):
+        shares = [draw.random() for _ in range(9)]
+        for width in range(1, 11):
+            assert expected_tokens(shares, width) == pytest.approx(enumerated_tokens(shares, width), rel=1e-12)
+
+
+def test_the_choice_is_the_best_of_all_by_enumeration() -> None:
+    draw = random.Random(1)
+    chosen: set[int] = set()
+    for _ in range(150):
+        shares = [draw.random() ** 0.3 for _ in range(7)]
+        costs = {width: draw.uniform(1, 2) + draw.random() * width for width in draw.sample(range(1, 9), 4)}
+        rates = {width: enumerated_tokens(shares, width) / cost for width, cost in costs.items()}
+        found = choose_width(shares, costs)
+        assert rates[found] == pytest.approx(max(rates.values()), rel=1e-12)
+        chosen.add(found)
+    assert len(chosen) == 8
+    assert choose_width([0.0] * 9, {4: 2.0, 8: 2.0, 6: 2.0}) == 8, "of equal ones the widest"
+    assert choose_width([0.9] * 9, {4: 2.0, 8: 2.0, 6: 2.0}) == 8
+
+
+def test_candidates_are_few_and_close() -> None:
+    assert candidate_widths(16) == [16, 12, 8, 6, 4]
+    assert candidate_widths(17) == [17, 16, 12, 8, 6, 4]
+    assert candidate_widths(8) == [8, 6, 4]
+    assert [candidate_widths(width) for width in (1, 2, 4, 5)] == [[1], [2], [4], [5, 4]]
+
+
+def test_widths_that_save_nothing_are_dropped() -> None:
+    assert useful_widths({16: 1.0, 12: 0.99, 8: 0.98, 4: 0.97}) == [16], "bound by memory"
+    assert useful_widths({16: 2.0, 12: 1.5, 8: 1.0, 6: 0.99, 4: 0.98}) == [16, 12, 8], "a knee at 8"
+    assert useful_widths({16: 1.0, 12: 1.2, 8: 0.99, 4: 1 - MIN_SAVING}) == [16, 4]
+
+
+def test_unknown_costs_lie_on_lines_between_known_ones() -> None:
+    assert interpolate({4: 1.0, 16: 4.0}, [16, 12, 8, 4]) == pytest.approx({16: 4.0, 12: 3.0, 8: 2.0, 4: 1.0})
+    assert interpolate({4: 1.0, 8: 1.5, 16: 4.0}, [16, 12, 8, 6, 4])[6] == pytest.approx(1.25)
+    assert interpolate({4: 1.0, 8: 1.5, 16: 4.0}, [16, 12, 8, 6, 4])[12] == pytest.approx(2.75)
+
+
+# ---- simulated runs
+
+Costs = Callable[[int], float]
+
+
+def simulate(
+    chooser: WidthChooser,
+    shares: list[float],
+    costs: Costs,
+    *,
+    steps: int,
+    rows: int = 8,
+    seed: int = 0,
+    lag: int = 0,
+    hiccups: dict[int, float] | None = None,
+) -> list[int]:
+    """Widths of so many steps of a draft that is right with these chances; the host is `lag` steps behind."""
+    draw, clock, widths, waiting = random.Random(seed), 0.0, list[int](), list[tuple[int, list[int]]]()
+    for step in range(steps):
+        width = chooser.next_width()
+        widths.append(width)
+        accepted = []
+        for _ in range(rows):
+            wrong = (index for index in range(width - 1) if draw.random() >= shares[index])
+            accepted.append(next(wrong, width - 1))
+        clock += costs(width) + (hiccups or {}).get(step, 0.0)
+        waiting.append((width, accepted))
+        if len(waiting) > lag:
+            chooser.observe(*waiting.pop(0), clock)
+    return widths
+
+
+def rate_of(widths: list[int], shares: list[float], costs: Costs) -> float:
+    return sum(expected_tokens(shares, w) for w in widths) / sum(costs(w) for w in widths)
+
+
+def best_rate(shares: list[float], costs: Costs) -> float:
+    return max(rate_of([width], shares, costs) for width in candidate_widths(len(shares) + 1))
+
+
+def knee_at(knee: float) -> Costs:
+    return lambda width: max(1.0, width / knee)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("knee", [5.0, 8.0, 10.0, 40.0])
+@pytest.mark.parametrize("share", [0.3, 0.67, 0.79, 0.9, 0.99])
+def test_a_run_with_known_costs_is_close_to_the_best_width(share: float, knee: float, lag: int) -> None:
+    shares, costs = [share] * 15, knee_at(knee)
+    chooser = WidthChooser(16)
+    chooser.set_costs({width: costs(width) for width in chooser.widths})
+    widths = simulate(chooser, shares, costs, steps=300, lag=lag)
+    assert rate_of(widths[20:], shares, costs) > 0.98 * best_rate(shares, costs)
+    if knee == 40.0:
+        assert set(widths) == {16}, "nothing is cheaper than the whole block"
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("slope", [0.0, 0.02, 0.1, 0.5])
+@pytest.mark.parametrize("share", [0.4, 0.79, 0.97])
+def test_a_run_that_times_itself_is_close_to_the_best_width(share: float, slope: float, lag: int) -> None:
+    shares = [share] * 15
+
+    def costs(width: int) -> float:
+        return 1.0 + slope * width
+
+    # A hiccup in a step that is there to be timed must not rule its width out.
+    for hiccups in ({0: 50.0}, {2: 9.0}, {3: 9.0}, {4: 9.0}, {5: 9.0}):
+        widths = simulate(WidthChooser(16), shares, costs, steps=300, lag=lag, hiccups=hiccups)
+        assert rate_of(widths[20:], shares, costs) > 0.97 * best_rate(shares, costs)
+        assert widths[:6] == [16, 16, 16, 16, 4, 4]
+
+
+def test_a_run_follows_a_text_that_changes() -> None:
+    costs = knee_at(6.0)
+    chooser = WidthChooser(16)
+    chooser.set_costs({width: costs(width) for width in chooser.widths})
+    for seed, share in enumerate((0.97, 0.4, 0.97)):
+        shares = [share] * 15
+        widths = simulate(chooser, shares, costs, steps=150, seed=seed)
+        assert rate_of(widths[60:], shares, costs) > 0.97 * best_rate(shares, costs)
+
+
+def test_positions_that_were_not_tried_are_not_rejections() -> None:
+    chooser = WidthChooser(16)
+    for _ in range(200):
+        chooser.observe(4, [3, 3, 3], 0.0)
+    assert all(share > 0.95 for share in chooser.conditional_acceptance())
+    for _ in range(200):
+        chooser.observe(16, [5, 5], 0.0)
+    found = chooser.conditional_acceptance()
+    assert min(found[:5]) > 0.97
+    assert found[5] < 0.06, "reached and refused"
+    pooled = 5 / 6
+    assert found[6:] == pytest.approx([pooled] * 9, abs=0.01), "never reached: as good as the others"
+
+
+def test_a_step_in_which_no_row_was_running_teaches_nothing() -> None:
+    chooser = WidthChooser(8)
+    before = chooser.conditional_acceptance()
+    chooser.observe(8, [], 1.0)
+    assert chooser.conditional_acceptance() == before
