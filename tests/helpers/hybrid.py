@@ -121,15 +121,17 @@ def use_float64_rules(monkeypatch: pytest.MonkeyPatch, target: PreTrainedModel) 
         for name, function in _FLOAT64.items():
             if hasattr(code, name):
                 monkeypatch.setattr(code, name, function)
-    to_float32 = torch.Tensor.float
-    monkeypatch.setattr(torch.Tensor, "float", lambda self: self if self.dtype == torch.float64 else to_float32(self))
-    norms = {
-        type(module.norm)
-        for module in recurrent
-        if hasattr(module, "A_log") and not hasattr(module.norm, "group_size")
-    }
-    for kind in norms:
-        monkeypatch.setattr(kind, "forward", gated_norm)
+    for kind in {type(module) for module in target.modules()}:
+        if kind.__name__.endswith("RMSNorm"):
+            monkeypatch.setattr(kind, "forward", norm)
+        elif kind.__name__.endswith("RMSNormGated") and not hasattr(recurrent[0], "ssm_state_size"):
+            monkeypatch.setattr(kind, "forward", gated_norm)
+
+
+def norm(self: Any, hidden_states: Tensor) -> Tensor:
+    """The decoders' norm; Qwen3.5's and Qwen3-Next's weights are counted from 1 and have another name for epsilon."""
+    eps, weight = (self.eps, 1 + self.weight) if hasattr(self, "eps") else (self.variance_epsilon, self.weight)
+    return hidden_states * torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
 def gated_norm(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
