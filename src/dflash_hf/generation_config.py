@@ -68,27 +68,39 @@ class DFlashGenerationConfig(GenerationConfig):
             raise ValueError(f"expected engine in {get_args(Engine)}, got {self.engine!r}; leave it at 'auto'")
         if self.proposal not in get_args(Proposal):
             raise ValueError(f"expected proposal in {get_args(Proposal)}, got {self.proposal!r}; leave it at 'auto'")
+        for name in ("compile_layers", "synchronize"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"expected True or False as {name}, got {getattr(self, name)!r}; leave it out")
         block_size = self.block_size if self.block_size is not None else max_block_size
         if self.block_size is not None:
-            if self.block_size < 1:
-                raise ValueError(f"expected block_size >= 1, got {self.block_size}; 1 means no proposals")
+            if not _is_count(self.block_size):
+                raise ValueError(
+                    f"expected a number of tokens, at least 1, as block_size, got {self.block_size!r}; leave it out"
+                )
             if max_block_size is not None and self.block_size > max_block_size:
                 raise ValueError(
                     f"expected block_size at most {max_block_size} (the draft's), got {self.block_size}; "
-                    "a draft cannot propose further than it was trained to"
+                    "leave it out: a draft cannot propose further than it was trained to"
                 )
         if self.verify_width is None or self.verify_width == "auto":
             return
-        given: Any = self.verify_width
-        if not isinstance(given, int):
-            raise ValueError(f"expected a number of tokens or 'auto' as verify_width, got {given!r}; leave it out")
+        if not _is_count(self.verify_width):
+            raise ValueError(
+                f"expected a number of tokens, at least 1, or 'auto' as verify_width, got {self.verify_width!r}; "
+                "leave it out"
+            )
         # What the draft can do is known only with its checkpoint; without it, a width of one more is let through.
         widest = None if block_size is None else block_size + (sample_from_anchor or max_block_size is None)
-        if self.verify_width < 1 or (widest is not None and self.verify_width > widest):
+        if widest is not None and self.verify_width > widest:
             raise ValueError(
                 f"expected verify_width between 1 and {widest} (block size {block_size}), got {self.verify_width}; "
-                "the target can only check tokens that were proposed"
+                "leave it out: the target can only check tokens that were proposed"
             )
+
+
+def _is_count(value: object) -> bool:
+    """Whether a value is a number of tokens, at least one; `True` is not."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 __all__ = ["DFlashGenerationConfig"]

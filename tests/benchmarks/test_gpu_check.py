@@ -81,31 +81,33 @@ def test_all_parts_run(tmp_path: Path) -> None:
     assert found == {**dict.fromkeys(TESTS, 5), "identity": 0, "step": 0, "kernels": 0}
     tested = [call.split()[-1] for call in calls if "-m pytest" in call]
     assert {str(path.relative_to(ROOT)) for path in FILES} <= set(tested)
-    (step,) = [call for call in calls if "step.py" in call]
+    (step,) = [call for call in calls if "benchmarks/step.py" in call]
     assert "--compile-at 8x2048,32x2048" in step
     assert "--tiny" not in step
     # What is timed runs after all that is not, and alone.
-    order = [next(i for i, call in enumerate(calls) if word in call) for word in ("step.py", "kernel_times.py")]
+    order = [
+        next(i for i, call in enumerate(calls) if word in call) for word in ("benchmarks/step.py", "kernel_times.py")
+    ]
     assert order == sorted(order)
     assert order[0] > max(i for i, call in enumerate(calls) if "-m pytest" in call or "identity.py" in call)
     assert done.stdout.splitlines()[-1].startswith(f"{len(statuses(done.stdout))} of")
 
 
 def test_a_failure_stops_nothing_and_is_shown_last(tmp_path: Path) -> None:
-    done, _ = run(tmp_path, STUB_FAIL="test_graphs.py identity.py step.py")
+    done, _ = run(tmp_path, STUB_FAIL="test_graphs.py identity.py benchmarks/step.py")
     assert done.returncode == 1
     found = statuses(done.stdout)
     assert {name for name, code in found.items() if code} == {"gpu-test_graphs", "identity", "step"}
     assert found["kernels"] == 0
     last = done.stdout.split("part, exit status", 1)[1]
-    for word in ("test_graphs.py", "identity.py", "step.py"):
+    for word in ("test_graphs.py", "identity.py", "benchmarks/step.py"):
         assert f"it said why: {word}" in last
     log = (tmp_path / "out" / "gpu_check.log").read_text()
-    assert "it said why: step.py" in log
+    assert "it said why: benchmarks/step.py" in log
 
 
 def test_what_is_late_is_interrupted_and_says_where_it_was(tmp_path: Path) -> None:
-    done, _ = run(tmp_path, STUB_HANG="test_argmax.py step.py", T_CHECKS="4", T_STEP="4")
+    done, _ = run(tmp_path, STUB_HANG="test_argmax.py benchmarks/step.py", T_CHECKS="4", T_STEP="4")
     assert done.returncode == 1
     found = statuses(done.stdout)
     assert {name for name, code in found.items() if code} == {"kernels-test_argmax", "step"}

@@ -54,7 +54,12 @@ def own_forwards(target: Any) -> list[str]:
     return [name for name, module in target.named_modules() if "forward" in vars(module)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+OFTEN = ("qwen3", "gemma3", "gpt-oss", "phi3")  # the others, which differ less, are run by `-m slow`
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.slow) for name in FAMILIES]
+)
 def test_every_family_gives_the_plain_text_from_a_few_graphs(family: str, graphs: list[int]) -> None:
     target, draft, inputs, ref = pair(family)
     for _ in range(2):

@@ -15,6 +15,7 @@ from helpers.widths import use_random_widths
 from tiny import prompts, tiny_target, truth_of
 
 NEW = 26
+SLOW = pytest.mark.slow
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 
 
@@ -42,17 +43,19 @@ def check(target: Any, draft: Any, inputs: dict[str, Tensor], ref: Tensor) -> No
         assert 1.0 < stats.acceptance_length < 8.0
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
+FAMILIES = ["qwen3-sliding", "qwen3.5", "bamba", *(pytest.param(name, marks=SLOW) for name in ("qwen3-next", "lfm2"))]
+
+
 @pytest.mark.parametrize("engine", ["eager", "static", "cuda_graph"])
-@pytest.mark.parametrize("family", ["qwen3-sliding", "qwen3.5", "qwen3-next", "lfm2", "bamba"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_widths_change_under_kernels_and_recurrent_layers(
-    family: str, engine: Any, kernels: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without Triton's interpreter the kernels' references run: what is tested is how they are called."""
     use_tapes(monkeypatch, 32)
     use_random_widths(monkeypatch, seed=3)
     run = pair(family, engine, 3)
-    with ops.kernels(kernels):
+    with ops.kernels(True):
         check(*run)
 
 

@@ -50,7 +50,7 @@ def check(family: str, device: str, engine: Any, lengths: list[int], draft_optio
 @pytest.mark.parametrize(
     ("family", "engine", "lengths", "draft_options"),
     [
-        ("qwen3-sliding", "static", [4, 9, 6], SMALL),
+        pytest.param("qwen3-sliding", "static", [4, 9, 6], SMALL, marks=pytest.mark.slow),
         ("gemma2", "static", [9], SLIDING),
         ("gpt-oss", "eager", [3, 7, 5], SMALL),
         ("llama", "eager", [9], SLIDING),
@@ -83,7 +83,9 @@ def test_kernels_give_the_plain_text_of_more_families(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("proposal", ["argmax", "shared_noise", "sample"])
+@pytest.mark.parametrize(
+    "proposal", [*(pytest.param(rule, marks=pytest.mark.slow) for rule in ("argmax", "sample")), "shared_noise"]
+)
 def test_a_sampled_text_is_that_without_kernels(proposal: Any, device: str, calls: Calls) -> None:
     target = tiny_target("qwen3").to(device, torch.float32)
     inputs = {name: t.to(device) for name, t in prompts([5], 4).items()}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from dflash_hf import cache, free_buffers
+from dflash_hf import cache, cache_size, free_buffers
 from dflash_hf.generation import buffers, cuda_graph, static_step
 from dflash_hf.generation.buffers import buckets_between, kept_buffers, round_up
 from dflash_hf.generation.cuda_graph import why_not
@@ -240,14 +240,14 @@ def test_a_length_beyond_memory_is_refused_with_what_would_fit(engine: Any, monk
     if engine == "static":
         return
     # What is said to fit does, one token more does not.
-    monkeypatch.setattr(cache, "free_memory", lambda device: 300_000)
-    with pytest.raises(cache.OutOfRoomError) as refused:
+    monkeypatch.setattr(cache_size, "free_memory", lambda device: 300_000)
+    with pytest.raises(cache_size.OutOfRoomError) as refused:
         target.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=draft)
     fits = int(str(refused.value).partition("rows can have at most ")[2].partition(" ")[0].replace(",", ""))
     new = fits - 11 - 8  # the longest prompt and a block
     out = target.generate(**inputs, max_new_tokens=new, do_sample=False, assistant_model=draft)
     assert torch.equal(out[:, :37], ref[:, : out.shape[1]])
-    with pytest.raises(cache.OutOfRoomError):
+    with pytest.raises(cache_size.OutOfRoomError):
         target.generate(**inputs, max_new_tokens=new + 1, do_sample=False, assistant_model=draft)
 
 
@@ -255,7 +255,7 @@ def test_other_shapes_make_room_where_there_is_none(monkeypatch: pytest.MonkeyPa
     target, draft, inputs, ref = pair("static")
     target.generate(**prompts([7], 0), **GREEDY, assistant_model=draft)
     (kept,) = kept_buffers(draft)
-    monkeypatch.setattr(cache, "free_memory", lambda device: 0 if kept in kept_buffers(draft) else 10**9)
+    monkeypatch.setattr(cache_size, "free_memory", lambda device: 0 if kept in kept_buffers(draft) else 10**9)
     monkeypatch.setattr(buffers, "check_memory", lambda *args, **kwargs: None)
     assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     assert kept not in kept_buffers(draft)

@@ -174,3 +174,18 @@ def test_a_step_in_which_no_row_was_running_teaches_nothing() -> None:
     before = chooser.conditional_acceptance()
     chooser.observe(8, [], 1.0)
     assert chooser.conditional_acceptance() == before
+
+
+def test_what_a_width_does_once_is_not_its_cost() -> None:
+    """Compiling for a new width must not lock it out."""
+    costs = {16: 10.0, 12: 4.0, 8: 3.0, 6: 2.9, 4: 2.8}
+    chosen: list[list[int]] = []
+    for once in (0.0, 20.0):
+        chooser, clock, widths = WidthChooser(16), 0.0, list[int]()
+        for _ in range(200):
+            width = chooser.next_width()
+            clock += costs[width] + (once if width not in widths else 0.0)
+            widths.append(width)
+            chooser.observe(width, [min(width - 1, 7)], clock)
+        chosen.append(widths)
+    assert chosen[0] == chosen[1]

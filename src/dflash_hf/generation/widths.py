@@ -8,8 +8,9 @@ second is the greatest:
     rate(w) = (1 + p_1 + p_1 p_2 + ... + p_1 ... p_{w-1}) / seconds(w)
 
 where `p_i` is the share of verifies that accepted proposal `i` among those that accepted all before it and were wide
-enough to try it, and `seconds(w)` is what a step of width `w` takes. The text is the same at any width, and a width
-follows only from tokens that have been committed, so that sampling keeps its law too.
+enough to try it, and `seconds(w)` is what a step of width `w` takes. The text is the same at any width. A width
+follows from tokens that have been committed and from the clock, never from those it is about, so that rejection keeps
+its law too; which text it gives may then depend on the clock.
 
 Nothing here touches a tensor or waits for a device: counts come from what the host reads of a step anyhow, times from
 its clock or, for captured steps, from replays before the first one.
@@ -95,8 +96,9 @@ def interpolate(known: Mapping[int, float], widths: Sequence[int]) -> dict[int, 
 class WidthChooser:
     """Follows a run and says how wide its next verify is.
 
-    Without costs from outside it times the steps themselves: to begin with a few of the widest, of which the first is
-    not counted, and two of the narrowest; between those it interpolates until it has used a width.
+    Without costs from outside it times the steps themselves: to begin with a few of the widest and of the narrowest;
+    between those it interpolates until it has used a width. The first step of each width also does what is done once
+    (compiling, choosing kernels), and is not counted.
 
     Args:
         widest (`int`): Widest verify, the anchor included; at least 2.
@@ -106,8 +108,9 @@ class WidthChooser:
         self.widths = candidate_widths(widest)
         self.current = widest
         self._costs: dict[int, float] | None = None
-        self._to_try = [widest] * NUM_TIMES + [self.widths[-1]] * 2
+        self._to_try = [widest] * NUM_TIMES + [self.widths[-1]] * NUM_TIMES
         self._times: dict[int, deque[float]] = {}
+        self._used: set[int] = set()
         self._clock: float | None = None
         # Per proposal, exponentially forgotten: verifies that reached and tried it, and those that accepted it.
         self._tried = [0.0] * (widest - 1)
@@ -141,8 +144,9 @@ class WidthChooser:
             reached = sum(count >= index for count in accepted) if index < width - 1 else 0
             self._tried[index] = self._tried[index] * FORGETTING + reached
             self._accepted[index] = self._accepted[index] * FORGETTING + sum(count > index for count in accepted)
-        if self._clock is not None:  # the first step also does what is done once
+        if self._clock is not None and self.current in self._used:
             self._times.setdefault(self.current, deque(maxlen=NUM_TIMES)).append(clock - self._clock)
+        self._used.add(self.current)
         self._clock = clock
 
     def conditional_acceptance(self) -> list[float]:
