@@ -25,6 +25,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Compiles with a backend that runs the graphs as they are; returns how many operations each of them has."""
     found: list[int] = []
+    torch._dynamo.reset()
 
     def counted(graph: Any, examples: Any) -> Any:
         found.append(len(graph.graph.nodes))
@@ -159,7 +160,7 @@ def test_widths_and_captured_steps(graphs: list[int], monkeypatch: pytest.Monkey
     # The step that is started behind the end may have had another width.
     num_widths = len(set(draft.last_stats.verify_widths))
     assert num_widths > 1
-    assert len(graphs) in (5 * num_widths, 5 * (num_widths + 1))
+    assert 5 * num_widths <= len(graphs) <= 5 * (num_widths + 1)
     draft.generation_config.engine = "cuda_graph"
     for is_compiled in (True, False):
         draft.generation_config.compile_layers = is_compiled
