@@ -82,14 +82,16 @@ class CannotBuildError(Exception):
     """The family's config class takes no small model from these settings; says why."""
 
 
-def build(name: str) -> PreTrainedModel:
+def build(name: str, **overrides: Any) -> PreTrainedModel:
     """Builds a family's causal model with random weights, in float64 where it computes in float64.
+
+    `overrides` go to its config.
 
     Raises:
         CannotBuildError: If Transformers refuses the settings, or the model is not small.
     """
     try:
-        config = _config(name)
+        config = _config(name, overrides)
         with torch.device("meta"):
             num_parameters = AutoModelForCausalLM.from_config(config).num_parameters()
         if num_parameters > MAX_PARAMETERS:
@@ -109,7 +111,7 @@ def build(name: str) -> PreTrainedModel:
     return model
 
 
-def _config(name: str) -> Any:
+def _config(name: str, overrides: dict[str, Any]) -> Any:
     """The family's text config with the small settings that it knows."""
     kind = type(CONFIG_MAPPING[name]().get_text_config(decoder=True))
     defaults = kind().to_dict()
@@ -119,7 +121,7 @@ def _config(name: str) -> Any:
         for key, value in SMALL.items()
         if key in known and not (key in _OPTIONAL and defaults.get(key, 0) is None)
     }
-    settings |= PER_FAMILY.get(name, {})
+    settings |= PER_FAMILY.get(name, {}) | overrides
     config = kind(**{key: value for key, value in settings.items() if value is not None})
     if hasattr(config, "is_decoder"):
         config.is_decoder = True

@@ -1,0 +1,334 @@
+"""One case against plain `generate`: texts, streamers, outputs and caches of every turn, and what a call leaves behind.
+
+Greedy text is compared with plain `generate`'s. Sampled text under `argmax` and `shared_noise` is the same at every
+width, so it is compared with a run that verifies one token at a time; under `sample` with a second run.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import reject
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+
+from fuzz.cases import EOS, Case, Turn
+from fuzz.pieces import Rows, Streamer, engine_of, settings_of, within
+from fuzz.targets import LEARNED, NUM_POSITIONS, ROUNDED, TIE, Oracle, arm, draft_of, left_behind, target_of
+from helpers.turns import check_caches
+from helpers.vision import WORDS, vision_prompts
+from tiny import VOCAB, prompts
+
+# What docs/design.md says is refused and a case may run into.
+REFUSED = (
+    "expected no padding between tokens with a target that has sliding windows",
+    "expected left-padded prompts",
+)
+# Output, and the criterion and the streamer that were given.
+Outcome = tuple[Any, Rows, Streamer]
+# What happened besides passing, for the summary.
+counts: collections.Counter[str] = collections.Counter()
+
+
+def check(case: Case) -> None:
+    """Runs a case.
+
+    Raises:
+        AssertionError: If anything differs from plain `generate`, or something is left behind.
+    """
+    target = target_of(case.target)
+    before = left_behind(target)
+    conversation = Conversation(case, target)
+    for turn in case.turns:
+        if not conversation.take(turn):
+            break
+    check_left(before, left_behind(target))
+
+
+def check_left(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Compares what `left_behind` said before and after a call.
+
+    Raises:
+        AssertionError: Naming what has changed.
+    """
+    changed = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+    assert not changed, f"left behind: {changed}"
+
+
+class Conversation:
+    """A case on its way: what has been said, and two caches of it, plain `generate`'s and ours.
+
+    Args:
+        case (`Case`): The case.
+        target (`PreTrainedModel`): Its target.
+    """
+
+    def __init__(self, case: Case, target: PreTrainedModel) -> None:
+        self.case, self.target = case, target
+        self.extra: dict[str, Any] = {}
+        if case.pictures:
+            rows = [list(row) for row in case.pictures]
+            inputs = vision_prompts(target, case.target, rows, case.seed, words=case.lengths)
+            self.extra = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}
+        else:
+            inputs = prompts(list(case.lengths), case.seed)
+        self.ids, self.mask = inputs["input_ids"], inputs["attention_mask"]
+        if case.holes and self.ids.shape[1] > 4:
+            self.mask[0, -3] = 0
+        self.caches: list[Cache | None] = [self._new_cache(), self._new_cache()]
+        self.draws = torch.Generator().manual_seed(case.seed)
+
+    def _new_cache(self) -> Cache | None:
+        if self.case.cache == "dynamic" or (self.case.cache == "bare" and _needs_config(self.target)):
+            return DynamicCache(config=self.target.config)
+        if self.case.cache == "bare":
+            return DynamicCache()
+        if self.case.cache == "static":
+            return StaticCache(config=self.target.config, max_cache_len=160)
+        return None
+
+    def take(self, turn: Turn) -> bool:
+        """Runs a turn both ways and compares; returns whether the conversation can go on."""
+        fitted = self.fitted(turn)
+        if fitted is None:
+            return False
+        turn = fitted
+        self.type(turn.typed)
+        given = self.given(turn)
+        theirs, truth = self.reference(turn, given, self.caches[0])
+        if turn.rule == "sample":
+            theirs = self.drafted(turn, given, self.caches[0], truth)
+        ours = self.drafted(turn, given, self.caches[1], truth)
+        sequences = sequences_of(ours[0])
+        if not torch.equal(sequences, sequences_of(theirs[0])):
+            self._check_tie(turn, sequences_of(theirs[0]), sequences, given)
+            counts["near tie"] += 1
+            return False
+        is_one = sequences.shape[0] == 1
+        if turn.streamer:
+            assert ours[2].tokens(is_one) == theirs[2].tokens(is_one)
+            assert ours[2].num_ends == theirs[2].num_ends == 1
+        if turn.criterion == "rows":
+            assert ours[1].shown == theirs[1].shown
+        if turn.outputs:
+            check_outputs(ours[0], theirs[0], given["input_ids"].shape[1], turn)
+        self._check_caches(turn, ours[0], theirs[0])
+        answer = sequences[:, given["input_ids"].shape[1] :]
+        # The prefill's token, then what the verifies have committed.
+        assert max(1 + sum(row) for row in self.draft(turn).last_stats.num_committed) == answer.shape[1]
+        self._append(answer, turn)
+        return sequences.shape[0] == self.ids.shape[0]
+
+    def type(self, num: int) -> None:
+        """Adds tokens of the user's to every row."""
+        new = torch.randint(3, WORDS if self.case.pictures else VOCAB - 1, (self.ids.shape[0], num), generator=self.draws)
+        self._extend(new, torch.ones_like(new))
+
+    def _append(self, answer: Tensor, turn: Turn) -> None:
+        """Adds the answers: real up to their first end of sequence."""
+        if answer.shape[0] != self.ids.shape[0]:
+            return
+        ended = torch.isin(answer, torch.tensor(EOS[: turn.eos] or (-1,))).long().cumsum(dim=1)
+        real = torch.cat([torch.ones_like(ended[:, :1]), 1 - ended[:, :-1].clamp_max(1)], dim=1)
+        self._extend(answer, real)
+
+    def _extend(self, ids: Tensor, mask: Tensor) -> None:
+        self.ids = torch.cat([self.ids, ids], dim=1)
+        self.mask = torch.cat([self.mask, mask], dim=1)
+        for name in ("mm_token_type_ids", "token_type_ids"):
+            if name in self.extra:
+                kinds = self.extra[name]
+                self.extra[name] = torch.cat([kinds, kinds.new_zeros(ids.shape)], dim=1)
+
+    def given(self, turn: Turn) -> dict[str, Any]:
+        """The inputs of a call: the whole conversation, or what the cache does not have."""
+        cache = self.caches[1]
+        past = 0 if cache is None else int(cache.get_seq_length())
+        ids = self.ids if turn.whole or not past or self.case.pictures else self.ids[:, past:]
+        extra = self.extra
+        if past and self.case.pictures and not self._grows_with_pictures():
+            extra = {name: value for name, value in extra.items() if name == "token_type_ids"}
+        return {"input_ids": ids, "attention_mask": self.mask, **extra}
+
+    def _grows_with_pictures(self) -> bool:
+        """Whether a conversation in a cache is given with all its images again, as Qwen's positions need them.
+
+        Plain `generate` cannot take that: it is given the whole conversation and no cache.
+        """
+        return self.case.target.startswith("qwen") and bool(self.case.pictures) and len(self.case.turns) > 1
+
+    def call(
+        self,
+        turn: Turn,
+        given: dict[str, Any],
+        cache: Cache | None,
+        around: AbstractContextManager[Any] | None = None,
+        **more: Any,
+    ) -> Outcome:
+        """Calls `generate`; returns its output, and the criterion and streamer that it was given."""
+        settings, rows, streamer = settings_of(turn)
+        if self.case.cache == "returned":
+            settings["return_dict_in_generate"] = True
+        if cache is not None:
+            settings["past_key_values"] = cache
+        if turn.rule is not None:
+            settings["num_return_sequences"] = self.case.copies
+        torch.manual_seed(self.case.seed)
+        with around or nullcontext():
+            return self.target.generate(**given, **settings, **more), rows, streamer
+
+    def draft(self, turn: Turn) -> Oracle:
+        """The draft of a turn."""
+        return draft_of(self.case.target, turn.draft)
+
+    def fitted(self, turn: Turn) -> Turn | None:
+        """A turn as long as the target has positions for, or `None` if there is no room for any."""
+        if self.case.target not in LEARNED:
+            return turn
+        room = NUM_POSITIONS - self.ids.shape[1] - turn.typed
+        return replace(turn, new=min(turn.new, room)) if room > 0 else None
+
+    def reference(self, turn: Turn, given: dict[str, Any], cache: Cache | None) -> tuple[Outcome, list[list[int]]]:
+        """What a call with the draft must give, and the rows' tokens; advances the cache but under `sample`."""
+        draft, truth = self.draft(turn), [[0]] * self.ids.shape[0]
+        knobs: Any = draft.generation_config
+        arm(draft, truth, self.case.seed, turn.rule)
+        try:
+            if turn.rule is None:
+                cache = None if self._grows_with_pictures() else cache
+                found = within(self.case.context, lambda: self.call(turn, given, cache))
+            else:
+                knobs.proposal, knobs.engine = turn.rule, "eager"
+                knobs.block_size, knobs.verify_width = turn.block, 1
+                cache = copy.deepcopy(cache) if turn.rule == "sample" else cache
+                found = within(self.case.context, lambda: self.call(turn, given, cache, assistant_model=draft))
+        except Exception as error:
+            # What plain `generate` does not take is no case.
+            if turn.rule is not None and not _is_refusal(error):
+                self._expect_failure(lambda: self.call(turn, given, copy.deepcopy(self.caches[0])), error)
+            counts[f"not a case: {type(error).__name__}"] += 1
+            reject()
+        return found, self._truth(sequences_of(found[0]), given)
+
+    def drafted(
+        self,
+        turn: Turn,
+        given: dict[str, Any],
+        cache: Cache | None,
+        truth: list[list[int]],
+        around: AbstractContextManager[Any] | None = None,
+    ) -> Outcome:
+        """Calls `generate` with the draft, which knows the rows' tokens; advances the cache."""
+        draft = self.draft(turn)
+        knobs: Any = draft.generation_config
+        arm(draft, truth, self.case.seed, turn.rule)
+        with engine_of(turn) as engine:
+            knobs.engine, knobs.block_size, knobs.verify_width = engine, turn.block, turn.width
+            knobs.proposal = turn.rule or "auto"
+            try:
+                return within(
+                    self.case.context, lambda: self.call(turn, given, cache, around, assistant_model=draft)
+                )
+            except ValueError as error:
+                if not _is_refusal(error):
+                    raise
+                counts["refused"] += 1
+                reject()
+
+    def _expect_failure(self, plain: Callable[[], Any], error: Exception) -> None:
+        """Raises what a run with a draft has raised, if plain `generate` takes the same call."""
+        try:
+            within(self.case.context, plain)
+        except type(error):
+            return
+        raise error
+
+    def _truth(self, sequences: Tensor, given: dict[str, Any]) -> list[list[int]]:
+        """Each row's real tokens, answer included; the answer's padding does no harm."""
+        answer = sequences[:, given["input_ids"].shape[1] :]
+        copies = sequences.shape[0] // self.ids.shape[0]
+        ids, mask = (tensor.repeat_interleave(copies, dim=0) for tensor in (self.ids, self.mask))
+        return [
+            row[keep.bool()].tolist() + new.tolist() for row, keep, new in zip(ids, mask, answer, strict=True)
+        ]
+
+    def _check_caches(self, turn: Turn, ours: Any, theirs: Any) -> None:
+        """Compares the caches that were passed in or are returned, which the next turn goes on from."""
+        if self.case.cache == "returned":
+            self.caches = [theirs.past_key_values, ours.past_key_values]
+        if self.caches[1] is None:
+            return
+        if self._grows_with_pictures():
+            self.caches[0] = copy.deepcopy(self.caches[1])
+            return
+        assert self.caches[0] is not None
+        self.compare(self.caches[1], self.caches[0], sequences_of(ours).shape[0])
+
+    def compare(self, ours: Cache, theirs: Cache, rows: int) -> None:
+        """Compares two caches of the conversation, with so many rows; what stands for padding nobody looks at."""
+        if self.case.target in ROUNDED:
+            return
+        new = int(theirs.get_seq_length()) - self.mask.shape[1]
+        columns = nn.functional.pad(self.mask, (0, new), value=1)
+        check_caches(ours, theirs, columns.repeat_interleave(rows // self.mask.shape[0], dim=0))
+
+    def _check_tie(self, turn: Turn, theirs: Tensor, ours: Tensor, given: dict[str, Any]) -> None:
+        """Lets a text differ where plain `generate`'s two scores are equal within what the target's dtype rounds."""
+        assert theirs.shape[0] == ours.shape[0], "another number of rows"
+        message = f"expected {theirs.tolist()}, got {ours.tolist()}"
+        assert self.case.target in ROUNDED, message
+        width = min(theirs.shape[1], ours.shape[1])
+        differs = (theirs[:, :width] != ours[:, :width]).any(dim=0).nonzero()
+        assert len(differs), message
+        settings, _, _ = settings_of(replace(turn, outputs=("output_scores",), streamer=False))
+        assert turn.rule is None, message
+        out: Any = self.target.generate(**{**given, "input_ids": self.ids}, **settings)
+        column = int(differs[0])
+        scores = out.scores[column - given["input_ids"].shape[1]]
+        for row in range(theirs.shape[0]):
+            gap = scores[row, theirs[row, column]] - scores[row, ours[row, column]]
+            assert abs(float(gap)) < TIE, f"{message} (a gap of {float(gap):.2g})"
+
+
+def check_outputs(ours: Any, theirs: Any, columns: int, turn: Turn) -> None:
+    """Scores, logits and hidden states: as plain `generate`'s as long as a row runs, zeros after it."""
+    padding = (theirs.sequences[:, columns:] == 0).long()
+    # From where on there is nothing but padding: a row may end earlier, by a padding token that it has chosen itself.
+    ends = padding.shape[1] - padding.flip(1).cumprod(dim=1).sum(dim=1)
+    for name in turn.outputs:
+        mine, plain = (getattr(out, name.removeprefix("output_")) for out in (ours, theirs))
+        assert len(mine) == len(plain)
+        for token, (a, b) in enumerate(zip(mine, plain, strict=True)):
+            for x, y in zip(a, b, strict=True) if isinstance(a, tuple) else [(a, b)]:
+                assert x.shape == y.shape
+                assert x.dtype == y.dtype
+                for row in range(x.shape[0]):
+                    if token >= int(ends[row]) and not bool(x[row].any()):
+                        continue
+                    torch.testing.assert_close(x[row], y[row], rtol=1e-4, atol=1e-5)
+
+
+def sequences_of(out: Any) -> Tensor:
+    """The tokens of what `generate` has returned."""
+    return out if isinstance(out, Tensor) else out.sequences
+
+
+def _is_refusal(error: Exception) -> bool:
+    return isinstance(error, ValueError) and any(re.match(text, str(error)) for text in REFUSED)
+
+
+def _needs_config(target: PreTrainedModel) -> bool:
+    """Whether a cache must be told which layers keep a state or slide."""
+    return any(getattr(DynamicCache(config=target.config), "is_sliding", [])) or "linear" in str(
+        getattr(target.config.get_text_config(), "layer_types", "")
+    )
+
+
+__all__ = ["Conversation", "check", "check_left", "check_outputs", "counts", "sequences_of"]

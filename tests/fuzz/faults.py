@@ -1,0 +1,289 @@
+"""Faults put in on purpose: what a mistake in each part of decoding would do, so that the fuzzer proves it would see it.
+
+Each changes one thing in the running package and puts it back. None changes what plain `generate` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_hf import attention
+from dflash_hf.attention import RaggedBlock
+from dflash_hf.cache import RaggedLayer
+from dflash_hf.generation import acceptance, integration, loop, prefill, run, steps
+from dflash_hf.generation.kept_cache import KeptCache
+from dflash_hf.generation.lockstep import Lockstep
+from dflash_hf.generation.outputs import Recorder
+from dflash_hf.generation.processors import BlockProcessors
+from dflash_hf.recurrent_cache import RecurrentGroup
+from dflash_hf.taps import Taps
+
+Patches = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake.
+
+    Args:
+        put_in (callable): Makes it, through patches that take it back.
+        kind (`str`): Cases that must show it.
+    """
+
+    put_in: Callable[[Patches], None]
+    kind: str = "text"
+
+
+def _wrapped(patches: Patches, owner: Any, name: str, change: Callable[..., Any]) -> None:
+    """Has `change(original, *args, **kwargs)` stand where `owner.name` stands."""
+    original = getattr(owner, name)
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        return change(original, *args, **kwargs)
+
+    patches.setattr(owner, name, changed)
+
+
+def one_too_many(patches: Patches) -> None:
+    """One proposal more than matches is accepted."""
+
+    def more(count: Any, proposals: Tensor, tokens: Tensor) -> Tensor:
+        return (count(proposals, tokens) + 1).clamp_max(proposals.shape[1])
+
+    _wrapped(patches, steps, "accept_matching", more)
+    # The target's own token stands behind what matches; a proposal that does not match has to be taken over.
+    accept = steps.accept_step
+
+    def taken(state: Any) -> None:
+        kept = torch.arange(state.proposals.shape[1]) < state.num_accepted[:, None]
+        state.tokens[:, :-1] = torch.where(kept, state.proposals, state.tokens[:, :-1])
+        accept(state)
+
+    for module in (steps, loop.steps):
+        patches.setattr(module, "accept_step", taken)
+
+
+def all_matches_count(patches: Patches) -> None:
+    """Matches behind the first mismatch count too."""
+
+    def every(count: Any, proposals: Tensor, tokens: Tensor) -> Tensor:
+        return (proposals == tokens[:, :-1]).sum(dim=1)
+
+    _wrapped(patches, steps, "accept_matching", every)
+
+
+def wide_window(patches: Patches) -> None:
+    """A window is one token too wide."""
+
+    def wider(visible: Any, query: Tensor, key: Tensor, window: int | None, causal: bool, anchor: Any = None) -> Tensor:
+        return visible(query, key, None if window is None else window + causal, causal, anchor)
+
+    _wrapped(patches, attention, "visible", wider)
+
+
+def stale_mask(patches: Patches) -> None:
+    """A mask is that of an earlier block of the same size."""
+    seen: dict[Any, Any] = {}
+
+    def stale(mask: Any, block: RaggedBlock, num_slots: int, *args: Any, **kwargs: Any) -> Any:
+        key = (num_slots // 4, block.width, len(block.lengths), *args, *kwargs.items())
+        fresh = mask(block, num_slots, *args, **kwargs)
+        kept = seen.setdefault(key, fresh)
+        return kept if fresh is not None and kept is not None and kept.shape == fresh.shape else fresh
+
+    _wrapped(patches, RaggedBlock, "mask", stale)
+
+
+def position_off_by_one(patches: Patches) -> None:
+    """The target counts its verified tokens from one further on."""
+    _wrapped(patches, prefill, "position_delta", lambda delta, *args: delta(*args) + 1)
+
+
+def rejected_token_shown(patches: Patches) -> None:
+    """A processor sees all proposals before it is known which stand."""
+
+    def shown(walk: Any, self: Any, logits: Tensor, proposals: Tensor, ids: Tensor, *rest: Any) -> Any:
+        if not proposals.shape[1]:
+            return walk(self, logits, proposals, ids, *rest)
+        columns, running, choose, _ = rest
+        right = torch.cat([proposals, proposals[:, :1]], dim=1)
+        tokens = walk(self, logits, proposals, ids, columns, running, lambda scores, at: right[:, at], _never)[0]
+        chosen = torch.stack([choose(tokens[:, at], at) for at in range(logits.shape[1])], dim=1)
+        return tokens, chosen
+
+    _wrapped(patches, BlockProcessors, "walk", shown)
+
+
+def _never(tokens: Tensor, index: int) -> Tensor:
+    return torch.zeros_like(tokens, dtype=torch.bool)
+
+
+def neighbours_row(patches: Patches) -> None:
+    """A row reads the keys of the row before it."""
+
+    def rolled(read: Any, self: RaggedLayer, block: RaggedBlock) -> Any:
+        keys, values = read(self, block)
+        return keys.roll(1, dims=0), values
+
+    _wrapped(patches, RaggedLayer, "read", rolled)
+
+
+def hook_left_behind(patches: Patches) -> None:
+    """Taps are not taken off again."""
+    patches.setattr(Taps, "__exit__", lambda self, *exc: None)
+
+
+def state_not_put_back(patches: Patches) -> None:
+    """A recurrent state takes a block on whole, rejected tokens too."""
+
+    def whole(replay: Any, self: RecurrentGroup, lengths: Tensor) -> None:
+        replay(self, lengths + 1)
+
+    _wrapped(patches, RecurrentGroup, "replay", whole)
+
+
+def end_of_sequence_missed(patches: Patches) -> None:
+    """An end of sequence inside a block does not end its row, only one at its end."""
+
+    def missed(cut: Any, tokens: Tensor, accepted: Tensor, eos_ids: Any, remaining: Tensor, done: Tensor) -> Any:
+        late = tokens.clone()
+        late[:, :-1] = -5
+        return cut(late, accepted, eos_ids, remaining, done)
+
+    _wrapped(patches, steps, "clamp_commit", missed)
+
+
+def limit_passed(patches: Patches) -> None:
+    """A row may get one token more than the limit."""
+    _wrapped(patches, prefill, "_limit", lambda limit, *args: limit(*args) + 1)
+
+
+def noise_by_slot(patches: Patches) -> None:
+    """Sampling noise follows the slot in the block instead of the position in the text."""
+
+    def by_slot(noise: Any, key: Tensor, positions: Tensor, *args: Any) -> Tensor:
+        return noise(key, positions - positions[:, :1], *args)
+
+    _wrapped(patches, acceptance, "gumbel_noise", by_slot)
+
+
+def cache_one_short(patches: Patches) -> None:
+    """A cache of the user's gets the answer's keys shifted by one token."""
+    _wrapped(patches, RaggedLayer, "read_rows", lambda read, self, positions: read(self, positions - 1))
+
+
+def context_of_another_text(patches: Patches) -> None:
+    """A cache that was passed in is taken to hold one token less than it does."""
+
+    def short(begin: Any, self: KeptCache, *args: Any) -> Any:
+        begin(self, *args)
+        self.positions = self.positions + 1
+
+    _wrapped(patches, KeptCache, "begin", short)
+
+
+def criterion_forgotten(patches: Patches) -> None:
+    """A stopping criterion is asked about the end of a block only."""
+
+    def forgotten(apply: Any, one: Any, committed: list[int], done: list[int], filled: list[int]) -> None:
+        late = [max(num - 1, 0) for num in committed]
+        before = list(committed)
+        apply(one, late, done, [column - (a - b) for column, a, b in zip(filled, committed, late, strict=True)])
+        committed[:] = [num if not done[row] else before[row] for row, num in enumerate(before)]
+
+    _wrapped(patches, run, "_apply_criteria", forgotten)
+    _wrapped(patches, Lockstep, "decide", _decided_at_once)
+
+
+def _decided_at_once(decide: Any, self: Lockstep, state: Any, logits: Tensor, positions: Tensor) -> Tensor:
+    criteria, self.criteria = self.criteria, []
+    try:
+        return decide(self, state, logits, positions)
+    finally:
+        self.criteria = criteria
+
+
+def streamer_gets_more(patches: Patches) -> None:
+    """A streamer gets a token that was not committed."""
+
+    def more(finish: Any, one: Any, reported: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        streamer = one.streamer
+        if streamer is not None and one.lockstep is None and tokens.shape[1] > reported[0][0] > 0:
+            streamer.put(tokens[0, reported[0][0] : reported[0][0] + 1].clone())
+        return finish(one, reported, tokens, *args, **kwargs)
+
+    for module in (run, loop, prefill):
+        _wrapped(patches, module, "finish_step", more)
+
+
+def scores_shifted(patches: Patches) -> None:
+    """Scores are those of the token after."""
+
+    def shifted(add: Any, self: Recorder, scores: Tensor, *args: Any) -> None:
+        add(self, scores.roll(-1, dims=1), *args)
+
+    _wrapped(patches, Recorder, "add", shifted)
+
+
+def sampler_ignored(patches: Patches) -> None:
+    """Warpers are applied to the first token of a block only."""
+
+    def first(warp: Any, self: BlockProcessors, logits: Tensor) -> Tensor:
+        warped = warp(self, logits)
+        return torch.cat([warped[:, :1], logits[:, 1:].to(warped.dtype)], dim=1)
+
+    _wrapped(patches, BlockProcessors, "warp", first)
+
+
+def settings_changed(patches: Patches) -> None:
+    """A call changes the target's settings."""
+
+    def changed(check: Any, model: Any, config: Any, arguments: Any) -> None:
+        model.generation_config.max_length = (model.generation_config.max_length or 0) + 1
+        check(model, config, arguments)
+
+    _wrapped(patches, integration, "_check_settings", changed)
+
+
+def cache_not_restored(patches: Patches) -> None:
+    """What an interrupted call has written stays in the user's cache."""
+    patches.setattr(KeptCache, "restored_on_error", lambda self: nullcontext())
+
+
+def image_counted_as_text(patches: Patches) -> None:
+    """Positions behind an image go on as if its tokens were words."""
+    _wrapped(patches, prefill, "position_delta", lambda delta, *args: torch.zeros_like(delta(*args)))
+
+
+FAULTS: dict[str, Fault] = {
+    "one proposal too many is accepted": Fault(one_too_many),
+    "matches behind a mismatch count": Fault(all_matches_count),
+    "a window one too wide": Fault(wide_window),
+    "a stale mask": Fault(stale_mask),
+    "a position off by one": Fault(position_off_by_one),
+    "a rejected token seen by a processor": Fault(rejected_token_shown),
+    "a row that reads its neighbour": Fault(neighbours_row),
+    "a hook left behind": Fault(hook_left_behind),
+    "a recurrent state not put back": Fault(state_not_put_back),
+    "an end of sequence missed inside a block": Fault(end_of_sequence_missed),
+    "a limit passed": Fault(limit_passed),
+    "noise that follows the slot": Fault(noise_by_slot),
+    "a kept cache one token off": Fault(cache_one_short),
+    "a conversation that goes on one position off": Fault(context_of_another_text),
+    "a criterion asked too late": Fault(criterion_forgotten),
+    "a streamer that gets too much": Fault(streamer_gets_more),
+    "scores of the wrong token": Fault(scores_shifted),
+    "a sampler applied to one token of a block": Fault(sampler_ignored),
+    "settings changed for good": Fault(settings_changed),
+    "a cache not restored after an interrupt": Fault(cache_not_restored, "interrupts"),
+    "positions that ignore images": Fault(image_counted_as_text, "images"),
+}
+
+__all__ = ["FAULTS", "Fault"]

@@ -1,0 +1,147 @@
+"""What a call of the fuzzer is given besides ids: processors, criteria and streamers of a user's own, contexts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import BaseStreamer
+
+from fuzz.cases import EOS, PROCESSORS, SAMPLERS, Turn
+from helpers.static import use_tapes
+
+
+class Apart(LogitsProcessor):
+    """Keeps rows from choosing what another one chose last, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Lowers the scores of the other rows' last tokens, and of one token that depends on the number of calls."""
+        self.num_calls += 1
+        scores = scores.clone()
+        for row in range(scores.shape[0]):
+            scores[row, [input_ids[other, -1] for other in range(scores.shape[0]) if other != row]] -= 2.0
+        scores[:, (7 * self.num_calls) % scores.shape[1]] -= 20.0
+        return scores
+
+
+class Rows(StoppingCriteria):
+    """Stops every row once all have chosen an odd token, and a row after three even ones; remembers its ids."""
+
+    def __init__(self) -> None:
+        self.shown: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Says which rows are done."""
+        self.shown.append(input_ids.tolist())
+        odd = input_ids[:, -1] % 2 == 1
+        return (input_ids[:, -3:] % 2 == 0).all(dim=1) | (odd.all() & (len(self.shown) > 5))
+
+
+class Token(StoppingCriteria):
+    """Stops a row at a token that is divisible by eleven."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Says which rows are done."""
+        return input_ids[:, -1] % 11 == 0
+
+
+class Streamer(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.got: list[Tensor] = []
+        self.num_ends = 0
+
+    def put(self, value: Tensor) -> None:
+        """Takes a prompt, a column or a run of tokens."""
+        self.got.append(value)
+
+    def end(self) -> None:
+        """Counts how often it was ended."""
+        self.num_ends += 1
+
+    def tokens(self, is_one: bool) -> list[list[int]]:
+        """What came: for one row all tokens in one list, because it gets several at a time."""
+        got = [value.flatten().tolist() for value in self.got]
+        return [sum(got, [])] if is_one else got
+
+
+def allowed(row: int, ids: Tensor) -> list[int]:
+    """Tokens that may follow: an odd one an even one, in even rows."""
+    return [token for token in range(64) if row % 2 or (token + int(ids[-1])) % 2]
+
+
+def settings_of(turn: Turn) -> tuple[dict[str, Any], Rows, Streamer]:
+    """Returns new keyword arguments of `generate` for one call, and what in them remembers what it saw."""
+    rows, streamer = Rows(), Streamer()
+    settings: dict[str, Any] = {"max_new_tokens": turn.new, "do_sample": turn.rule is not None, "pad_token_id": 0}
+    settings["eos_token_id"] = list(EOS[: turn.eos]) or None
+    for name in turn.processors:
+        if name in ("min new", "decay", "forced end") and not turn.eos:
+            continue
+        settings |= PROCESSORS[name]
+        if name == "own":
+            settings["logits_processor"] = LogitsProcessorList([Apart()])
+        if name == "prefix":
+            settings["prefix_allowed_tokens_fn"] = allowed
+    if turn.rule is not None:
+        settings |= SAMPLERS[turn.sampler]
+    if turn.criterion == "time":
+        settings["max_time"] = 1e6
+    elif turn.criterion is not None:
+        settings["stopping_criteria"] = StoppingCriteriaList([rows if turn.criterion == "rows" else Token()])
+    if turn.streamer:
+        settings["streamer"] = streamer
+    if turn.outputs:
+        settings |= dict.fromkeys(turn.outputs, True) | {"return_dict_in_generate": True}
+    return settings, rows, streamer
+
+
+@contextmanager
+def engine_of(turn: Turn) -> Generator[str]:
+    """Makes the engine of a turn available, and returns its name on the draft."""
+    with pytest.MonkeyPatch.context() as patches:
+        if turn.engine == "tape":
+            use_tapes(patches)
+        yield "cuda_graph" if turn.engine == "tape" else turn.engine
+
+
+def within(context: str | None, call: Callable[[], Any]) -> Any:
+    """Calls in a context of the user's."""
+    if context == "thread":
+        found: list[Any] = []
+
+        def work() -> None:
+            try:
+                found.append(call())
+            except Exception as error:  # comes up again in the thread that waits
+                found.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
+    with ExitStack() as stack:
+        if context == "inference":
+            stack.enter_context(torch.inference_mode())
+        elif context == "autocast":
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        elif context == "dtype":
+            before = torch.get_default_dtype()
+            stack.callback(torch.set_default_dtype, before)
+            torch.set_default_dtype(torch.float64)
+        return call()
+
+
+__all__ = ["Rows", "Streamer", "engine_of", "settings_of", "within"]
