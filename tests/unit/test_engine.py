@@ -18,6 +18,7 @@ from dflash_hf.generation.host_reads import HostReadError, NoHostReads
 from dflash_hf.taps import Taps
 from dflash_hf.target import find_target
 from helpers.engine import GREEDY, NEW, Watched, freeze_each_step_first, pair
+from helpers.pretended_gpu import pretended_gpu
 from helpers.static import Tape, TapeStep, use_tapes
 from tiny import DFLASH2, prompts, tiny_draft, tiny_target
 
@@ -80,6 +81,12 @@ READING: dict[str, Callable[[Tensor], object]] = {
     "allclose": lambda x: torch.allclose(x, x),
     "repeats": lambda x: x.repeat_interleave(torch.tensor([1, 2, 3])),
     "slice by tensor": lambda x: x[: x.argmax()],
+    "inverse": lambda x: torch.linalg.inv(x.diag()),
+    "singular values": lambda x: torch.linalg.svd(x.diag()),
+    "in many": lambda x: torch.isin(x, torch.arange(20.0)),
+    "histogram between extremes": lambda x: x.histc(4),
+    "groups in float32": lambda x: torch._grouped_mm(x, x, offs=x),
+    "groups of scaled numbers": lambda x: torch._scaled_grouped_mm(x, x, x, x, offs=x),
 }
 QUIET: dict[str, Callable[[Tensor], object]] = {
     "fill under a mask": lambda x: x.masked_fill(x > 1, 0.0),
@@ -87,6 +94,10 @@ QUIET: dict[str, Callable[[Tensor], object]] = {
     "gather": lambda x: x.gather(0, x.argsort()),
     "index": lambda x: x[torch.tensor([0, 2])],
     "where of three": lambda x: torch.where(x > 0, x, 0.0),
+    "inverse unchecked": lambda x: torch.linalg.inv_ex(x.diag()),
+    "in few": lambda x: torch.isin(x, torch.arange(2.0)),
+    "histogram between numbers": lambda x: x.histc(4, min=0, max=4),
+    "other dtype": lambda x: x.to(torch.float64),
     "repeats of known size": lambda x: x.repeat_interleave(torch.tensor([1, 2, 3]), output_size=6),
 }
 
@@ -105,6 +116,36 @@ def test_what_reads_nothing_passes(name: str) -> None:
         QUIET[name](torch.tensor([1.0, 2.0, 3.0]))
     with torch.inference_mode(), NoHostReads():
         QUIET[name](torch.tensor([1.0, 2.0, 3.0]))
+
+
+COPYING: dict[str, Callable[[Tensor], object]] = {
+    "to": lambda x: torch.ones(3).to(x.device),
+    "number": lambda x: torch.tensor(3, device=x.device),
+    "put": lambda x: x.copy_(torch.ones(3)),
+    "slice": lambda x: x.__setitem__(slice(2), torch.ones(2)),
+    "index": lambda x: x[torch.tensor([0, 2])],
+    "put at index": lambda x: x.index_put_((torch.tensor([0]),), torch.ones((), device=x.device)),
+}
+
+
+@pytest.mark.parametrize("name", COPYING)
+def test_a_copy_from_the_host_is_found(name: str) -> None:
+    with pretended_gpu():
+        numbers = torch.zeros(3, device="cuda")
+        for is_inference in (False, True):
+            with (
+                torch.inference_mode(is_inference),
+                pytest.raises(HostReadError, match="from the host"),
+                NoHostReads(),
+            ):
+                COPYING[name](numbers)
+
+
+def test_a_number_of_the_hosts_in_arithmetic_passes() -> None:
+    with pretended_gpu(), NoHostReads():
+        numbers = torch.zeros(3, device="cuda") * torch.tensor(2.0)
+        numbers[:2] = 3.0
+        assert numbers.is_cuda
 
 
 def test_buckets_hold_every_length_and_grow_by_no_more_than_a_quarter(monkeypatch: pytest.MonkeyPatch) -> None:

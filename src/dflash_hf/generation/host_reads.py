@@ -1,6 +1,8 @@
-"""Finding operations that need a tensor's value on the host, on any device: what no captured step may contain.
+"""Finding operations that need the host, on any device: what no captured step may contain. They need a tensor's value
+there, or copy a tensor from there, which waits too and would read the same memory again at every replay.
 
-CUDA has a debug mode of its own for that, but it is one for all threads, and there is none on a CPU.
+CUDA has a debug mode of its own for that, but it is one for all threads, and there is none on a CPU. What happens
+inside an operation is not seen: neither the bodies of custom operations, nor C++, whose known reads are named here.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# The size of what they return, or a number that they return, follows from values.
+# The size of what they return, or a number that they return, follows from values; the last ones read in C++.
 _READING = {
     "_local_scalar_dense",
     "_unique2",
@@ -24,22 +26,34 @@ _READING = {
     "nonzero",
     "unique_consecutive",
     "unique_dim",
+    "_linalg_check_errors",  # `linalg.inv`, `linalg.solve`, `linalg.cholesky` and others: whether it could be done
+    "_linalg_svd",
+    "linalg_eig",
+    "transformers::grouped_mm_fallback",
 }
+_INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+_GROUPED = {"_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"}
+# Compute capabilities on which torch multiplies groups in one kernel; on others it counts them on the host.
+_GROUPED_ON = (9, 10)
 
 
 class HostReadError(RuntimeError):
-    """An operation reads a tensor on the host."""
+    """An operation needs the host: it reads a tensor there, or copies one from there."""
 
 
 class NoHostReads(TorchDispatchMode):
-    """Raises [`HostReadError`] at the first operation whose result has to be known on the host."""
+    """Raises [`HostReadError`] at the first operation that needs the host, for its result or for what goes in."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # asks where a tensor of a subclass is; is no operation
+            return func(*args, **kwargs)
         if reads_on_host(func, args, kwargs):
             raise HostReadError(f"{func} reads a tensor on the host")
+        if copies_from_host(func, args, kwargs):
+            raise HostReadError(f"{func} copies a tensor from the host")
         # Under inference mode an operation that is made of others arrives here whole.
         with self:
             out = func.decompose(*args, **kwargs)
@@ -53,15 +67,23 @@ def reads_on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
         func (`torch._ops.OpOverload`): The operation.
         args, kwargs: What it is called with.
     """
-    name = func._schema.name.removeprefix("aten::")
+    name = _name(func)
     if name in _READING:
         return True
-    if name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"):
+    if name in _INDEXING:
         masks = [i for i in args[1] if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8)]
         # One number put under a mask is filled in, without counting where.
         return bool(masks) and not (name.endswith("put_") and args[2].numel() == 1)
     if name == "repeat_interleave" and func._overloadname.startswith("Tensor"):
         return kwargs.get("output_size") is None
+    if name in _GROUPED:
+        return _counts_groups(args[0], is_scaled=name != "_grouped_mm")
+    if name == "isin" and func._overloadname.startswith("Tensor_Tensor"):
+        # Torch's own rule: from so many on it sorts, and asks how many are unique.
+        return args[1].numel() >= int(10 * args[0].numel() ** 0.145)
+    if name == "histc":
+        bounds = {"min": 0, "max": 0, **dict(zip(("min", "max"), args[2:4], strict=False)), **kwargs}
+        return bounds["min"] == bounds["max"]  # then they are looked for
     if name == "_to_copy":
         device = kwargs.get("device")
         return device is not None and torch.device(device).type == "cpu" and args[0].device.type != "cpu"
@@ -70,4 +92,42 @@ def reads_on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
     return False
 
 
-__all__ = ["HostReadError", "NoHostReads", "reads_on_host"]
+def copies_from_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Says whether an ATen operation copies a tensor of the host's to a device, indices included.
+
+    A single number of the host's in arithmetic is none: it goes along with the launch.
+
+    Args:
+        func (`torch._ops.OpOverload`): The operation.
+        args, kwargs: What it is called with.
+    """
+    name = _name(func)
+    if name == "_to_copy":
+        device = kwargs.get("device")
+        return device is not None and _is_on_host(args[0]) and torch.device(device).type not in ("cpu", "meta")
+    if name == "copy_":
+        return _is_on_host(args[1]) and args[0].device.type not in ("cpu", "meta")
+    if name in _INDEXING:
+        given = [*args[1], *args[2:3]]
+        return args[0].device.type not in ("cpu", "meta") and any(
+            isinstance(t, Tensor) and _is_on_host(t) for t in given
+        )
+    return False
+
+
+def _name(func: Any) -> str:
+    return func._schema.name.removeprefix("aten::")
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _counts_groups(first: Tensor, is_scaled: bool) -> bool:
+    """Whether a product of groups whose first operand is this one copies their ends to the host."""
+    if not first.is_cuda or not (is_scaled or first.dtype == torch.bfloat16):
+        return True
+    return torch.cuda.get_device_capability(first.device)[0] not in _GROUPED_ON
+
+
+__all__ = ["HostReadError", "NoHostReads", "copies_from_host", "reads_on_host"]

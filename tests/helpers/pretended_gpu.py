@@ -1,0 +1,216 @@
+"""A CUDA device that is not there: models of published shapes without weights, and the step that a graph captures.
+
+Under torch's `FakeTensorMode` every operation is run for the shapes, types and places of what it returns. The prefill
+is the engine's own; what it reads on the host is answered here. Then the body of a static step runs as the engine runs
+it before a capture, and an operation that depends on data, reads on the host or copies from it raises.
+
+What this cannot see:
+
+* values: texts are the business of `tests/equality`;
+* the bodies of custom operations (our kernels, `torch.library` in general): their fake implementations run instead;
+* C++ inside an operation. `NoHostReads` has names for what is known to read (`isin`, `linalg.inv`, `_grouped_mm` off
+  Hopper and Blackwell or outside bfloat16), anything else passes; and whether a library's own capture works
+  (`linalg.solve_triangular` in gated delta nets);
+* streams, events, memory, `torch.cuda.graph` itself, time;
+* what Transformers does only where `torch.cuda.is_available()`, which stays false, or where packages are installed
+  that are not (flash-attn, causal-conv1d, mamba-ssm, flash-linear-attention);
+* compiled layers: `torch.compile` needs a device to compile for;
+* the prefill's writes into caches, which index by masks and are left out, and its first token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.initialization import no_init_weights
+
+from dflash_hf import DFlashConfig, DFlashDraftModel, new_context, ops
+from dflash_hf.cache import RaggedLayer
+from dflash_hf.generation import prefill as prefill_module
+from dflash_hf.generation.host_reads import NoHostReads
+from dflash_hf.generation.run import Run
+from dflash_hf.generation.static_step import StaticStep
+from dflash_hf.target import find_target
+
+PROMPT = 64
+LIMIT = 4096
+CUDA, META = 1, 14  # c10's numbers of these kinds of devices
+GUARDS = "_ZN3c104impl26device_guard_impl_registryE"  # c10::impl::device_guard_impl_registry
+
+
+class Answers(TorchDispatchMode):
+    """Answers the prefill's reads: a number is a prompt's last index, a truth is true."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return True if args[0].dtype == torch.bool else PROMPT - 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _device_guard() -> Generator[None]:
+    """Gives a build of torch without CUDA a guard of CUDA devices that does nothing: what it has for `meta`.
+
+    Builds with CUDA get one from `FakeTensorMode` where there is no device, and have their own where there is one.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    registry = (ctypes.c_void_p * (META + 1)).in_dll(library, GUARDS)
+    before = registry[CUDA]
+    if before is None:
+        registry[CUDA] = registry[META]
+    try:
+        yield
+    finally:
+        registry[CUDA] = before
+
+
+@contextmanager
+def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Generator[None]:
+    """One CUDA device of this compute capability and 1 TB of memory; what is made inside has shapes and no numbers."""
+    answers: dict[str, Any] = {
+        "current_device": lambda: 0,
+        "get_device_capability": lambda device=None: capability,
+        "memory_reserved": lambda device=None: 0,
+        "memory_allocated": lambda device=None: 0,
+        "mem_get_info": lambda device=None: (10**12, 10**12),
+    }
+    ops._is_recent.cache_clear()
+    with pytest.MonkeyPatch.context() as patch, _device_guard(), FakeTensorMode():
+        for name, answer in answers.items():
+            patch.setattr(torch.cuda, name, answer)
+        patch.setattr(RaggedLayer, "write_rows", lambda *args: None)
+        patch.setattr(prefill_module, "_commit_first", lambda run, outputs: None)
+        # Weights without numbers are of a class of their own, which would count as quantised.
+        patch.setattr(new_context, "_is_its_weight", lambda module: module.bias is None)
+        yield
+    ops._is_recent.cache_clear()
+
+
+def build_target(config: PreTrainedConfig, experts: str | None = None) -> PreTrainedModel:
+    """Builds a target in bfloat16 on the pretended device."""
+    takes_pictures = hasattr(config, "vision_config")
+    model_class = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
+    with torch.device("cuda"), no_init_weights():
+        model = model_class.from_config(config, dtype=torch.bfloat16).eval()
+    if experts is not None:
+        model.set_experts_implementation(experts)
+    return model
+
+
+def build_draft(config: DFlashConfig) -> DFlashDraftModel:
+    """Builds a draft in bfloat16 on the pretended device; its engine is the step over fixed buffers."""
+    with torch.device("cuda"), no_init_weights():
+        draft = DFlashDraftModel._from_config(config, dtype=torch.bfloat16).eval()
+    draft.generation_config.engine = "static"
+    return draft
+
+
+@torch.no_grad()
+def begin(
+    model: PreTrainedModel, draft: DFlashDraftModel, batch: int = 1, processors: Any = (), do_sample: bool = False
+) -> Run:
+    """Runs the engine's prefill over prompts of the pretended device."""
+    ids: Any = torch.zeros(batch, PROMPT, dtype=torch.long, device="cuda")
+    settings = GenerationConfig(max_length=PROMPT + LIMIT, do_sample=do_sample)
+    settings._pad_token_tensor = None
+    kwargs: dict[str, Any] = {"use_cache": True}
+    if hasattr(model.config, "vision_config"):
+        kwargs["position_ids"] = model._prepare_position_ids_for_generation(ids, {"input_ids": ids, **kwargs})
+    criteria = [MaxLengthCriteria(PROMPT + LIMIT), EosTokenCriteria(torch.tensor([1, 2], device="cuda"))]
+    with Answers():
+        return prefill_module.prefill(
+            find_target(model),
+            ids,
+            LogitsProcessorList(processors),
+            StoppingCriteriaList(criteria),
+            settings,
+            draft,
+            streamer=None,
+            model_kwargs=kwargs,
+            started=0.0,
+            is_static=True,
+        )
+
+
+@dataclass(slots=True)
+class Step:
+    """What a step has done.
+
+    Args:
+        calls (`Counter[str]`): Operations that ran, how often each.
+        written (`dict[str, bool]`): Whether it has written into each of the buffers that it must leave changed.
+        decides (`bool`): Whether it ends by itself.
+    """
+
+    calls: Counter[str]
+    written: dict[str, bool]
+    decides: bool
+
+    def num(self, name: str) -> int:
+        """Returns how often an operation ran whose name has this in it."""
+        return sum(count for other, count in self.calls.items() if name in other)
+
+
+class _Count(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "prim":
+            self.calls[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def captured_step(run: Run) -> Step:
+    """Runs the body of a step as the engine runs it before a capture, under guard.
+
+    Raises:
+        HostReadError: At the first operation that needs the host.
+    """
+    step = StaticStep(run)
+    state = run.state
+    changed = {"proposals": state.whole_block, "draft": run.generator.block_ids}
+    if step.decides:
+        changed |= {"outcome": step.buffers.outcome, "ids": state.ids, "lengths": state.lengths}
+    caches = {"target": run.cache, "draft": run.generator.cache}
+    changed |= {
+        f"{name} cache {i}": t for name, cache in caches.items() for i, t in enumerate(_written_by_step(cache))
+    }
+    before = {name: tensor._version for name, tensor in changed.items()}
+    with torch.inference_mode(), _Count() as count, NoHostReads():
+        step.body(step.bound(run, 1))
+    return Step(count.calls, {name: t._version > before[name] for name, t in changed.items()}, step.decides)
+
+
+def _written_by_step(cache: Any) -> list[Tensor]:
+    """The buffers of a cache that every step writes."""
+    constant = [t for group in cache.groups for t in (group._steps, group._columns)]
+    noted = [group.noted for group in cache.groups if not group.noted.numel()]
+    return [t for t in cache.buffers() if not any(t is other for other in (*constant, *noted))]
+
+
+__all__ = ["Step", "begin", "build_draft", "build_target", "captured_step", "pretended_gpu"]

@@ -1,0 +1,270 @@
+"""The step that a CUDA graph captures, at published shapes, on a pretended H200: it runs, needs the host nowhere and
+writes all that it must. What this cannot see is listed in `helpers/pretended_gpu.py`.
+
+Five targets have all their layers, the others enough to have every kind of layer beside one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from harness.shapes import SHAPES
+from harness.shapes import target_config as config_of
+from torch import Tensor
+from transformers import (
+    BambaConfig,
+    GptOssConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    PreTrainedConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from dflash_hf import DFlashConfig, ops
+from dflash_hf.cache import RaggedLayer
+from dflash_hf.generation.host_reads import HostReadError
+from dflash_hf.generation.run import Run
+from dflash_hf.generation.static_step import StaticStep
+from helpers.pretended_gpu import Step, begin, build_draft, build_target, captured_step
+
+BLOCK, DRAFT_LAYERS = 16, 5
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+def published(name: str, depth: int | None = None) -> PreTrainedConfig:
+    """A row of the benchmarks' table, with fewer layers if so wanted."""
+    config = config_of(SHAPES[name])
+    if depth is not None:
+        text = config.get_text_config()
+        text.num_hidden_layers = depth
+        text.layer_types = text.layer_types[:depth] if getattr(text, "layer_types", None) else None
+    return config
+
+
+def _lfm2() -> Lfm2Config:
+    sizes: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 12288, "num_hidden_layers": 6}
+    return Lfm2Config(**sizes, layer_types=["conv", "conv", FULL] * 2)
+
+
+def _granite() -> GraniteMoeHybridConfig:
+    """Granite-4.0-H-Tiny."""
+    sizes: dict[str, Any] = {"hidden_size": 1536, "intermediate_size": 512, "shared_intermediate_size": 1024}
+    sizes |= {"num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 100352, "num_local_experts": 64}
+    sizes |= {"num_experts_per_tok": 6, "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128}
+    return GraniteMoeHybridConfig(**sizes, num_hidden_layers=6, layer_types=[LINEAR] * 5 + [FULL])
+
+
+TARGETS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3-8b": lambda: published("qwen3-8b"),
+    "qwen3-8b-short": lambda: published("qwen3-8b", 4),
+    "qwen3-30b-a3b": lambda: published("qwen3-30b-a3b"),
+    "qwen3-30b-a3b-short": lambda: published("qwen3-30b-a3b", 2),
+    "qwen3-vl-8b": lambda: published("qwen3-vl-8b"),
+    "llama-3.1-8b": lambda: published("llama-3.1-8b", 4),
+    "gpt-oss-20b": lambda: GptOssConfig(num_hidden_layers=24, num_local_experts=32),
+    "gpt-oss-short": lambda: GptOssConfig(num_hidden_layers=4, num_local_experts=32),
+    "qwen3.5-9b": lambda: Qwen3_5TextConfig(),
+    "qwen3.5-35b-a3b": lambda: Qwen3_5MoeTextConfig(num_hidden_layers=4),
+    "qwen3.5-vl": lambda: Qwen3_5Config(text_config={"num_hidden_layers": 4}, vision_config={"depth": 1}),
+    "qwen3.5-vl-moe": lambda: Qwen3_5MoeConfig(text_config={"num_hidden_layers": 4}, vision_config={"depth": 1}),
+    "qwen3-next-80b-a3b": lambda: Qwen3NextConfig(num_hidden_layers=4),
+    "lfm2-1.2b": _lfm2,
+    "bamba-9b": lambda: BambaConfig(num_hidden_layers=4, attn_layer_indices=[2]),
+    "granite-4.0-h-tiny": _granite,
+}
+WARPERS: dict[str, Callable[[], list[Any]]] = {
+    "greedy": list,
+    "plain": list,
+    "temperature": lambda: [TemperatureLogitsWarper(0.7)],
+    "top-k": lambda: [TemperatureLogitsWarper(0.7), TopKLogitsWarper(20)],
+    "top-p": lambda: [TopPLogitsWarper(0.9)],
+    "top-k, top-p": lambda: [TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), TopPLogitsWarper(0.95)],
+    "repetition": lambda: [RepetitionPenaltyLogitsProcessor(1.2)],
+}
+DFLASH2: dict[str, Any] = {"conv_kernel_size": 4, "conv_group_size": 64, "selector_rank": 256, "selector_top_k": 64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A step: of which target, and what is asked of it."""
+
+    target: str
+    warpers: str = "greedy"
+    proposal: str = "argmax"
+    batch: int = 1
+    width: int | None = None
+    experts: str | None = None
+    kernels: bool | None = None
+    draft: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        """Says what is not the default."""
+        said = [self.target, self.warpers, *([] if self.warpers == "greedy" else [self.proposal])]
+        said += [f"batch {self.batch}"] if self.batch > 1 else []
+        said += [f"width {self.width}"] if self.width else []
+        said += [self.experts] if self.experts else []
+        said += ["in torch"] if self.kernels is False else []
+        return ", ".join([*said, *(["dflash 2"] if "selector_rank" in self.draft else list(self.draft))])
+
+
+SHORT = "qwen3-8b-short"
+CASES = [
+    # Every published shape, as it is.
+    *(Case(target=name) for name in ("qwen3-8b", "qwen3-30b-a3b", "qwen3-vl-8b", "gpt-oss-20b", "qwen3.5-9b")),
+    # Every rule and warper, with rows and widths of several kinds, by kernels and by torch.
+    Case(target="llama-3.1-8b", batch=4, width=7),
+    Case(target=SHORT, kernels=False),
+    Case(target=SHORT, batch=4, width=7, kernels=False),
+    Case(target=SHORT, warpers="plain", proposal="argmax"),
+    Case(target=SHORT, warpers="plain", proposal="shared_noise", batch=4),
+    Case(target=SHORT, warpers="plain", proposal="sample", width=5),
+    Case(target=SHORT, warpers="temperature", proposal="shared_noise", kernels=False),
+    Case(target=SHORT, warpers="top-k", proposal="argmax", batch=4),
+    Case(target=SHORT, warpers="top-k", proposal="sample", kernels=False),
+    Case(target=SHORT, warpers="top-p", proposal="shared_noise"),
+    Case(target=SHORT, warpers="top-p", proposal="sample", batch=4, width=5),
+    Case(target=SHORT, warpers="top-k, top-p", proposal="argmax", kernels=False),
+    Case(target=SHORT, warpers="top-k, top-p", proposal="shared_noise", batch=4, width=9),
+    Case(target=SHORT, warpers="top-k, top-p", proposal="sample"),
+    # The host decides between two steps; both forwards alone are captured.
+    Case(target=SHORT, warpers="repetition"),
+    Case(target=SHORT, warpers="repetition", proposal="shared_noise", batch=4, kernels=False),
+    # Kinds of drafts.
+    Case(target=SHORT, draft=DFLASH2),
+    Case(target=SHORT, warpers="top-p", proposal="shared_noise", batch=4, draft=DFLASH2),
+    Case(target=SHORT, warpers="top-k", proposal="sample", width=5, draft=DFLASH2, kernels=False),
+    Case(target=SHORT, draft={"sample_from_anchor": True}),
+    Case(target=SHORT, draft={"sliding_window": 512, "layer_types": ["sliding_attention"] * 4 + [FULL]}),
+    # Experts.
+    Case(target="qwen3-30b-a3b-short", experts="batched_mm", batch=4),
+    Case(target="qwen3-30b-a3b-short", experts="grouped_mm", batch=4, width=7, kernels=False),
+    Case(target="gpt-oss-short", experts="batched_mm", warpers="top-p", proposal="sample"),
+    Case(target="gpt-oss-short", experts="grouped_mm", batch=4, kernels=False),
+    # Positions of several kinds.
+    Case(target="qwen3.5-vl", batch=4),
+    Case(target="qwen3.5-vl-moe", warpers="top-k", proposal="sample"),
+    # Recurrent layers.
+    Case(target="qwen3.5-35b-a3b", batch=4, width=7),
+    Case(target="qwen3-next-80b-a3b", warpers="top-p", proposal="shared_noise"),
+    Case(target="lfm2-1.2b", batch=4, kernels=False),
+    Case(target="bamba-9b", warpers="top-k", proposal="sample", batch=4),
+    Case(target="granite-4.0-h-tiny", width=7),
+]
+
+
+def run_of(case: Case) -> Run:
+    """Builds the pair and begins the run."""
+    config = TARGETS[case.target]()
+    text = config.get_text_config()
+    depth = text.num_hidden_layers
+    sizes = {"hidden_size": text.hidden_size, "intermediate_size": 12288, "vocab_size": text.vocab_size}
+    sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": DRAFT_LAYERS}
+    taps = sorted({1, depth // 2, depth - 1})
+    own = DFlashConfig(
+        **{**sizes, "max_position_embeddings": 40960, **case.draft},
+        block_size=BLOCK,
+        mask_token_id=text.vocab_size - 1,
+        num_target_layers=depth,
+        target_layer_ids=taps,
+    )
+    draft = build_draft(own)
+    draft.generation_config.verify_width = case.width
+    draft.generation_config.proposal = case.proposal  # pyright: ignore[reportAttributeAccessIssue]
+    sampled = case.warpers not in ("greedy", "repetition")
+    model = build_target(config, case.experts)
+    return begin(model, draft, case.batch, WARPERS[case.warpers](), do_sample=sampled)
+
+
+def check(run: Run, step: Step, uses_kernels: bool) -> None:
+    """The step was the real one: every layer's attention ran, and everything was written."""
+    attending = sum(isinstance(layer, RaggedLayer) for layer in run.cache.layers) + DRAFT_LAYERS
+    missing = [name for name, is_written in step.written.items() if not is_written]
+    assert not missing
+    if uses_kernels:
+        assert step.num("block_attention") == attending
+        assert step.num("::norm_rope_write") == DRAFT_LAYERS
+        assert step.num("::context_kv") == 1
+        assert step.num("::accept_and_prepare") == step.decides
+    else:
+        assert not [name for name in step.calls if name.startswith("dflash")]
+        assert step.num("scaled_dot_product") + step.num("_softmax") >= attending
+    # Projections of every layer, and both heads.
+    assert step.num("mm") + step.num("linear") > 4 * attending
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_a_step_at_published_shapes_needs_no_host(case: Case) -> None:
+    with ops.kernels(case.kernels):
+        run = run_of(case)
+        step = captured_step(run)
+    assert step.decides == (case.warpers != "repetition")
+    assert run.state.tokens.shape == (case.batch, case.width or BLOCK + ("sample_from_anchor" in case.draft))
+    check(run, step, case.kernels is not False)
+
+
+@pytest.mark.parametrize("target", ["qwen3-30b-a3b-short", "gpt-oss-short"])
+def test_eager_experts_are_found_to_count_on_the_host(target: str) -> None:
+    run = run_of(Case(target=target))  # in the prefill they count too, where they may
+    run.target.model.set_experts_implementation("eager")
+    with pytest.raises(HostReadError, match="on the host"):
+        captured_step(run)
+
+
+def test_grouped_experts_are_found_to_count_on_the_host_of_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(Case(target="qwen3-30b-a3b-short", experts="grouped_mm"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    with pytest.raises(HostReadError, match=r"_grouped_mm.* on the host"):
+        captured_step(run)
+
+
+def _groups(x: Tensor, dtype: torch.dtype) -> Tensor:
+    first, second = (torch.zeros(size, dtype=dtype, device=x.device) for size in ((16, 16), (2, 16, 16)))
+    return torch._grouped_mm(first, second, offs=x[:1, 1:3].flatten().int())
+
+
+PLANTED: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x[0, 0].item(),
+    "truth": lambda x: bool((x > 0).any()),
+    "index by a mask": lambda x: x[x > 0],
+    "copy to the host": lambda x: x.cpu(),
+    "number from the host": lambda x: torch.tensor(3, device=x.device),
+    "numbers from the host": lambda x: x[0].add_(torch.arange(x.shape[1]).to(x.device)),
+    "put from the host": lambda x: x[0].copy_(torch.arange(x.shape[1])),
+    "index from the host": lambda x: x[torch.zeros(2, dtype=torch.long)],
+    "many ids": lambda x: torch.isin(x, torch.arange(99, device=x.device)),
+    "groups in float32": lambda x: _groups(x, torch.float32),
+    "inverse": lambda x: torch.linalg.inv(torch.zeros(4, 4, device=x.device)),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_needs_the_host_is_found_in_the_same_step(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, verify = run_of(Case(target=SHORT)), StaticStep._verify
+
+    def planted(step: StaticStep, block: Any) -> Any:
+        outputs = verify(step, block)
+        PLANTED[what](run.state.whole_block)
+        return outputs
+
+    monkeypatch.setattr(StaticStep, "_verify", planted)
+    with pytest.raises(HostReadError, match="the host"):
+        captured_step(run)
+
+
+def test_a_step_that_leaves_something_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(Case(target=SHORT))
+    monkeypatch.setattr(ops, "accept_and_prepare", lambda *args, **kwargs: None)
+    assert not captured_step(run).written["outcome"]
