@@ -103,8 +103,7 @@ class Guard:
         # The path as it is routed, and the whole of it: other routes read their bodies into memory.
         is_upload = scope["path"] == UPLOAD and scope["method"] == "POST"
         if not is_upload and length.isdigit() and int(length) > MAX_BODY:
-            await _drain(receive)
-            await _refuse(send, 413, f"expected a request of at most {MAX_BODY} bytes, got {int(length)}")
+            await _refuse(send, 413, f"expected a request of at most {MAX_BODY} bytes, got {int(length)}", receive)
             return
         if is_upload and not length.isdigit():
             await _refuse(send, 411, "expected an upload that says its length, got none; send it with Content-Length")
@@ -121,8 +120,7 @@ class Guard:
                 try:
                     coming.enter_context(self.uploads.admit(int(length)))
                 except ValueError as error:
-                    await _drain(receive)
-                    await _refuse(send, 413, str(error))
+                    await _refuse(send, 413, str(error), receive)
                     return
             await self.app(scope, receive if is_upload else _limited(receive), send_with_headers)
 
@@ -185,12 +183,6 @@ def _browser(cookies: str) -> tuple[str, str | None]:
     return name, f"{COOKIE}={name}; Path=/; HttpOnly; SameSite=Strict"
 
 
-async def _drain(receive: Receive) -> None:
-    """Reads a body to its end, keeping nothing: else the sender hears of a broken connection and not of the reason."""
-    while (await receive()).get("more_body"):
-        pass
-
-
 def _limited(receive: Receive) -> Receive:
     """A body without a stated length ends where the limit is."""
     seen = 0
@@ -204,11 +196,19 @@ def _limited(receive: Receive) -> Receive:
     return limited
 
 
-async def _refuse(send: Send, status: int, sentence: str) -> None:
+async def _refuse(send: Send, status: int, sentence: str, receive: Receive | None = None) -> None:
+    """Answers with a sentence; with `receive` it then reads the body to its end, and keeps nothing of it.
+
+    Else whoever is still sending hears of a broken connection and not of the reason.
+    """
     body = sentence.encode()
     headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode()), *HEADERS]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body, "more_body": receive is not None})
+    if receive is not None:
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.body", "body": b""})
 
 
 __all__ = ["BROWSER", "COOKIE", "MAX_BODY", "UPLOAD", "Guard", "Owners", "own_hosts"]
