@@ -8,6 +8,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from dflash_hf.errors import one_line, shown
 from dflash_hf.positions import build_target_layer_ids
 
 # Kind of RoPE -> the numbers it cannot do without.
@@ -19,7 +20,12 @@ ROPE_TYPES = {
 }
 # Far above any draft; what lies beyond is a damaged file, and building it would end in a memory error.
 MAX_LAYERS = 1024
-MAX_SIZE = 2**24
+MAX_SIZE = 2**20
+MAX_VOCABULARY = 2**24
+# There the target's logits of one block, `[block_size, vocabulary]` in float32, take 0.6 GB with Qwen3's vocabulary,
+# and verifying it is a prefill: nobody gains by proposing that much. Published drafts have 8 to 32.
+MAX_BLOCK_SIZE = 1024
+MAX_CANDIDATES = 1024  # the selector scores each with each of the slot before
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -168,10 +174,12 @@ class DFlashConfig(PreTrainedConfig):
     def _check_sizes(self) -> None:
         """Raises unless every size and scale can be built with: the first thing, before any list is as long as one."""
         sizes = ("hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
-        sizes += ("num_key_value_heads", "vocab_size", "draft_vocab_size", "max_position_embeddings", "block_size")
-        sizes += ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        sizes += ("num_key_value_heads", "conv_kernel_size", "conv_group_size", "selector_rank")
         limits = {
             **dict.fromkeys(sizes, MAX_SIZE),
+            **dict.fromkeys(("vocab_size", "draft_vocab_size", "max_position_embeddings"), MAX_VOCABULARY),
+            "block_size": MAX_BLOCK_SIZE,
+            "selector_top_k": MAX_CANDIDATES,
             "num_hidden_layers": MAX_LAYERS,
             "num_target_layers": MAX_LAYERS,
             "sliding_window": 2**62,
@@ -179,15 +187,15 @@ class DFlashConfig(PreTrainedConfig):
         for name, limit in limits.items():
             value: int | None = getattr(self, name)
             if value is not None and not 1 <= value <= limit:
-                raise ValueError(f"expected {name} from 1 to {limit}, got {value}; mend it")
+                raise ValueError(f"expected {name} from 1 to {limit}, got {shown(value)}; mend it")
         for name in ("rms_norm_eps", "initializer_range", "attention_dropout", "input_embedding_scale"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"expected a finite {name} >= 0, got {getattr(self, name)}; mend it")
+                raise ValueError(f"expected a finite {name} >= 0, got {shown(getattr(self, name))}; mend it")
         for name in ("output_multiplier", "final_logit_softcapping"):
             if not math.isfinite(getattr(self, name) or 0.0):
-                raise ValueError(f"expected a finite {name}, got {getattr(self, name)}; mend it")
+                raise ValueError(f"expected a finite {name}, got {shown(getattr(self, name))}; mend it")
         if self.hidden_act not in ACT2FN:
-            raise ValueError(f"expected hidden_act in {sorted(ACT2FN)}, got {self.hidden_act!r}; mend it")
+            raise ValueError(f"expected hidden_act in {sorted(ACT2FN)}, got {shown(self.hidden_act)}; mend it")
 
     def _check_rope(self) -> None:
         """Raises unless the RoPE is of a known kind and has the numbers that this kind needs."""
@@ -195,7 +203,7 @@ class DFlashConfig(PreTrainedConfig):
         kind = rope.get("rope_type", "default")
         if not isinstance(kind, str) or kind not in ROPE_TYPES:
             raise ValueError(
-                f"expected rope_type in {tuple(ROPE_TYPES)}, got {kind!r}; a draft's RoPE may not depend on the "
+                f"expected rope_type in {tuple(ROPE_TYPES)}, got {shown(kind)}; a draft's RoPE may not depend on the "
                 "length of the call"
             )
         stated = {name for name, value in rope.items() if value is not None and name not in ("rope_type", "truncate")}
@@ -205,7 +213,9 @@ class DFlashConfig(PreTrainedConfig):
             # Transformers computes with all of them; of the numbers only mscale and its like may be 0.
             smallest = 0 if name.startswith("mscale") else 1e-12
             if not isinstance(value, int | float) or isinstance(value, bool) or not smallest <= value < 1e12:
-                raise ValueError(f"expected a positive number as {name} of the RoPE, got {value!r}; mend it")
+                raise ValueError(
+                    f"expected a positive number as {one_line(name)} of the RoPE, got {shown(value)}; mend it"
+                )
 
     def _check(self) -> None:
         """Raises the first contradiction found among the fields, as one sentence."""
@@ -280,7 +290,7 @@ class DFlashConfig(PreTrainedConfig):
         ]
         for good, expected, got, action in checks:
             if not good:
-                raise ValueError(f"expected {expected}, got {got!r}; {action}")
+                raise ValueError(f"expected {expected}, got {shown(got)}; {action}")
 
     def _dflash2_checks(self) -> list[tuple[bool, str, object, str]]:
         """The checks of what DFlash 2 adds, in the form of those of `_check`."""
@@ -328,8 +338,8 @@ class DFlashConfig(PreTrainedConfig):
         model_type = config_dict.get("model_type", cls.model_type)
         if model_type != cls.model_type:
             raise ValueError(
-                f"expected model_type {cls.model_type!r}, got {model_type!r}; read the config of a draft in another "
-                "layout as DFlashDraftModel.from_pretrained(path).config"
+                f"expected model_type {cls.model_type!r}, got {shown(model_type)}; read the config of a draft in "
+                "another layout as DFlashDraftModel.from_pretrained(path).config"
             )
         return super().from_dict(config_dict, **kwargs)
 

@@ -2,12 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from transformers import GenerationConfig
 
+from dflash_hf.errors import one_line, shown
+
 Engine = Literal["auto", "eager", "static", "cuda_graph"]
 Proposal = Literal["auto", "argmax", "shared_noise", "sample"]
+
+_COUNT, _NUMBER, _SWITCH, _NAME, _LIST = (int,), (int, float), (bool,), (str,), (list, tuple)
+# Transformers' class says nothing of types, compares and stores. Fields that are not here may be what it accepts.
+TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(
+        (
+            *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "max_cache_len", "top_k"),
+            *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences", "num_beam_groups"),
+            *("num_assistant_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit"),
+            *("assistant_lookbehind", "target_lookbehind", "prefill_chunk_size", "pad_token_id", "bos_token_id"),
+        ),
+        _COUNT,
+    ),
+    **dict.fromkeys(
+        (
+            *("max_time", "temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+            *("repetition_penalty", "encoder_repetition_penalty", "length_penalty", "guidance_scale"),
+            *("assistant_confidence_threshold", "assistant_ensemble_weight", "penalty_alpha", "diversity_penalty"),
+        ),
+        _NUMBER,
+    ),
+    **dict.fromkeys(
+        (
+            *("do_sample", "use_mtp", "use_cache", "renormalize_logits", "remove_invalid_values", "token_healing"),
+            *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "is_assistant"),
+            *("return_dict_in_generate", "disable_compile", "low_memory"),
+        ),
+        _SWITCH,
+    ),
+    **dict.fromkeys(("cache_implementation", "num_assistant_tokens_schedule", "speculation_type"), _NAME),
+    **dict.fromkeys(("transformers_version", "_commit_hash"), _NAME),
+    "_from_model_config": _SWITCH,
+    "early_stopping": (bool, str),
+    **dict.fromkeys(("stop_strings", "dola_layers"), (str, *_LIST)),
+    **dict.fromkeys(("eos_token_id", "decoder_start_token_id"), (int, *_LIST)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), (int, *_LIST)),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids"), _LIST),
+    **dict.fromkeys(("constraints", "exponential_decay_length_penalty"), _LIST),
+    "sequence_bias": (dict, *_LIST),
+    "cache_config": (dict,),
+}
 
 
 class DFlashGenerationConfig(GenerationConfig):
@@ -41,18 +85,45 @@ class DFlashGenerationConfig(GenerationConfig):
         kwargs: Fields of [`~transformers.GenerationConfig`].
 
     Raises:
-        ValueError: If a knob has a value it does not know.
+        ValueError: If a knob has a value it does not know, a field a value of another type, or a name is none that a
+            field can have.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, /, **kwargs: Any) -> None:
         self.block_size: int | None = kwargs.pop("block_size", None)
         self.verify_width: int | Literal["auto"] | None = kwargs.pop("verify_width", None)
         self.engine: Engine = kwargs.pop("engine", "auto")
         self.proposal: Proposal = kwargs.pop("proposal", "auto")
         self.compile_layers: bool = kwargs.pop("compile_layers", False)
         self.synchronize: bool = kwargs.pop("synchronize", False)
-        super().__init__(**kwargs)
+        self._check_fields(kwargs)
+        try:
+            super().__init__(**kwargs)
+        except (TypeError, AttributeError, KeyError, ValueError) as error:  # whatever comparing such values leads to
+            raise ValueError(
+                f"expected fields that GenerationConfig takes, got some that it does not ({one_line(error)}); leave "
+                "them out"
+            ) from error
         self.validate_knobs()
+
+    @classmethod
+    def _check_fields(cls, fields: Mapping[str, Any]) -> None:
+        """Raises unless every name can be that of a field, and every value is of its field's type.
+
+        Transformers sets an attribute of each name that it does not know: one of a method would take its place.
+        """
+        for name, value in fields.items():
+            is_private = name.startswith("_") and name not in TYPES
+            if not name.isidentifier() or is_private or hasattr(cls, name):
+                raise ValueError(
+                    f"expected names of settings of generation, got {shown(name)}, which is none; leave it out"
+                )
+            kinds = TYPES.get(name)
+            if kinds is None or value is None:
+                continue
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                expected = " or ".join(kind.__name__ for kind in kinds)
+                raise ValueError(f"expected {name} of type {expected}, got {shown(value)}; leave it out")
 
     def validate_knobs(self, max_block_size: int | None = None, sample_from_anchor: bool = False) -> None:
         """Checks the knobs, also against a checkpoint's block size.
@@ -65,35 +136,39 @@ class DFlashGenerationConfig(GenerationConfig):
             ValueError: On the first knob that cannot be honoured.
         """
         if self.engine not in get_args(Engine):
-            raise ValueError(f"expected engine in {get_args(Engine)}, got {self.engine!r}; leave it at 'auto'")
+            raise ValueError(f"expected engine in {get_args(Engine)}, got {shown(self.engine)}; leave it at 'auto'")
         if self.proposal not in get_args(Proposal):
-            raise ValueError(f"expected proposal in {get_args(Proposal)}, got {self.proposal!r}; leave it at 'auto'")
+            raise ValueError(
+                f"expected proposal in {get_args(Proposal)}, got {shown(self.proposal)}; leave it at 'auto'"
+            )
         for name in ("compile_layers", "synchronize"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"expected True or False as {name}, got {getattr(self, name)!r}; leave it out")
+                raise ValueError(f"expected True or False as {name}, got {shown(getattr(self, name))}; leave it out")
         block_size = self.block_size if self.block_size is not None else max_block_size
         if self.block_size is not None:
             if not _is_count(self.block_size):
                 raise ValueError(
-                    f"expected a number of tokens, at least 1, as block_size, got {self.block_size!r}; leave it out"
+                    f"expected a number of tokens, at least 1, as block_size, got {shown(self.block_size)}; leave "
+                    "it out"
                 )
             if max_block_size is not None and self.block_size > max_block_size:
                 raise ValueError(
-                    f"expected block_size at most {max_block_size} (the draft's), got {self.block_size}; "
+                    f"expected block_size at most {max_block_size} (the draft's), got {shown(self.block_size)}; "
                     "leave it out: a draft cannot propose further than it was trained to"
                 )
         if self.verify_width is None or self.verify_width == "auto":
             return
         if not _is_count(self.verify_width):
             raise ValueError(
-                f"expected a number of tokens, at least 1, or 'auto' as verify_width, got {self.verify_width!r}; "
+                f"expected a number of tokens, at least 1, or 'auto' as verify_width, got {shown(self.verify_width)}; "
                 "leave it out"
             )
         # What the draft can do is known only with its checkpoint; without it, a width of one more is let through.
         widest = None if block_size is None else block_size + (sample_from_anchor or max_block_size is None)
         if widest is not None and self.verify_width > widest:
             raise ValueError(
-                f"expected verify_width between 1 and {widest} (block size {block_size}), got {self.verify_width}; "
+                f"expected verify_width between 1 and {widest} (block size {shown(block_size)}), got "
+                f"{shown(self.verify_width)}; "
                 "leave it out: the target can only check tokens that were proposed"
             )
 

@@ -19,8 +19,16 @@ from transformers.utils.hub import cached_file
 
 from dflash_hf.checkpoints import FIELDS, CheckpointFormat, detect_format, make_config
 from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.errors import listed, one_line, shown
 from dflash_hf.generation_config import DFlashGenerationConfig
-from dflash_hf.weight_files import FLOAT_DTYPES, StoredTensor, read_config, read_json, stored_tensors
+from dflash_hf.weight_files import (
+    FLOAT_DTYPES,
+    StoredTensor,
+    check_no_adapter,
+    read_config,
+    read_json,
+    stored_tensors,
+)
 
 # The arguments of `from_pretrained` that say which files are meant.
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -73,6 +81,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
         hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
         if kwargs.pop("use_safetensors", None) is False:
             raise ValueError("expected use_safetensors=True or nothing, got False; only safetensors are loaded")
+        check_no_adapter(path, hub)
         stored = stored_tensors(path, kwargs.get("variant"), hub)
         given: PreTrainedConfig | str | PathLike[str] | None = kwargs.pop("config", None)
         config, layout = _read_config(path, given, kwargs, hub, stored)
@@ -98,7 +107,8 @@ class DFlashPreTrainedModel(PreTrainedModel):
             )
         except SafetensorError as error:
             raise ValueError(
-                f"expected whole safetensors files in {path}, got one that cannot be read ({error}); download it again"
+                f"expected whole safetensors files in {path}, got one that cannot be read ({one_line(error)}); "
+                "download it again"
             ) from error
         draft, report = loaded
         report["unexpected_keys"] = [
@@ -154,11 +164,14 @@ def _read_config(
         given_types = {raw[name] for name in ("dtype", "torch_dtype") if isinstance(raw.get(name), str)}
         if len(given_types) > 1:
             raise ValueError(
-                f"expected one value as dtype and torch_dtype, got {sorted(given_types)}; mend one of them"
+                f"expected one value as dtype and torch_dtype, got {shown(sorted(given_types))}; mend one of them"
             )
         fields["dtype"] = raw.get("dtype", raw.get("torch_dtype"))
-        if not (fields["dtype"] is None or isinstance(_dtype_of(fields["dtype"]), torch.dtype)):
-            raise ValueError(f"expected the name of a torch dtype as dtype, got {fields['dtype']!r}; mend it")
+        if not (fields["dtype"] is None or _dtype_of(fields["dtype"]) in FLOAT_DTYPES.values()):
+            raise ValueError(
+                f"expected dtype in {[str(dtype).removeprefix('torch.') for dtype in FLOAT_DTYPES.values()]}, got "
+                f"{shown(fields['dtype'])}; mend it"
+            )
         overrides = {name: kwargs.pop(name) for name in FIELDS & kwargs.keys()}
         return make_config(fields | overrides), layout
     except ValueError as error:
@@ -198,7 +211,7 @@ def _check_stored(
     if wrong:
         raise ValueError(
             f"expected exactly the weights of a draft in the layout {layout.name!r} in {path}, got "
-            f"{'; '.join(wrong)}; check that its config.json belongs to these weights"
+            f"{listed(wrong, '; ')}; check that its config.json belongs to these weights"
         )
 
 
@@ -248,7 +261,7 @@ def _check_report(report: dict[str, Any], layout: CheckpointFormat, path: str | 
     if wrong:
         raise ValueError(
             f"expected exactly the weights of a draft in the layout {layout.name!r} in {path}, got "
-            f"{'; '.join(wrong)}; check that its config.json belongs to these weights"
+            f"{listed(wrong, '; ')}; check that its config.json belongs to these weights"
         )
 
 
@@ -271,7 +284,7 @@ def _check_finite(draft: torch.nn.Module, path: str | PathLike[str]) -> None:
     is_narrow = any(draft.get_parameter(name).dtype == torch.float16 for name in wrong)
     advice = "load it with dtype=torch.float32 if float16 is too narrow for it, or " if is_narrow else ""
     raise ValueError(
-        f"expected finite weights in {path}, got NaN or infinite values in {', '.join(wrong)}; {advice}export or "
+        f"expected finite weights in {path}, got NaN or infinite values in {listed(wrong)}; {advice}export or "
         "download it again"
     )
 
@@ -287,9 +300,16 @@ def _read_generation_config(path: str | PathLike[str], hub: dict[str, Any]) -> D
     )
     if file is None:
         return None
-    read_json(Path(file))  # a damaged one is reported as such
-    loaded = DFlashGenerationConfig.from_pretrained(str(Path(file).parent))
-    assert isinstance(loaded, DFlashGenerationConfig)
+    try:
+        loaded = DFlashGenerationConfig(**read_json(Path(file)))
+        loaded.to_json_string()
+    except ValueError as error:
+        raise ValueError(f"{error} (in {GENERATION_CONFIG_NAME} of {path})") from error
+    except (TypeError, LookupError, AttributeError, RecursionError) as error:  # what could not be saved or printed
+        raise ValueError(
+            f"expected settings of generation in {file}, got some that GenerationConfig cannot write "
+            f"({one_line(error)}); leave them out"
+        ) from error
     return loaded
 
 

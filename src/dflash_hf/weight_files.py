@@ -17,7 +17,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
+from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
+from dflash_hf.errors import listed, one_line, shown
+
+# The index of a draft of 1024 layers takes 2 MB; parsed, the worst of 4 (`[],[],...`) takes 90.
+MAX_JSON_BYTES = 4 * 2**20
 PathOrRepo = str | PathLike[str]
 # As safetensors spells them.
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -57,8 +62,22 @@ def read_config(path: PathOrRepo, hub: Mapping[str, Any]) -> dict[str, Any]:
     if (Path(path) / CONFIG_NAME).is_dir():
         raise ValueError(f"expected a file {Path(path) / CONFIG_NAME}, got a folder; put the config there")
     file = cached_file(path, CONFIG_NAME, **hub)
-    assert file is not None  # only without `_raise_exceptions_for_missing_entries`
+    if file is None:  # Transformers takes it for a file that may be missing
+        raise ValueError(f"expected {CONFIG_NAME} in {path}, got no such file; give the folder of a draft")
     return read_json(Path(file))
+
+
+def check_no_adapter(path: PathOrRepo, hub: Mapping[str, Any]) -> None:
+    """Raises if PEFT's files lie beside the draft's: Transformers would load that adapter onto it, unchecked.
+
+    Raises:
+        ValueError: If there is an `adapter_config.json`.
+    """
+    if _find(path, ADAPTER_CONFIG_NAME, None, hub) is not None:
+        raise ValueError(
+            f"expected a draft without an adapter in {path}, got {ADAPTER_CONFIG_NAME}; merge the adapter into the "
+            "draft's weights, or take its files away"
+        )
 
 
 def stored_tensors(path: PathOrRepo, variant: str | None, hub: Mapping[str, Any]) -> dict[str, StoredTensor]:
@@ -86,26 +105,35 @@ def stored_tensors(path: PathOrRepo, variant: str | None, hub: Mapping[str, Any]
             files = sorted(file.name for file in folder.iterdir())
             raise ValueError(
                 f"expected safetensors weights in {folder} ({SAFE_WEIGHTS_NAME}, or shards with their index), got "
-                f"{files}; convert the checkpoint: reading a pickle file can run code, so none is loaded"
+                f"{shown(files)}; convert the checkpoint: reading a pickle file can run code, so none is loaded"
             )
         return {}
-    weight_map = read_json(index).get("weight_map")
+    content = read_json(index)
+    weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise ValueError(
-            f"expected weight_map, names of weights to names of files, in {index}, got {weight_map!r}; mend it"
+            f"expected weight_map, names of weights to names of files, in {index}, got {shown(weight_map)}; mend it"
         )
     found: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
-        file = _find(path, shard, None, hub)
-        if file is None or Path(shard).name != shard:
-            raise ValueError(f"expected the shard {shard} beside {index}, got no such file; download it again")
+        # Looked for only under a plain name: nothing outside of the folder is a part of a checkpoint.
+        file = _find(path, shard, None, hub) if _is_plain_name(shard) else None
+        if file is None:
+            raise ValueError(
+                f"expected the shard {one_line(shard)} beside {index}, got no such file; download it again"
+            )
         tensors = _headers(file)
         named = {name for name, where in weight_map.items() if where == shard}
         if differing := sorted(named ^ tensors.keys()):
             raise ValueError(
-                f"expected {file} to hold what weight_map of {index} says, got a difference in {differing}"
+                f"expected {file} to hold what weight_map of {index} says, got a difference in "
+                f"{listed(differing)}; download it again"
             )
         found |= tensors
+    if not isinstance(content.get("metadata"), dict):  # Transformers needs one, if only an empty one
+        raise ValueError(
+            f"expected a dictionary metadata in {index}, got {shown(content.get('metadata'))}; add an empty one"
+        )
     return found
 
 
@@ -116,6 +144,11 @@ def widest_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
     for kind in sorted(kinds):
         dtype = FLOAT_DTYPES[kind] if dtype is None else torch.promote_types(dtype, FLOAT_DTYPES[kind])
     return dtype
+
+
+def _is_plain_name(shard: str) -> bool:
+    """Whether it is the name of a safetensors file, and of nothing else."""
+    return shard.isprintable() and Path(shard).name == shard and shard.endswith(".safetensors")
 
 
 def _find(path: PathOrRepo, name: str, variant: str | None, hub: Mapping[str, Any]) -> Path | None:
@@ -139,7 +172,9 @@ def _headers(file: Path) -> dict[str, StoredTensor]:
                 for name, part in slices.items()
             }
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"expected whole safetensors files, got {file} ({error}); download it again") from error
+        raise ValueError(
+            f"expected whole safetensors files, got {file} ({one_line(error)}); download it again"
+        ) from error
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -148,13 +183,29 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         ValueError: If the file holds something else.
     """
+    size = file.stat().st_size
+    if size > MAX_JSON_BYTES:
+        raise ValueError(
+            f"expected at most {MAX_JSON_BYTES / 2**20:.0f} MB of JSON in {file}, got {size / 2**20:.0f}; download it "
+            "again"
+        )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"expected JSON in {file}, got something else ({error}); download it again") from error
+        raise ValueError(
+            f"expected JSON in {file}, got something else ({one_line(error)}); download it again"
+        ) from error
     if not isinstance(content, dict):
         raise ValueError(f"expected a JSON dictionary in {file}, got a {type(content).__name__}; download it again")
     return content
 
 
-__all__ = ["FLOAT_DTYPES", "StoredTensor", "read_config", "read_json", "stored_tensors", "widest_dtype"]
+__all__ = [
+    "FLOAT_DTYPES",
+    "StoredTensor",
+    "check_no_adapter",
+    "read_config",
+    "read_json",
+    "stored_tensors",
+    "widest_dtype",
+]

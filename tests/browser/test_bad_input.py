@@ -1,6 +1,9 @@
 """Whatever is sent to it, the chat says a sentence and goes on."""
 
+import re
 import struct
+import urllib.error
+import urllib.request
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from helpers.browser import Chat, Server
+from helpers.browser import PATIENCE, Chat, Server
 from helpers.processors import picture
 
 SENTENCE_WORDS = ("Traceback", "Error:", 'File "')
@@ -166,3 +169,40 @@ def test_text_is_shown_as_it_was_written(endless: Server, open_chat: Callable[..
     chat.ask("again")
     assert chat.page.locator(".df-user p").first.text_content() == text
     assert chat.page.title() == "DFlash chat"
+
+
+def post(server: Server, path: str, body: bytes, **headers: str) -> tuple[int, str]:
+    """Sends a request as a program does; returns the status and what is said."""
+    request = urllib.request.Request(server.url + path, body, {"Content-Type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_large_bodies_and_pages_from_elsewhere_are_refused(endless: Server) -> None:
+    large = b"[" + b"[]," * 2**20 + b"[]]"
+    for path in ("/gradio_api/run/upload", "/gradio_api/call/upload", "/gradio_api/queue/join"):
+        status, sentence = post(endless, path, large)
+        assert status == 413, path
+        assert sentence.startswith("expected a request of at most ")
+    for path in ("/gradio_api/upload", "/gradio_api/queue/join"):
+        status, sentence = post(endless, path, b"{}", Origin="http://evil.example")
+        assert (status, sentence.partition(",")[0]) == (403, "expected a request of this chat's own page")
+
+
+def test_another_browser_reads_nothing_of_a_page_whose_name_it_knows(
+    endless: Server, open_chat: Callable[..., Chat]
+) -> None:
+    chat, other = open_chat(endless), open_chat(endless)
+    names: list[str] = []
+    chat.page.on("request", lambda request: names.extend(re.findall(r"session_hash=(\w+)", request.url)))
+    chat.set_length(16)
+    chat.ask("what is this")
+    assert names
+    # Beside the page, with its browser's cookies: a refusal inside of it would be a complaint in its console.
+    reply = other.page.request.get(f"{endless.url}/gradio_api/queue/data?session_hash={names[-1]}")
+    assert reply.status == 403
+    assert "that this browser opened" in reply.text()
+    chat.ask("and this")

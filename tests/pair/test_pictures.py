@@ -16,13 +16,13 @@ from typer.testing import CliRunner, Result
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli.demo import read_prompts
-from dflash_hf.cli.doctor import read_prompts as read_doctor_prompts
 from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import load_pair
 from dflash_hf.evaluation.doctor import diagnose, write_answers
 from dflash_hf.evaluation.harness import compare, encode_prompt
 from dflash_hf.evaluation.probe import Probe, Setup
 from dflash_hf.evaluation.prompts import picture_names
+from dflash_hf.evaluation.prompts import read_prompts as read_doctor_prompts
 from dflash_hf.target import find_target
 from helpers.vision_pair import KINDS, write_vision_pair
 

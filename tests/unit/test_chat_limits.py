@@ -12,7 +12,7 @@ from PIL import Image
 
 from dflash_hf.chat import sessions as sessions_module
 from dflash_hf.chat.conversation import Answer, Conversation, Turn
-from dflash_hf.chat.guard import Guard, own_hosts
+from dflash_hf.chat.guard import BROWSER, COOKIE, MAX_BODY, Guard, own_hosts
 from dflash_hf.chat.model import MAX_CHARACTERS, MAX_PICTURES, ChatModel
 from dflash_hf.chat.pictures import KEPT_PIXELS, Picture, PictureError, read_picture
 from dflash_hf.chat.sessions import MAX_PICTURE_BYTES, MAX_SESSIONS, Sessions
@@ -28,7 +28,9 @@ def call(guard: Guard, path: str = "/", body: bytes | None = None, kind: str = "
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     if body is not None:
         raw.append((b"content-length", str(len(body)).encode()))
+    path, _, query = path.partition("?")
     scope = {"type": kind, "path": path, "method": "GET" if body is None else "POST", "headers": raw}
+    scope["query_string"] = query.encode()
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body or b""}
@@ -82,7 +84,89 @@ def test_without_a_name_and_over_a_web_socket_nothing_is_answered(tmp_path: Path
     assert call(guard(tmp_path), kind="websocket", host="localhost") == [{"type": "websocket.close", "code": 1008}]
 
 
+# ---- other pages, other browsers
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "status"),
+    [
+        ("http://localhost:7860", "localhost:7860", 200),
+        ("http://LOCALHOST:7860", "localhost:7860", 200),
+        ("http://evil.example", "localhost:7860", 403),
+        ("http://localhost:7861", "localhost:7860", 403),
+        ("http://127.0.0.1:7860", "localhost:7860", 403),
+        ("null", "localhost:7860", 403),
+        ("", "localhost:7860", 403),
+    ],
+)
+@pytest.mark.parametrize("path", ["/gradio_api/upload", "/gradio_api/queue/join", "/"])
+def test_pages_from_elsewhere_change_nothing(path: str, origin: str, host: str, status: int, tmp_path: Path) -> None:
+    sent = call(guard(tmp_path), path, b"x", host=host, origin=origin)
+    assert sent[0]["status"] == status
+    if status == 403:
+        assert sent[1]["body"].decode().startswith("expected a request of this chat's own page, got one of ")
+    assert call(guard(tmp_path), path, host=host, origin=origin)[0]["status"] == 200, "what reads changes nothing"
+
+
+def cookie_of(sent: list[Any]) -> str:
+    """The cookie that an answer sets, or nothing."""
+    values = [value.decode() for name, value in sent[0].get("headers", []) if name == b"set-cookie"]
+    return values[0].partition(";")[0] if values else ""
+
+
+@pytest.mark.parametrize("path", ["/gradio_api/queue/data?session_hash=s", "/gradio_api/heartbeat/s"])
+def test_what_a_page_is_told_goes_to_its_own_browser(path: str, tmp_path: Path) -> None:
+    chat = guard(tmp_path)
+    first = call(chat, host="localhost")
+    cookie = cookie_of(first)
+    [header] = [value for name, value in first[0]["headers"] if name == b"set-cookie"]
+    assert cookie.startswith(f"{COOKIE}=")
+    assert header.endswith(b"; Path=/; HttpOnly; SameSite=Strict")
+    assert cookie_of(call(chat, host="localhost", cookie=f"a=b; {cookie}")) == ""
+    assert call(chat, path, host="localhost", cookie=cookie)[0]["status"] == 200
+    for stranger in ({}, {"cookie": cookie_of(call(chat, host="localhost"))}, {"cookie": f"{COOKIE}=guessed"}):
+        sent = call(chat, path, host="localhost", **stranger)
+        assert sent[0]["status"] == 403
+        assert sent[1]["body"].decode().startswith("expected a page that this browser opened, got another one's")
+    assert call(chat, path, host="localhost", cookie=cookie)[0]["status"] == 200
+
+
+def test_nobody_says_which_browser_it_is(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    async def note(scope: Any, receive: Any, send: Any) -> None:
+        seen.append([value for name, value in scope["headers"] if name == BROWSER.encode()])
+        await fine(scope, receive, send)
+
+    chat = Guard(note, Uploads(tmp_path), own_hosts("127.0.0.1"))
+    call(chat, host="localhost", cookie=f"{COOKIE}=mine", x_dflash_browser="theirs")
+    assert seen == [[b"mine"]]
+
+
+def test_conversation_needs_both_names(page: Any) -> None:
+    for browser, turns in (("b", 0), ("c", 0), ("b", 1)):
+        request = SimpleNamespace(session_hash="a", headers={BROWSER: browser})
+        from dflash_hf.chat import page as pages
+
+        with page.sessions.use(pages._name_of(request)) as conversation:
+            assert len(conversation.turns) == turns
+            if browser == "b" and not turns:
+                filled(conversation)
+
+
 # ---- uploads
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/gradio_api/run/upload", "/gradio_api/call/upload", "/upload", "/gradio_api/%75pload", "/gradio_api/upload/"],
+)
+def test_only_the_route_of_uploads_takes_a_large_body(path: str, tmp_path: Path) -> None:
+    body = bytes(MAX_BODY + 1)
+    sent = call(guard(tmp_path), path, body, host="localhost")
+    assert sent[0]["status"] == 413
+    assert sent[1]["body"].decode().startswith(f"expected a request of at most {MAX_BODY} bytes")
+    assert call(guard(tmp_path), "/gradio_api/upload", body, host="localhost")[0]["status"] == 200
 
 
 def test_uploads_are_limited_in_number_and_bytes_together(tmp_path: Path) -> None:
@@ -259,7 +343,7 @@ def ask(page: Any, text: str, files: list[Path]) -> dict[str, Any]:
     from dflash_hf.chat import page as pages
 
     message = {"text": text, "files": [str(path) for path in files]}
-    [values] = page._ask(message, True, 0.0, 16, SimpleNamespace(session_hash="a"))
+    [values] = page._ask(message, True, 0.0, 16, SimpleNamespace(session_hash="a", headers={BROWSER: "b"}))
     return dict(zip(pages.PARTS, values, strict=True))
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from dflash_hf.evaluation.prompts import as_messages, prompt_of, read_rows
 
 MAX_EXAMPLES = 4
 MAX_BYTES = 64 * 2**10  # of a picture: they are part of the page
@@ -34,10 +35,10 @@ def find_examples(target: str, takes_pictures: bool) -> list[Example]:
     if not Path(target).is_dir() or not path.is_file():
         return []
     found: dict[str, Example] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row: dict[str, Any] = json.loads(line)
-        if len(row["messages"]) == 1 and (example := _example(row["messages"][0]["content"], path.parent)):
-            found.setdefault(row["kind"], example)
+    for number, row in read_rows(path):
+        prompt = prompt_of(row, f"line {number} of {path}", Path())
+        if len(messages := as_messages(prompt)) == 1 and (example := _example(messages[0]["content"], path.parent)):
+            found.setdefault(str(row.get("kind")), example)
     with_pictures = [example for example in found.values() if example.pictures and takes_pictures]
     without = [example for example in found.values() if not example.pictures]
     return [*_spread(with_pictures, MAX_EXAMPLES - bool(without)), *without][:MAX_EXAMPLES]

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from dflash_hf.chat import render
 from dflash_hf.chat.conversation import Settings
 from dflash_hf.chat.examples import find_examples
-from dflash_hf.chat.guard import Guard, own_hosts
+from dflash_hf.chat.guard import BROWSER, Guard, own_hosts
 from dflash_hf.chat.model import ChatModel
 from dflash_hf.chat.pictures import EXTENSIONS, MAX_FILE_BYTES, Picture, PictureError, read_picture
 from dflash_hf.chat.sessions import Sessions
@@ -131,7 +131,7 @@ class Page:
         text, files = str(message["text"] or ""), [str(path) for path in message["files"]]
         try:
             settings = Settings(use_draft=bool(use_draft), temperature=float(heat), max_new_tokens=int(length))
-            with self.sessions.use(request.session_hash) as conversation:
+            with self.sessions.use(_name_of(request)) as conversation:
                 self.model.check_message(conversation, text, files)  # before any of them is decoded
                 pictures = self._read(files)
                 answers = self.model.ask(conversation, text, pictures, settings)
@@ -162,7 +162,7 @@ class Page:
         """Runs a race; yields new values of `PARTS`."""
         conversation = None
         try:
-            with self.sessions.use(request.session_hash) as conversation:
+            with self.sessions.use(_name_of(request)) as conversation:
                 races = self.model.race(conversation, int(length))
                 yield _changed(sentence="", start=gr.update(visible=False), halt=gr.update(visible=True))
                 with closing(races) as running:
@@ -203,7 +203,7 @@ class Page:
         return path.resolve().is_relative_to(self.uploads.folder.resolve()) and path.is_file()
 
     def _stop(self, request: gr.Request) -> None:
-        self.sessions.stop(request.session_hash)
+        self.sessions.stop(_name_of(request))
 
     def _new(self, request: gr.Request) -> list[Any]:
         """Begins anew. Where a run is in progress, the run says so itself, as the last thing that it says.
@@ -211,7 +211,7 @@ class Page:
         The browser hears of a run and of a click over two connections: what a run said last could come after the
         fresh page, and stay there.
         """
-        return _changed() if self.sessions.forget(request.session_hash) else self._fresh()
+        return _changed() if self.sessions.forget(_name_of(request)) else self._fresh()
 
     def _fresh(self) -> list[Any]:
         """The page before the first question."""
@@ -227,7 +227,7 @@ class Page:
         )
 
     def _leave(self, request: gr.Request) -> None:
-        self.sessions.forget(request.session_hash)
+        self.sessions.forget(_name_of(request))
 
     def launch(self, host: str, port: int) -> None:
         """Serves the page until it is interrupted.
@@ -259,6 +259,12 @@ class Page:
             css=(HERE / "page.css").read_text(encoding="utf-8"),
             js=(HERE / "page.js").read_text(encoding="utf-8"),
         )
+
+
+def _name_of(request: gr.Request) -> str | None:
+    """What a page's conversation is kept under: its own name and its browser's, so that neither alone is enough."""
+    page = request.session_hash
+    return f"{request.headers[BROWSER]}:{page}" if page else None
 
 
 def _changed(**parts: Any) -> list[Any]:

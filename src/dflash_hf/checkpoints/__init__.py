@@ -11,6 +11,7 @@ from dflash_hf.checkpoints.muse import MUSE
 from dflash_hf.checkpoints.own import FIELDS, OWN
 from dflash_hf.checkpoints.speculators import SPECULATORS
 from dflash_hf.checkpoints.zlab import ZLAB
+from dflash_hf.errors import shown
 
 Layout = Literal["dflash", "zlab", "speculators", "muse", "deepspec"]
 FORMATS: tuple[CheckpointFormat, ...] = (OWN, ZLAB, SPECULATORS, MUSE, DEEPSPEC)
@@ -28,7 +29,8 @@ def detect_format(config: Mapping[str, Any]) -> CheckpointFormat:
     raise ValueError(
         "expected a DFlash draft (model_type 'dflash' or 'muse_glimmer_assistant', a section dflash_config, "
         "speculators_model_type 'dflash' with a transformer_layer_config, or markov_rank beside target_layer_ids), "
-        f"got model_type {config.get('model_type')!r} with the keys {sorted(config)}; give the folder of the draft"
+        f"got model_type {shown(config.get('model_type'))} with the keys "
+        f"{shown(sorted(config))}; give the folder of the draft"
     )
 
 
@@ -41,7 +43,7 @@ def get_format(layout: str) -> CheckpointFormat:
     for candidate in FORMATS:
         if candidate.name == layout:
             return candidate
-    raise ValueError(f"expected layout in {[f.name for f in FORMATS]}, got {layout!r}; choose one of them")
+    raise ValueError(f"expected layout in {[f.name for f in FORMATS]}, got {shown(layout)}; choose one of them")
 
 
 def explain_foreign_draft(model: object) -> str | None:

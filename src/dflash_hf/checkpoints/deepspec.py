@@ -24,6 +24,7 @@ from dflash_hf.checkpoints.mapping import (
     refuse_fields,
 )
 from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.errors import shown
 
 DEFAULT_THETA = 10000.0  # Qwen3Config's, like the other defaults below
 NUM_ANCHORS = 512  # of its training; its class asks for the key
@@ -69,12 +70,12 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     decoder = reader.take("model_type", default="qwen3")
     if decoder != "qwen3":
         raise ValueError(
-            f"expected model_type 'qwen3' beside markov_rank, got {decoder!r}; this variant is not supported"
+            f"expected model_type 'qwen3' beside markov_rank, got {shown(decoder)}; this variant is not supported"
         )
     layer_types: list[Any] = reader.take("layer_types", default=[], kind=list)
     if "sliding_attention" in layer_types:
         raise ValueError(
-            f"expected layer_types all full_attention beside markov_rank, got {layer_types}; not supported"
+            f"expected layer_types all full_attention beside markov_rank, got {shown(layer_types)}; not supported"
         )
     return {
         "layer_types": layer_types or None,

@@ -19,6 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from dflash_hf.configuration_dflash import MAX_LAYERS, DFlashConfig
+from dflash_hf.errors import one_line, shown
 
 
 class Stated(Enum):
@@ -69,7 +70,7 @@ class ConfigReader:
         inner = self._values.pop(section, None) if section is not None else None
         if inner is not None and not isinstance(inner, Mapping):
             raise ValueError(
-                f"expected {section} to be a dictionary in the checkpoint's config.json, got {inner!r}; mend it"
+                f"expected {section} to be a dictionary in the checkpoint's config.json, got {shown(inner)}; mend it"
             )
         self._values.update({f"{section}.{key}": value for key, value in (inner or {}).items()})
         self._unread = set(self._values)
@@ -96,11 +97,13 @@ class ConfigReader:
             return copy.copy(default)  # a list of the table must not end up in a config
         value = next(iter(stated.values()))
         if any(other != value for other in stated.values()):
-            raise ValueError(f"expected one value, got {stated}; make the checkpoint's config.json agree with itself")
+            raise ValueError(
+                f"expected one value, got {shown(stated)}; make the checkpoint's config.json agree with itself"
+            )
         if kind is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
             raise ValueError(
                 f"expected {' or '.join(places)} of type {getattr(kind, '__name__', kind)} in the checkpoint's "
-                f"config.json, got {value!r}; mend it"
+                f"config.json, got {shown(value)}; mend it"
             )
         return value
 
@@ -112,7 +115,7 @@ class ConfigReader:
         """
         number: int = self.take(*places, default=default, kind=int)
         if not 1 <= number <= MAX_LAYERS:
-            raise ValueError(f"expected {' or '.join(places)} from 1 to {MAX_LAYERS}, got {number}; mend it")
+            raise ValueError(f"expected {' or '.join(places)} from 1 to {MAX_LAYERS}, got {shown(number)}; mend it")
         return number
 
     def take_present(self, names: frozenset[str]) -> dict[str, Any]:
@@ -134,7 +137,7 @@ class ConfigReader:
             value = self.take(key, default=None)
             if value is not None and value not in allowed:
                 raise ValueError(
-                    f"expected {key} absent or in {allowed} in the checkpoint's config.json, got {value!r}; this "
+                    f"expected {key} absent or in {allowed} in the checkpoint's config.json, got {shown(value)}; this "
                     "variant of DFlash is not supported"
                 )
 
@@ -147,7 +150,7 @@ class ConfigReader:
         if self._unread:
             raise ValueError(
                 f"expected only known keys in a config.json of the layout {layout!r}, got also "
-                f"{sorted(self._unread)}; they belong to a variant that is not supported"
+                f"{shown(sorted(self._unread))}; they belong to a variant that is not supported"
             )
 
 
@@ -258,7 +261,9 @@ class CheckpointFormat:
         for theirs, name in self.weights.items():
             if name == pattern:
                 return theirs.replace("{}", index.group()) if index else theirs
-        raise ValueError(f"expected a weight of the layout {self.name!r}, got {ours}; save it in the layout 'dflash'")
+        raise ValueError(
+            f"expected a weight of the layout {self.name!r}, got {shown(ours)}; save it in the layout 'dflash'"
+        )
 
 
 def refuse_fields(config: DFlashConfig, *names: str) -> Iterator[str]:
@@ -280,12 +285,15 @@ def make_config(fields: Mapping[str, Any]) -> DFlashConfig:
     Raises:
         ValueError: If a value has the wrong type, or fields contradict each other.
     """
+    for name, value in fields.items():
+        # One entry per layer, and perhaps the embeddings; checking the types of a million takes seconds.
+        if isinstance(value, list) and len(value) > MAX_LAYERS + 1:
+            raise ValueError(f"expected {name} with up to {MAX_LAYERS + 1} entries, got {len(value)}; mend it")
     try:
         return DFlashConfig(**fields)
     except (StrictDataclassError, TypeError) as error:
         raise ValueError(
-            f"expected a valid draft config, got one that says: {' '.join(str(error).split())}; "
-            "mend the checkpoint's config.json"
+            f"expected a valid draft config, got one that says: {one_line(error)}; mend the checkpoint's config.json"
         ) from error
 
 
@@ -323,18 +331,18 @@ def read_rope(reader: ConfigReader, default_theta: float, prefix: str = "") -> d
     scaling = {**reader.take(f"{prefix}rope_parameters", f"{prefix}rope_scaling", default={}, kind=dict)}
     kinds = [kind for name in ("type", "rope_type") if (kind := scaling.pop(name, None)) is not None]
     if any(kind != kinds[0] for kind in kinds):
-        raise ValueError(f"expected one rope_type, got {kinds}; mend the checkpoint's config.json")
+        raise ValueError(f"expected one rope_type, got {shown(kinds)}; mend the checkpoint's config.json")
     theta = reader.take(f"{prefix}rope_theta", default=None)
     thetas = [value for value in (scaling.pop("rope_theta", None), theta) if value is not None]
     if any(value != thetas[0] for value in thetas):
-        raise ValueError(f"expected one rope_theta, got {thetas}; mend the checkpoint's config.json")
+        raise ValueError(f"expected one rope_theta, got {shown(thetas)}; mend the checkpoint's config.json")
     partial = [scaling.pop("partial_rotary_factor", None), reader.take(f"{prefix}partial_rotary_factor", default=None)]
     partial = [value for value in partial if value not in (None, 1.0)]
     unknown = sorted(scaling.keys() - ROPE_KEYS - IMAGE_ROPE_KEYS)
     if unknown or partial:
         raise ValueError(
-            f"expected a RoPE over whole heads with known parameters, got partial_rotary_factor {partial} and the "
-            f"parameters {unknown}; this variant is not supported"
+            f"expected a RoPE over whole heads with known parameters, got partial_rotary_factor {shown(partial)} "
+            f"and the parameters {shown(unknown)}; this variant is not supported"
         )
     kept = {name: value for name, value in scaling.items() if name in ROPE_KEYS}
     return {

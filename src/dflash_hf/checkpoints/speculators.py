@@ -30,6 +30,7 @@ from dflash_hf.checkpoints.mapping import (
     refuse_fields,
 )
 from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.errors import shown
 
 MODEL_TYPE = "dflash"
 SECTION = "transformer_layer_config"
@@ -70,7 +71,9 @@ def _matches(config: Mapping[str, Any]) -> bool:
 def _read_taps(reader: ConfigReader) -> list[int]:
     ids: list[Any] = reader.take("aux_hidden_state_layer_ids", kind=list)
     if not all(isinstance(index, int) and not isinstance(index, bool) and index >= 0 for index in ids):
-        raise ValueError(f"expected aux_hidden_state_layer_ids, integers from 0, got {ids}; mend the config.json")
+        raise ValueError(
+            f"expected aux_hidden_state_layer_ids, integers from 0, got {shown(ids)}; mend the config.json"
+        )
     return [index - 1 for index in ids]
 
 
@@ -91,12 +94,12 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     decoder = reader.take(f"{SECTION}.model_type", default="qwen3")
     if decoder not in DECODERS:
         raise ValueError(
-            f"expected {SECTION}.model_type in {DECODERS}, got {decoder!r}; this variant is not supported"
+            f"expected {SECTION}.model_type in {DECODERS}, got {shown(decoder)}; this variant is not supported"
         )
     algorithm = reader.take("speculators_config", default={}, kind=dict).get("algorithm", MODEL_TYPE)
     if algorithm != MODEL_TYPE:
         raise ValueError(
-            f"expected speculators_config.algorithm {MODEL_TYPE!r}, got {algorithm!r}; mend the config.json"
+            f"expected speculators_config.algorithm {MODEL_TYPE!r}, got {shown(algorithm)}; mend the config.json"
         )
     layer_types = reader.take(f"{SECTION}.layer_types", default=None, kind=list)
     window = reader.take(f"{SECTION}.sliding_window", default=None)
@@ -107,8 +110,8 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
         layer_types = ["sliding_attention" if slides else "full_attention" for slides in sliding]
     elif use_window is False and "sliding_attention" in layer_types:
         raise ValueError(
-            f"expected {SECTION}.use_sliding_window true or absent beside layer_types {layer_types}, got false; make "
-            "the checkpoint's config.json agree with itself"
+            f"expected {SECTION}.use_sliding_window true or absent beside layer_types {shown(layer_types)}, got "
+            "false; make the checkpoint's config.json agree with itself"
         )
     non_causal = reader.take("sliding_window_non_causal", default=False, kind=bool)
     head_dim = reader.take(f"{SECTION}.head_dim", default=128 if decoder == "qwen3" else None)

@@ -27,6 +27,7 @@ from dflash_hf.checkpoints.mapping import (
     refuse_fields,
 )
 from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.errors import shown
 
 SECTION = "dflash_config"
 DEFAULT_THETA = 10000.0  # Qwen3Config's, like the other defaults below
@@ -109,8 +110,8 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
         layer_types = ["sliding_attention" if slides else "full_attention" for slides in sliding]
     elif use_window is False and "sliding_attention" in layer_types:
         raise ValueError(
-            f"expected use_sliding_window true or absent beside layer_types {layer_types}, got false; make the "
-            "checkpoint's config.json agree with itself"
+            f"expected use_sliding_window true or absent beside layer_types {shown(layer_types)}, got false; make "
+            "the checkpoint's config.json agree with itself"
         )
     if use_swa and "sliding_attention" not in layer_types:
         layer_types = ["sliding_attention"] * num_layers
@@ -119,7 +120,8 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     draft_vocab_size = reader.take(*_both("draft_vocab_size"), default=None)
     if draft_vocab_size not in (None, vocab_size):
         raise ValueError(
-            f"expected a draft over the whole vocabulary of {vocab_size}, got draft_vocab_size {draft_vocab_size}; "
+            f"expected a draft over the whole vocabulary of {shown(vocab_size)}, got draft_vocab_size "
+            f"{shown(draft_vocab_size)}; "
             "reduced vocabularies are not supported"
         )
     return {

@@ -15,7 +15,7 @@ from transformers import TextStreamer
 from dflash_hf.cli.pair import BUNDLED, VISION, load_pair
 from dflash_hf.cli.table import comparison_table, prompt_line
 from dflash_hf.evaluation.harness import Comparison, compare, pool, tokenizer_of, warm_up
-from dflash_hf.evaluation.prompts import find_pictures, picture_names
+from dflash_hf.evaluation.prompts import picture_names, prompt_of, read_rows
 
 
 def demo(
@@ -70,15 +70,18 @@ def read_prompts(path: Path, per_kind: int) -> list[dict[str, Any]]:
     Paths of pictures are relative to the file.
 
     Raises:
-        ValueError: If the file is not there: an installed wheel has no bundled pair.
+        ValueError: If the file is not there (an installed wheel has no bundled pair), or a row asks nothing.
     """
     if not path.exists():
         raise ValueError(
             f"expected held-out prompts in {path}, got no file; run the demo from a clone, or pass --pair"
         )
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    for row in rows:
-        row["messages"] = find_pictures(row["messages"], path.parent)
+    rows = [
+        {**row, "kind": str(row.get("kind")), "messages": prompt_of(row, f"line {number} of {path}", path.parent)}
+        for number, row in read_rows(path)
+    ]
+    if not rows:
+        raise ValueError(f"expected held-out prompts in {path}, got none; write one per line")
     kinds = dict.fromkeys(row["kind"] for row in rows)
     return [row for kind in kinds for row in [r for r in rows if r["kind"] == kind][:per_kind]]
 

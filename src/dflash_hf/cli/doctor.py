@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from dflash_hf.cli.pair import BUNDLED, load_pair
 from dflash_hf.evaluation.doctor import Diagnosis, diagnose
-from dflash_hf.evaluation.prompts import Prompt, find_pictures
+from dflash_hf.evaluation.prompts import read_prompts
 
 COLOURS = {"ok": "green", "finding": "bold red", "skipped": "dim"}
 
@@ -42,34 +42,6 @@ def doctor(
         raise typer.Exit(1)
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """Reads prompts: the lines of a text file, or `"messages"` or else `"prompt"` of the objects of a `.jsonl` one.
-
-    Paths of pictures in messages are relative to the file.
-
-    Raises:
-        ValueError: If there is no such file, no prompt in it, or none in one of its lines.
-    """
-    if not path.is_file():
-        raise ValueError(f"expected a file of prompts as --prompts, got {str(path)!r}, which is none; mend the path")
-    lines = [(n, line) for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if line.strip()]
-    if not lines:
-        raise ValueError(f"expected prompts in {path}, got none; write one per line")
-    if path.suffix != ".jsonl":
-        return [line for _, line in lines]
-    prompts: list[Prompt] = []
-    for number, line in lines:
-        try:
-            row: Any = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"expected JSON in line {number} of {path}, got {error}; mend the line") from error
-        prompt = row.get("messages") or row.get("prompt") if isinstance(row, dict) else None
-        if not prompt:
-            raise ValueError(f"expected messages or prompt in line {number} of {path}, got {line[:60]!r}; add one")
-        prompts.append(find_pictures(prompt, path.parent))
-    return prompts
-
-
 def _show(console: Console, diagnosis: Diagnosis) -> None:
     """Prints the table, and one line under it."""
     table = Table(title="what could ruin acceptance", show_lines=False)
@@ -88,4 +60,4 @@ def _show(console: Console, diagnosis: Diagnosis) -> None:
     )
 
 
-__all__ = ["doctor", "read_prompts"]
+__all__ = ["doctor"]

@@ -6,10 +6,16 @@ the picture under `"path"`, `"url"`, `"image"` or `"base64"`, as `apply_chat_tem
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_hf.errors import one_line, shown
+
+MAX_BYTES = 16 * 2**20  # of a file: as `[],[],...` it takes 20 times as much when parsed
+MAX_PROMPTS = 100_000
+SOURCES = ("path", "url", "image", "base64")  # of a picture
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
 
@@ -64,10 +70,146 @@ def find_pictures(prompt: Prompt, folder: Path) -> Prompt:
     for message in messages:
         if not isinstance(message["content"], str):
             message["content"] = [
-                {**part, "path": str(folder / part["path"])} if "path" in part else dict(part)
+                {**part, "path": str(folder / part["path"])} if part.get("path") is not None else dict(part)
                 for part in message["content"]
             ]
     return messages
 
 
-__all__ = ["Message", "Prompt", "as_messages", "find_pictures", "picture_names", "text_of", "with_pictures"]
+def read_lines(path: Path) -> list[tuple[int, str]]:
+    """Returns the lines of a text file that have something in them, with their numbers from 1.
+
+    Raises:
+        ValueError: If the file is too large, or no UTF-8.
+    """
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        raise ValueError(
+            f"expected a file of prompts of at most {MAX_BYTES / 2**20:.0f} MB, got {path} with {size / 2**20:.0f}; "
+            "use fewer prompts, and give pictures as files"
+        )
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"expected UTF-8 in {path}, got other bytes ({one_line(error)}); save it as UTF-8") from error
+    # Not `splitlines`: a string in JSON may have other ends of lines in it.
+    if text.count("\n") > MAX_PROMPTS:
+        raise ValueError(f"expected at most {MAX_PROMPTS} lines in {path}, got more; use fewer prompts")
+    return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+
+
+def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Returns the objects of a `.jsonl` file, with the numbers of their lines from 1.
+
+    Raises:
+        ValueError: If a line is no JSON object; see also [`read_lines`].
+    """
+    rows: list[tuple[int, dict[str, Any]]] = []
+    for number, line in read_lines(path):
+        try:
+            row: Any = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"expected JSON in line {number} of {path}, got something else ({one_line(error)}); mend the line"
+            ) from error
+        if not isinstance(row, dict):
+            raise ValueError(f"expected a JSON object in line {number} of {path}, got {shown(row)}; mend the line")
+        rows.append((number, row))
+    return rows
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Reads prompts: the lines of a text file, or `"messages"` or else `"prompt"` of the objects of a `.jsonl` one.
+
+    Paths of pictures in messages are relative to the file.
+
+    Raises:
+        ValueError: If there is no such file, no prompt in it, or none or a malformed one in one of its lines.
+    """
+    if not path.is_file():
+        raise ValueError(f"expected a file of prompts as --prompts, got {str(path)!r}, which is none; mend the path")
+    if path.suffix != ".jsonl":
+        prompts: list[Prompt] = [line for _, line in read_lines(path)]
+    else:
+        prompts = [prompt_of(row, f"line {number} of {path}", path.parent) for number, row in read_rows(path)]
+    if not prompts:
+        raise ValueError(f"expected prompts in {path}, got none; write one per line")
+    return prompts
+
+
+def prompt_of(row: Mapping[str, Any], where: str, folder: Path) -> Prompt:
+    """Returns what a row of a `.jsonl` file asks, with relative paths of pictures taken from `folder`.
+
+    Raises:
+        ValueError: If it asks nothing, or not in one of the two forms; `where` says in which row.
+    """
+    prompt = row.get("messages") or row.get("prompt")
+    if not prompt:
+        raise ValueError(f"expected messages or prompt in {where}, got the keys {shown(list(row))}; add one of them")
+    if row.get("messages"):
+        _check_messages(prompt, where)
+    else:
+        _check_text(prompt, f"prompt in {where}")
+    return find_pictures(prompt, folder)
+
+
+def _check_messages(messages: Any, where: str) -> None:
+    """Raises unless it is a conversation as this module's docstring has it."""
+    if not isinstance(messages, list):
+        raise ValueError(f"expected messages, a list of turns, in {where}, got {shown(messages)}; mend the row")
+    for message in messages:
+        if not isinstance(message, dict):
+            raise ValueError(f"expected turns with role and content in {where}, got {shown(message)}; mend the row")
+        _check_text(message.get("role"), f"role of each turn in {where}")
+        content = message.get("content")
+        if not isinstance(content, list):
+            _check_text(content, f"content of each turn (or a list of parts) in {where}")
+            continue
+        if not content:
+            raise ValueError(f"expected content in each turn in {where}, got an empty list; add a part")
+        for part in content:
+            _check_part(part, where)
+
+
+def _check_part(part: Any, where: str) -> None:
+    """Raises unless it is a text or a picture."""
+    if not isinstance(part, dict) or part.get("type") not in ("text", "image"):
+        raise ValueError(f"expected parts of type text or image in {where}, got {shown(part)}; mend the row")
+    if part["type"] == "text":
+        _check_text(part.get("text"), f"text of each part of type text in {where}", may_be_empty=True)
+        return
+    sources = {name: part[name] for name in SOURCES if part.get(name) is not None}
+    if not sources:
+        raise ValueError(
+            f"expected each part of type image in {where} to have one of {SOURCES}, got {shown(part)}; say where the "
+            "picture is"
+        )
+    for name, source in sources.items():
+        _check_text(source, f"{name} of each picture in {where}")
+
+
+def _check_text(text: Any, what: str, may_be_empty: bool = False) -> None:
+    """Raises unless it is a text that a tokenizer can read."""
+    if not isinstance(text, str) or not (text or may_be_empty):
+        raise ValueError(f"expected a text as {what}, got {shown(text)}; mend the row")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"expected a text of whole characters as {what}, got a half of one ({one_line(error)}); mend the row"
+        ) from error
+
+
+__all__ = [
+    "Message",
+    "Prompt",
+    "as_messages",
+    "find_pictures",
+    "picture_names",
+    "prompt_of",
+    "read_lines",
+    "read_prompts",
+    "read_rows",
+    "text_of",
+    "with_pictures",
+]

@@ -1,0 +1,60 @@
+"""Values of a user's, as sentences show them: whole where they are short, on one line, never all of a million.
+
+Files bring whatever they like as a value or a name; what is printed of it stays readable.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+MAX_VALUE = 200  # characters of one value
+MAX_TEXT = 600  # characters of what somebody else has to say
+MAX_NAMED = 8  # names in a list
+
+
+class _Short(reprlib.Repr):
+    """The standard library's, which would sort a dictionary."""
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """A dictionary in its own order."""
+        if level <= 0:
+            return "{...}"
+        parts = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in islice(x.items(), self.maxdict)]
+        return "{" + ", ".join([*parts, *(["..."] * (len(x) > self.maxdict))]) + "}"
+
+
+_SHORT = _Short()
+_SHORT.maxlevel = 4
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = _SHORT.maxfrozenset = _SHORT.maxdict = 32
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = MAX_VALUE
+
+
+def shown(value: object) -> str:
+    """Returns `repr` of a value, its middle left out where it is long; only the beginning of a list is looked at."""
+    return _cut(_SHORT.repr(value), MAX_VALUE)
+
+
+def one_line(text: object) -> str:
+    """Returns a text as one line of printable characters, its middle left out where it is long."""
+    line = " ".join(_cut(str(text), 4 * MAX_TEXT).split())
+    return _cut("".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line), MAX_TEXT)
+
+
+def listed(names: Iterable[object], separator: str = ", ") -> str:
+    """Returns the first of some names, each on one line, and how many more there are."""
+    every = list(names)
+    parts = [_cut(one_line(name), MAX_VALUE) for name in every[:MAX_NAMED]]
+    if len(every) > MAX_NAMED:
+        parts.append(f"{len(every) - MAX_NAMED} more")
+    return separator.join(parts)
+
+
+def _cut(text: str, limit: int) -> str:
+    """The text, or its beginning and its end."""
+    return text if len(text) <= limit else f"{text[: limit * 2 // 3]} ... {text[-limit // 4 :]}"
+
+
+__all__ = ["listed", "one_line", "shown"]
