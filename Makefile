@@ -12,6 +12,11 @@ BIN := $(VENV)/bin
 PYTEST_JOBS ?= 2
 PYTEST_ARGS ?=
 CHAT_ARGS ?=
+# make fuzz: how long, from which seed, which kinds, how many cases of each at most (0: as many as there is time for).
+SECONDS ?= 120
+SEED ?=
+KIND ?= text,images,interrupts,hostile
+CASES ?= 0
 # Folders whose tests must also hold on the oldest Transformers.
 OLDEST_TESTS ?= tests/parity tests/equality
 # What is about our own step alone, and the same on every Transformers.
@@ -26,7 +31,7 @@ CPU := -m "not gpu and not slow"
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help demo chat setup test lint format types architecture test-cpu test-browser chromium screenshots
-.PHONY: test-kernels test-docs test-oldest toy toy-vision toy-hybrid bench clean
+.PHONY: fuzz test-kernels test-docs test-oldest toy toy-vision toy-hybrid bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -71,6 +76,10 @@ chromium:  ## the browser of test-browser; installed where apt and its rights ar
 	    apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || { echo \
 	  "expected Chromium for the browser tests, got none; install it (Debian: apt-get install chromium) or set CHROMIUM" \
 	  "to its path" >&2; exit 1; }
+
+fuzz: $(VENV)/.stamp-dev  ## random cases against plain generate and the other promises (SECONDS, SEED, KIND, CASES)
+	PYTHONPATH=tests $(BIN)/python -m fuzz --seconds '$(SECONDS)' --seed '$(SEED)' --kind '$(KIND)' --cases '$(CASES)' \
+	  --jobs $(PYTEST_JOBS) $(FUZZ_ARGS)
 
 test-docs: $(VENV)/.stamp-dev  ## the examples and links of README and docs/ (a part of test-cpu)
 	$(BIN)/python -m pytest tests/docs $(PYTEST_ARGS)

@@ -24,15 +24,6 @@ KINDS = ("text", "images", "interrupts", "hostile")
 app = typer.Typer(add_completion=False)
 
 
-def _ready() -> None:
-    """Prepares a process: one thread, no network, and no words of Transformers'."""
-    import torch
-    from transformers.utils import logging
-
-    torch.set_num_threads(1)
-    logging.set_verbosity_error()
-
-
 @app.command()
 def main(
     kind: Annotated[str, typer.Option(help=f"Kinds of cases, comma separated: {', '.join(KINDS)}.")] = ",".join(KINDS),
@@ -49,7 +40,6 @@ def main(
             raise ValueError(f"expected a time limit above 0 seconds, got {seconds:g}; pass SECONDS=120")
         if jobs < 1 or cases < 0:
             raise ValueError(f"expected at least one process and no negative number of cases, got {jobs} and {cases}")
-        _ready()
         from fuzz.rounds import cases_of
 
         kinds = [name.strip() for name in kind.split(",")]
@@ -73,7 +63,7 @@ def _seed_of(given: str) -> int:
 
 def _run(kind: str, first: int, cases: int, seconds: float, target: str | None, jobs: int) -> bool:
     """Runs rounds of one kind until one fails, all cases are run or the time is over; prints what came of them."""
-    from fuzz.rounds import CASES_PER_ROUND, Round, play
+    from fuzz.rounds import CASES_PER_ROUND, Round, play, prepare
 
     begun, deadline = time.monotonic(), time.monotonic() + seconds
     sizes: Iterator[int] = itertools.repeat(CASES_PER_ROUND)
@@ -83,7 +73,7 @@ def _run(kind: str, first: int, cases: int, seconds: float, target: str | None, 
     numbers, total, failed = itertools.count(first), Round(kind, first), list[Round]()
     counts: collections.Counter[str] = collections.Counter()
     context = multiprocessing.get_context("spawn")
-    with futures.ProcessPoolExecutor(jobs, context, initializer=_ready) as pool:
+    with futures.ProcessPoolExecutor(jobs, context, initializer=prepare) as pool:
         waiting: set[futures.Future[Round]] = set()
         while True:
             while len(waiting) < jobs and not failed and time.monotonic() < deadline:

@@ -12,15 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
+from transformers.utils import logging
 
 from fuzz import cases, check, hostile, interrupts
 from fuzz.targets import IMAGES, TEXT
 
 KINDS = ("text", "images", "interrupts", "hostile")
 CASES_PER_ROUND = 50
+PHASES = (Phase.generate, Phase.shrink)
 
 
 @dataclass
@@ -40,6 +43,13 @@ class Round:
     num_cases: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     failure: str | None = None
+
+
+def prepare() -> None:
+    """Prepares a process for rounds: one thread, and no words of Transformers'."""
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def cases_of(kind: str, target: str | None = None) -> tuple[st.SearchStrategy[Any], Callable[[Any], None]]:
@@ -78,7 +88,7 @@ def play(kind: str, number: int, num_cases: int, deadline: float, target: str | 
     strategy, check_one = cases_of(kind, target)
     failed: list[str] = []
     # A moment is never hit twice: what has failed is reported as it was.
-    phases = (Phase.generate,) if kind == "interrupts" else (Phase.generate, Phase.shrink)
+    phases = PHASES[:1] if kind == "interrupts" else PHASES
 
     @seed(number)
     @settings(
@@ -119,4 +129,4 @@ def play(kind: str, number: int, num_cases: int, deadline: float, target: str | 
     return found
 
 
-__all__ = ["CASES_PER_ROUND", "KINDS", "Round", "cases_of", "play"]
+__all__ = ["CASES_PER_ROUND", "KINDS", "Round", "cases_of", "play", "prepare"]

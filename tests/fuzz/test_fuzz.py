@@ -1,0 +1,74 @@
+"""Two minutes of the fuzzer, as `make fuzz` runs it, and the proof that it sees faults that are put in on purpose."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fuzz import check, rounds
+from fuzz.faults import FAULTS
+
+TESTS = Path(__file__).parents[1]
+NUM_CASES = {"text": 150, "images": 60, "interrupts": 60, "hostile": 150}
+
+
+def fuzz(*options: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command in a process of its own: cases patch what they run."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])}
+    command = [sys.executable, "-m", "fuzz", "--jobs", "1", *options]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=280)
+
+
+@pytest.mark.parametrize("kind", NUM_CASES)
+def test_new_cases_of_every_kind_hold(kind: str) -> None:
+    done = fuzz("--kind", kind, "--cases", str(NUM_CASES[kind]), "--seconds", "120")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{kind}: " in done.stdout
+    assert " 0 failed" in done.stdout
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_put_in_on_purpose_is_seen_within_300_cases(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = FAULTS[name]
+    # Seen is enough; the smallest case is for people.
+    monkeypatch.setattr(rounds, "PHASES", rounds.PHASES[:1])
+    fault.put_in(monkeypatch)
+    found = rounds.play(fault.kind, 1, 300, time.monotonic() + 200)
+    assert found.failure is not None
+    assert "AssertionError" in found.failure or "left behind" in found.failure
+
+
+def test_the_smallest_case_and_its_seed_are_printed_and_bring_a_failure_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_long_answers(case: object) -> None:
+        assert case.turns[0].new < 7  # pyright: ignore[reportAttributeAccessIssue]
+
+    monkeypatch.setattr(check, "check", no_long_answers)
+    found = [rounds.play("text", 5, 50, time.monotonic() + 60).failure for _ in range(2)]
+    assert found[0] is not None
+    assert found[0] == found[1]
+    assert "new=7" in found[0]
+    assert "target='qwen2'" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--seed", "abc"), "expected a whole number as seed, got 'abc'"),
+        (("--seed", "-1"), "expected a whole number as seed"),
+        (("--seconds", "0"), "expected a time limit above 0 seconds, got 0"),
+        (("--target", "qwen99", "--kind", "text"), "got 'qwen99'"),
+        (("--kind", "texts"), "got 'texts'"),
+        (("--jobs", "0"), "expected at least one process"),
+        (("--cases", "-3"), "no negative number of cases"),
+    ],
+)
+def test_requests_that_make_no_sense_end_in_a_sentence(options: tuple[str, ...], sentence: str) -> None:
+    done = fuzz(*options)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
