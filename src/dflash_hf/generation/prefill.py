@@ -116,6 +116,7 @@ def prefill(
         kept=kept,
         buffers=buffers,
         chooser=_chooser(draft, width),
+        reach=None if target.num_positions is None else (target.num_positions - delta).tolist(),
     )
     _commit_first(run, outputs)
     return run

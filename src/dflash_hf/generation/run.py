@@ -38,7 +38,11 @@ Accept = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(slots=True)
 class Run:
-    """The parts of one run, after its prefill."""
+    """The parts of one run, after its prefill.
+
+    `longest` is the longest row's length, `reach` per row the length at which a target with a table of positions has
+    used all of them.
+    """
 
     target: Target
     generator: DFlashCandidateGenerator
@@ -57,6 +61,7 @@ class Run:
     buffers: FixedBuffers | None = None
     accept: Accept | None = None
     chooser: WidthChooser | None = None
+    reach: list[int] | None = None
     finished: bool = False
 
     def next_blocks(self) -> tuple[RaggedBlock, RaggedBlock]:
@@ -120,8 +125,12 @@ def finish_step(run: Run, reported: list[list[int]], tokens: Tensor, is_prefill:
 
     Returns:
         `list[int]`: Number of tokens that each row has committed.
+
+    Raises:
+        ValueError: If a row needs more positions than the target has.
     """
     committed, accepted, lengths, done, filled = reported
+    _check_reach(run, lengths, done)
     if run.criteria and run.lockstep is None:
         _apply_criteria(run, committed, done, filled)
     if run.streamer is not None and run.lockstep is None and committed[0]:
@@ -137,6 +146,18 @@ def finish_step(run: Run, reported: list[list[int]], tokens: Tensor, is_prefill:
     run.finished = all(done)
     run.watch.lap("rest")
     return committed
+
+
+def _check_reach(run: Run, lengths: list[int], done: list[int]) -> None:
+    """Ends a run at the forward that plain decoding would fail in: nothing is made of positions that do not exist."""
+    if run.reach is None:
+        return
+    for length, reach, has_ended in zip(lengths, run.reach, done, strict=True):
+        if length > reach - (not has_ended):
+            raise ValueError(
+                f"expected rows of at most {reach + 1} tokens (the target has learned positions, "
+                f"{run.target.num_positions} of them), got a row that is longer or goes on; lower max_new_tokens"
+            )
 
 
 def _note_width(run: Run, width: int, accepted: list[int]) -> None:
