@@ -117,7 +117,7 @@ class RaggedLayer(CacheLayerMixin):
 
     def release(self) -> None:
         """Drops the buffers; nothing can be read or written afterwards."""
-        self.key_buffer = self.value_buffer = torch.empty(0)
+        self.key_buffer = self.value_buffer = self.key_buffer.new_empty(0)
         self._rows, self._views = (self.key_buffer, self.value_buffer), None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

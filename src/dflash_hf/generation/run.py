@@ -180,7 +180,7 @@ def _apply_criteria(run: Run, committed: list[int], done: list[int], filled: lis
         before = filled[row] - num
         for extra in range(1, num + 1):
             ids = cast(torch.LongTensor, state.ids[row : row + 1, : before + extra])
-            if any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in run.criteria):
+            if any(bool(torch.as_tensor(criterion(ids, None), device="cpu").all()) for criterion in run.criteria):
                 committed[row], done[row] = extra, 1
                 for counter in (state.lengths, state.cursor):
                     counter[row] -= num - extra

@@ -43,7 +43,7 @@ class _Slot:
     def beside(cls, outcome: Tensor) -> _Slot:
         """Makes one for a device's outcome."""
         is_cuda = outcome.is_cuda
-        host = torch.empty(outcome.shape, dtype=outcome.dtype, pin_memory=is_cuda)
+        host = torch.empty(outcome.shape, dtype=outcome.dtype, device="cpu", pin_memory=is_cuda)
         return cls(host, torch.cuda.Event() if is_cuda else None)
 
     def fetch(self, outcome: Tensor, width: int) -> None:
