@@ -23,6 +23,7 @@ from dflash_hf.attention import RAGGED_BLOCK
 from dflash_hf.configuration_dflash import LAYER_TYPES, DFlashConfig
 from dflash_hf.devices import execution_device
 from dflash_hf.recurrence import Recurrence, find_recurrence, find_recurrences, supported
+from dflash_hf.reentry import is_in_verify
 
 _SETTING = "_attn_implementation"
 _MARK = "_dflash_switchable"
@@ -348,9 +349,10 @@ def check_length(target: Target, longest_prompt: int, max_length: int) -> None:
 
 
 def _make_switchable(kind: type[PreTrainedConfig]) -> None:
-    """Lets a class of configs answer a verifying thread, and only it, with the ragged attention.
+    """Lets a class of configs answer a verify, and only it, with the ragged attention.
 
-    The value that is stored in a config never changes: other threads, copies and saved files see what the user set.
+    The value that is stored in a config never changes: other threads, copies, saved files, and calls of the user's
+    that a verify runs into, see what the user set.
     The getter stays on the class, without effect outside a verify.
 
     Raises:
@@ -367,7 +369,7 @@ def _make_switchable(kind: type[PreTrainedConfig]) -> None:
         return
 
     def switched(config: PreTrainedConfig) -> Any:
-        return RAGGED_BLOCK if _verifying.config is config else read(config)
+        return RAGGED_BLOCK if _verifying.config is config and is_in_verify() else read(config)
 
     setattr(switched, _MARK, True)
     setattr(kind, _SETTING, property(switched, setting.fset))

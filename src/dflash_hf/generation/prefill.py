@@ -35,6 +35,7 @@ from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
 from dflash_hf.generation.widths import WidthChooser, candidate_widths
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.reentry import outermost
 from dflash_hf.taps import Taps
 from dflash_hf.target import Target, check_length
 
@@ -94,8 +95,7 @@ def prefill(
         kept.begin(generator, positions, limit)
     outputs, filled = _fill(generator, input_ids, generation_config, model_kwargs, positions, kept)
     cache = _into_ragged(generator, filled, positions, longest + limit, kept, buffers)
-    key = new_key(input_ids.device) if generation_config.do_sample else None
-    state = _start(input_ids, positions, limit, delta, eos_ids, key, generator, buffers)
+    state = _start(input_ids, positions, limit, delta, eos_ids, generator, buffers, bool(generation_config.do_sample))
     _describe(stats, batch, generator, cache, state)
     criteria = [c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
     recorder = Recorder(generation_config, batch)
@@ -147,7 +147,11 @@ def _fill(
         seen += states.shape[1]
 
     assert draft.config.target_layer_ids is not None
-    with Taps(target.layers, draft.config.target_layer_ids, sink, draft.config.tap_after_deepstack):
+    ids, deepstack = draft.config.target_layer_ids, draft.config.tap_after_deepstack
+    with (
+        outermost(target.model, target.decoder) as is_ours,
+        Taps(target.layers, ids, sink, deepstack, counts=lambda kwargs: is_ours()),
+    ):
         outputs = run_prefill(target, input_ids, generation_config, model_kwargs, past, positions.shape[1])
     if seen != positions.shape[1]:
         raise RuntimeError(
@@ -215,12 +219,12 @@ def _start(
     limit: int,
     delta: Tensor,
     eos_ids: Tensor | None,
-    key: Tensor | None,
     generator: DFlashCandidateGenerator,
     buffers: FixedBuffers | None,
+    is_sampled: bool,
 ) -> DecodeState:
     """The state of a run whose prompts are in the caches: new, or in fixed buffers."""
-    lengths = positions[:, -1] + 1
+    lengths, key = positions[:, -1] + 1, new_key(input_ids.device) if is_sampled else None
     if buffers is None:
         return DecodeState.start(
             input_ids,

@@ -29,6 +29,7 @@ from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
 from dflash_hf.generation.widths import WidthChooser
 from dflash_hf.recurrent_cache import noting
+from dflash_hf.reentry import KEYWORD
 from dflash_hf.taps import Taps
 from dflash_hf.target import Target, ragged_attention
 
@@ -88,7 +89,8 @@ def tapped(run: Run) -> Generator[Taps]:
     """The target with its attention switched, its layers tapped and its recurrences noted."""
     ids = run.generator.draft.config.target_layer_ids
     assert ids is not None
-    with ragged_attention(run.target), noting(run.cache.layers), Taps(run.target.layers, ids) as taps:
+    taps = Taps(run.target.layers, ids, counts=lambda kwargs: kwargs.get(KEYWORD) is run.cache.block)
+    with ragged_attention(run.target), noting(run.cache.layers), taps:
         yield taps
 
 
