@@ -41,8 +41,9 @@ Accept = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Run:
     """The parts of one run, after its prefill.
 
-    `longest` is the longest row's length, `reach` per row the length at which a target with a table of positions has
-    used all of them.
+    `longest` is the longest row's length and `prompt` what it was at first. `num_new` is how many tokens the longest
+    answer has, and `room` how many the buffers are made for (`room.py`). `reach` is per row the length at which a
+    target with a table of positions has used all of them.
     """
 
     target: Target
@@ -57,12 +58,15 @@ class Run:
     recorder: Recorder
     lockstep: Lockstep | None
     longest: int
+    prompt: int
+    room: int
     extra: dict[str, Any]
     kept: KeptCache | None = None
     buffers: FixedBuffers | None = None
     accept: Accept | None = None
     chooser: WidthChooser | None = None
     reach: list[int] | None = None
+    num_new: int = 0
     finished: bool = False
 
     def next_blocks(self) -> tuple[RaggedBlock, RaggedBlock]:
@@ -144,7 +148,7 @@ def finish_step(run: Run, reported: list[list[int]], tokens: Tensor, is_prefill:
             run.stats.num_accepted[row].append(accepted[row])
     if not is_prefill:
         _note_width(run, tokens.shape[1], [right for right, num in zip(accepted, committed, strict=True) if num])
-    run.longest = max(lengths)
+    run.longest, run.num_new = max(lengths), max(filled) - run.state.columns
     run.finished = all(done)
     run.watch.lap("rest")
     return committed
