@@ -47,6 +47,7 @@ LEVELS = {
     "dflash_hf.checkpoints": 2,
     "dflash_hf.ops": 2,
     "dflash_hf.recurrence": 2,
+    "dflash_hf.reentry": 1,
     "dflash_hf.cache": 3,
     "dflash_hf.modeling_dflash": 3,
     "dflash_hf.new_context": 3,

@@ -54,11 +54,25 @@ class RaggedLayer(CacheLayerMixin):
             self.value_buffer = torch.zeros(
                 batch, self.ring, shape.num_heads, shape.value_size, dtype=value_dtype or dtype, device=device
             )
-            # Views made once, not for every write and read.
-            self._rows = (self.key_buffer.flatten(0, 1), self.value_buffer.flatten(0, 1))
-            self._all = (self.key_buffer.transpose(1, 2), self.value_buffer.transpose(1, 2))
-        self._views: tuple[Tensor, Tensor] | None = None
+            self._make_views()
         self.is_initialized = True
+
+    def _make_views(self) -> None:
+        """Makes views of the buffers once, not for every write and read."""
+        self._rows = (self.key_buffer.flatten(0, 1), self.value_buffer.flatten(0, 1))
+        self._all = (self.key_buffer.transpose(1, 2), self.value_buffer.transpose(1, 2))
+        self._views: tuple[Tensor, Tensor] | None = None
+
+    @torch.inference_mode(False)
+    def grow(self, ring: int) -> None:
+        """Moves what is held into buffers of `ring` slots; the old ones must never have wrapped."""
+        for name in ("key_buffer", "value_buffer"):
+            old: Tensor = getattr(self, name)
+            new = old.new_zeros(old.shape[0], ring, *old.shape[2:])
+            new[:, : self.ring] = old
+            setattr(self, name, new)
+        self.ring = ring
+        self._make_views()
 
     def write(self, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> None:
         """Writes a block in place at each row's length; no host sync."""
@@ -117,7 +131,7 @@ class RaggedLayer(CacheLayerMixin):
 
     def release(self) -> None:
         """Drops the buffers; nothing can be read or written afterwards."""
-        self.key_buffer = self.value_buffer = torch.empty(0)
+        self.key_buffer = self.value_buffer = self.key_buffer.new_empty(0)
         self._rows, self._views = (self.key_buffer, self.value_buffer), None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -209,6 +223,7 @@ class RaggedCache(Cache):
         device: torch.device,
     ) -> None:
         super().__init__(layers=[RaggedLayer(shape, batch, max_length, block, dtype, device) for shape in shapes])
+        self.longest_block = block
         self.block: RaggedBlock | None = None
         self.groups: list[RecurrentGroup] = []
 
@@ -252,7 +267,7 @@ class RaggedCache(Cache):
             _check_plans(list(plans.values()), recurrent, batch, max_length, block, emptied=not keep)
             into = None
         dtype, device = next((plan.dtype, plan.device) for plan in plans.values())
-        cache = cls([], batch=batch, max_length=0, block=0, dtype=dtype, device=device)
+        cache = cls([], batch=batch, max_length=0, block=block, dtype=dtype, device=device)
         cache.groups = [RecurrentGroup(*members) for members in recurrent] if into is None else into.groups
         states = {index: layer for group in cache.groups for index, layer in group.layers().items()}
         for group in cache.groups:
@@ -297,6 +312,25 @@ class RaggedCache(Cache):
         """Takes recurrent states on to where a block begins: by what the last one has kept."""
         for group in self.groups:
             group.replay(block.on(group.plan.device).lengths)
+
+    def grow(self, max_length: int) -> None:
+        """Makes room for rows of `max_length` tokens, a block included; what is held stays.
+
+        Rows must have fitted in until now. A ring that holds its window and a block needs no more.
+
+        Raises:
+            OutOfRoomError: If there is no memory for it; nothing has changed then.
+        """
+        layers = [layer for layer in self.layers if isinstance(layer, RaggedLayer)]
+        longer = [layer for layer in layers if layer.ring < layer.shape.ring(max_length, self.longest_block)]
+        for device in {layer.key_buffer.device for layer in longer}:
+            here = [(layer.shape, layer.key_buffer, layer.value_buffer) for layer in longer]
+            here = [(shape, keys, values) for shape, keys, values in here if keys.device == device]
+            shapes = [(shape, keys.dtype.itemsize, values.dtype.itemsize) for shape, keys, values in here]
+            freed = sum(keys.nbytes + values.nbytes for _, keys, values in here)
+            check_memory(shapes, device, here[0][1].shape[0], max_length, self.longest_block, freed)
+        for layer in longer:
+            layer.grow(layer.shape.ring(max_length, self.longest_block))
 
     def check_passed(self, block: RaggedBlock) -> None:
         """Checks that a forward has gone through every layer as it must.

@@ -229,14 +229,14 @@ def _check_vocabulary(stored: Mapping[str, StoredTensor], config: DFlashConfig, 
             )
         return
     assert config.vocab_size is not None
-    ids = values + torch.arange(values.shape[0])
+    ids = values + torch.arange(values.shape[0], device=values.device)
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
         raise ValueError(
             f"expected d2t in {offsets.file} to point inside the vocabulary of {config.vocab_size} tokens (row i is "
             f"token i + d2t[i]), got tokens from {int(ids.min())} to {int(ids.max())}; check that config.json in "
             f"{path} belongs to these weights"
         )
-    marks = torch.zeros(config.vocab_size, dtype=torch.bool)
+    marks = torch.zeros(config.vocab_size, dtype=torch.bool, device=values.device)
     marks[ids] = True
     if int(marks.sum()) != ids.shape[0]:
         raise ValueError(

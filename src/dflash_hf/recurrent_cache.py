@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
@@ -56,6 +57,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         # Keeps modules from writing into the window themselves, which they do for single tokens.
         self.record_past = True
         self._waiting: set[str] = set()
+        # Of the calls of its module that are running, innermost last, whether they are over this cache.
+        self._calls: list[bool] = []
 
     def begin(self, width: int) -> None:
         """Expects a block of `width` tokens."""
@@ -77,21 +80,36 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
             before += num
         self._waiting.discard(name)
 
-    def hooks(self) -> dict[nn.Module, Callable[[nn.Module, Any, Any], None]]:
-        """Returns the forward hooks that note the projections, for the modules that compute them.
+    def listen(self, layers: Sequence[object]) -> list[RemovableHandle]:
+        """Registers the forward hooks that note the projections.
 
-        They listen to the thread that asks for them: another one may run the same layers at the same time.
+        They listen to the thread that asks for them, and in it to calls over a cache of these layers: another thread
+        may run the same module at the same time, and a hook of the user's inside a verify.
         """
         thread, module = threading.get_ident(), self._module()
+        self._calls = []
+
+        def enter(module: nn.Module, args: tuple[Any, ...], *rest: dict[str, Any]) -> None:
+            if threading.get_ident() == thread:  # another one may call it without the keywords, see `Taps`
+                given = (*args, *rest[0].values())
+                self._calls.append(any(getattr(value, "layers", None) is layers for value in given))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if threading.get_ident() == thread:
+                self._calls.pop()
 
         def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
             def note(module: nn.Module, args: Any, output: Any) -> None:
-                if threading.get_ident() == thread:
+                if threading.get_ident() == thread and self._calls and self._calls[-1]:
                     self.note(name, output)
 
             return note
 
-        return {getattr(module, name): hook(name) for name in self.group.rule.projections(module)}
+        return [
+            module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+            module.register_forward_hook(leave, always_call=True),
+            *(getattr(module, name).register_forward_hook(hook(name)) for name in self.group.rule.projections(module)),
+        ]
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Notes what goes into the convolution, `[B, C, w]`, and returns it behind the window, `[B, C, k + w]`."""
@@ -267,8 +285,7 @@ def plan_groups(prefill: Cache, recurrences: Mapping[int, Recurrence], width: in
 @contextmanager
 def noting(layers: Sequence[object]) -> Generator[None]:
     """Has the recurrent layers among a cache's note the projections of this thread's blocks."""
-    hooks = [pair for layer in layers if isinstance(layer, RecurrentLayer) for pair in layer.hooks().items()]
-    handles = [module.register_forward_hook(hook) for module, hook in hooks]
+    handles = [h for layer in layers if isinstance(layer, RecurrentLayer) for h in layer.listen(layers)]
     try:
         yield
     finally:

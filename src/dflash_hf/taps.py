@@ -28,6 +28,8 @@ class Taps:
             concatenated.
         sink (callable, *optional*): Called with the concatenated states `[B, S, L * D]` as soon as a forward has
             passed the last tapped layer; nothing is kept then. Without it they wait for `take`.
+        counts (callable, *optional*): Says of the keywords of a tapped layer's call whether to record it; a hook of
+            the user's may call the same layers inside a forward.
         after_deepstack (`bool`): Record what DeepStack has added to layers' outputs too. Nothing can be added to the
             last layer's.
     """
@@ -38,11 +40,13 @@ class Taps:
         layer_ids: Sequence[int],
         sink: Callable[[Tensor], None] | None = None,
         after_deepstack: bool = False,
+        counts: Callable[[dict[str, Any]], bool] | None = None,
     ) -> None:
         self.layers = layers
         self.layer_ids = list(layer_ids)
         self.sink = sink
         self.after_deepstack = after_deepstack
+        self.counts = counts
         self._states: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._thread = 0
@@ -53,7 +57,7 @@ class Taps:
         self._handles = [
             self.layers[i + 1].register_forward_pre_hook(self._input_hook(i), with_kwargs=True)
             if i in by_input
-            else self.layers[i].register_forward_hook(self._hook(i))
+            else self.layers[i].register_forward_hook(self._hook(i), with_kwargs=True)
             for i in sorted(set(self.layer_ids))
         ]
         return self
@@ -81,23 +85,28 @@ class Taps:
         self._states = {}
         return joined
 
-    def _record(self, layer_id: int, states: Tensor) -> None:
-        # Another thread's forward of the same model is not ours to record.
-        if threading.get_ident() != self._thread:
+    def _record(self, layer_id: int, states: Tensor, kwargs: dict[str, Any]) -> None:
+        if self.counts is not None and not self.counts(kwargs):
             return
         self._states[layer_id] = states
         if layer_id == max(self.layer_ids) and self.sink is not None:
             self.sink(self.take())
 
-    def _hook(self, layer_id: int) -> Callable[[nn.Module, Any, Any], None]:
-        def record(module: nn.Module, args: Any, output: Any) -> None:
-            self._record(layer_id, output[0] if isinstance(output, tuple) else output)
+    # Another thread's forward of the same model is not ours to record. It may also call a hook without the keywords:
+    # torch notes that one wants them after it has registered it, and forgets it before.
+    def _hook(self, layer_id: int) -> Callable[..., None]:
+        def record(module: nn.Module, args: Any, *rest: Any) -> None:
+            if threading.get_ident() == self._thread:
+                kwargs, output = rest
+                self._record(layer_id, output[0] if isinstance(output, tuple) else output, kwargs)
 
         return record
 
-    def _input_hook(self, layer_id: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._record(layer_id, args[0] if args else kwargs["hidden_states"])
+    def _input_hook(self, layer_id: int) -> Callable[..., None]:
+        def record(module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+            if threading.get_ident() == self._thread:
+                (kwargs,) = rest
+                self._record(layer_id, args[0] if args else kwargs["hidden_states"], kwargs)
 
         return record
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -23,6 +23,7 @@ from dflash_hf.attention import RAGGED_BLOCK
 from dflash_hf.configuration_dflash import LAYER_TYPES, DFlashConfig
 from dflash_hf.devices import execution_device
 from dflash_hf.recurrence import Recurrence, find_recurrence, find_recurrences, supported
+from dflash_hf.reentry import is_in_verify
 
 _SETTING = "_attn_implementation"
 _MARK = "_dflash_switchable"
@@ -50,6 +51,8 @@ class Target:
         layers (`tuple[nn.Module, ...]`): Decoder layers; layer `i` is the `i`-th.
         embedding (`nn.Module`): Input embedding of text tokens.
         head (`nn.Module`): Output head, hidden states to logits.
+        decoder (`nn.Module`): What holds the list of layers and runs them.
+        num_positions (`int`, *optional*): How many positions there are, where they are rows of a table.
     """
 
     model: PreTrainedModel
@@ -57,11 +60,26 @@ class Target:
     layers: tuple[nn.Module, ...]
     embedding: nn.Module
     head: nn.Module
+    decoder: nn.Module
+    num_positions: int | None = None
 
     @property
     def device(self) -> torch.device:
         """Where ids go in: the device on which the embedding computes, also while its weights are offloaded."""
         return execution_device(self.embedding)
+
+    def position_ids(self, indices_BW: Tensor, delta: Tensor) -> Tensor:
+        """Returns what a verify passes as positions: `[B, W]`, or `[rows, B, W]` under M-RoPE; no host sync.
+
+        The last row of a table of positions stands for all behind it. Those are of proposals that follow the last
+        token which could be looked at, and cannot be kept: see `Run.reach`.
+
+        Args:
+            indices_BW (`torch.Tensor` of shape `[B, W]`, int64): Index of each token in its row.
+            delta (`torch.Tensor` of shape `[B]` or `[rows, B]`, int64): Position minus index.
+        """
+        positions = indices_BW + delta[..., None]
+        return positions if self.num_positions is None else positions.clamp_max(self.num_positions - 1)
 
     @property
     def takes_inference_mode(self) -> bool:
@@ -113,7 +131,21 @@ def find_target(model: PreTrainedModel) -> Target:
     own = [layers for layers in lists if _text_config_of(layers) is config] or lists
     if not own:
         raise ValueError(f"expected a list of {num_layers} decoder layers inside {name}, found none; not supported")
-    return Target(model, config, tuple(own[0]), embedding, head)
+    decoder = next(module for module in model.modules() if any(child is own[0] for child in module.children()))
+    return Target(model, config, tuple(own[0]), embedding, head, decoder, _num_positions(decoder, config, embedding))
+
+
+def _num_positions(decoder: nn.Module, config: PreTrainedConfig, embedding: nn.Module) -> int | None:
+    """Rows of a decoder's table of positions that can be looked up; `None` where it has none.
+
+    A table is an embedding beside the one for tokens, as wide as the hidden states and as long as the config says.
+    """
+    for child in decoder.children():
+        if isinstance(child, nn.Embedding) and child is not embedding and child.embedding_dim == config.hidden_size:
+            num = child.num_embeddings - getattr(child, "offset", 0)  # OPT leaves the first rows out
+            if num == getattr(config, "max_position_embeddings", None):
+                return num
+    return None
 
 
 def _is_decoder_layer(layer: nn.Module) -> bool:
@@ -317,9 +349,10 @@ def check_length(target: Target, longest_prompt: int, max_length: int) -> None:
 
 
 def _make_switchable(kind: type[PreTrainedConfig]) -> None:
-    """Lets a class of configs answer a verifying thread, and only it, with the ragged attention.
+    """Lets a class of configs answer a verify, and only it, with the ragged attention.
 
-    The value that is stored in a config never changes: other threads, copies and saved files see what the user set.
+    The value that is stored in a config never changes: other threads, copies, saved files, and calls of the user's
+    that a verify runs into, see what the user set.
     The getter stays on the class, without effect outside a verify.
 
     Raises:
@@ -336,7 +369,7 @@ def _make_switchable(kind: type[PreTrainedConfig]) -> None:
         return
 
     def switched(config: PreTrainedConfig) -> Any:
-        return RAGGED_BLOCK if _verifying.config is config else read(config)
+        return RAGGED_BLOCK if _verifying.config is config and is_in_verify() else read(config)
 
     setattr(switched, _MARK, True)
     setattr(kind, _SETTING, property(switched, setting.fset))

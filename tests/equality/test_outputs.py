@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StaticCache,
+)
+from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel
 from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
@@ -137,3 +145,85 @@ def test_token_healing() -> None:
     assert changed
     with pytest.raises(ValueError, match="tokenizer="):
         target.generate(ids, max_new_tokens=3, token_healing=True, assistant_model=draft)
+
+
+class InPlace(LogitsProcessor):
+    """Writes into what it gets."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        scores[:, 5] = -3.0
+        scores += 1
+        return scores
+
+
+class Wider(LogitsProcessor):
+    """Returns float64."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores.double() / 3
+
+
+@pytest.mark.parametrize("engine", ["eager", "static"])
+@pytest.mark.parametrize("lengths", [[9], [4, 9]])
+def test_scores_of_processors_that_work_in_place_or_widen(lengths: list[int], engine: Any) -> None:
+    target, inputs = tiny_target("qwen3"), prompts(lengths, 0)
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    settings |= {"output_scores": True, "output_logits": True}
+    for processors in ([InPlace()], [Wider()], [InPlace(), Wider()]):
+        ref: Any = target.generate(**inputs, **settings, logits_processor=LogitsProcessorList(processors))
+        draft = oracle_draft(target, truth_of(inputs, ref.sequences), 0)
+        draft.generation_config.engine = engine
+        out: Any = target.generate(
+            **inputs, **settings, logits_processor=LogitsProcessorList(processors), assistant_model=draft
+        )
+        assert torch.equal(out.sequences, ref.sequences)
+        for ours, plain in zip(out.scores, ref.scores, strict=True):
+            assert ours.dtype == plain.dtype
+            assert torch.allclose(ours, plain, rtol=0, atol=1e-6)
+        # Plain `generate` keeps the very tensor that a processor has written into.
+        logits: Any = target(out.sequences[-1:, :-1]).logits  # the last row is not padded
+        for ours, plain in zip(out.logits, ref.logits, strict=True):
+            assert torch.allclose(ours, plain, rtol=0, atol=1e-6) == (type(processors[0]) is not InPlace)
+        assert torch.allclose(out.logits[-1][-1], logits[-1, -1].float(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding"])
+def test_the_cache_that_comes_back_is_dynamic(family: str) -> None:
+    target, inputs = tiny_target(family), prompts([9], 0)
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    ref: Any = target.generate(**inputs, **settings, cache_implementation="static")
+    draft = oracle_draft(target, truth_of(inputs, ref.sequences), 0)
+    out: Any = target.generate(**inputs, **settings, cache_implementation="static", assistant_model=draft)
+    assert torch.equal(out.sequences, ref.sequences)
+    assert (type(ref.past_key_values), type(out.past_key_values)) == (StaticCache, DynamicCache)
+    assert int(out.past_key_values.get_seq_length()) == int(ref.past_key_values.get_seq_length()) == 20
+
+
+class Raising(BaseStreamer):
+    """Raises at its end, or at the third `put`."""
+
+    def __init__(self, at_end: bool) -> None:
+        self.at_end = at_end
+        self.num = 0
+
+    def put(self, value: Any) -> None:
+        self.num += 1
+        if self.num == 3 and not self.at_end:
+            raise KeyError("put")
+
+    def end(self) -> None:
+        raise KeyError("end")
+
+
+@pytest.mark.parametrize("at_end", [True, False])
+def test_a_streamer_that_raises_and_a_cache(at_end: bool) -> None:
+    target, inputs = tiny_target("qwen3"), prompts([9], 0)
+    settings: dict[str, Any] = {**inputs, "max_new_tokens": 12, "do_sample": False}
+    draft = oracle_draft(target, truth_of(inputs, target.generate(**settings)), 0)
+    caches = DynamicCache(config=target.config), DynamicCache(config=target.config)
+    for cache, assistant in zip(caches, (None, draft), strict=True):
+        with pytest.raises(KeyError, match="end" if at_end else "put"):
+            target.generate(**settings, past_key_values=cache, streamer=Raising(at_end), assistant_model=assistant)
+    assert draft.last_stats is not None
+    lengths = [int(cache.get_seq_length()) for cache in caches]
+    assert lengths == ([20, 20] if at_end else [10, 0])

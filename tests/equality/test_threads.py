@@ -170,11 +170,20 @@ def test_a_streamer_may_generate_with_a_draft_of_its_own() -> None:
     assert all(torch.equal(result, other) for result in streamer.results)
 
 
-def test_the_setting_is_seen_by_the_verifying_thread_alone_and_never_stored() -> None:
-    target = find_target(tiny_target("qwen3"))
+class Reader(nn.Module):
+    """Reads the setting in its forward, as an attention does."""
+
+    def forward(self, config: Any, **kwargs: Any) -> Any:
+        return config._attn_implementation
+
+
+def test_the_setting_is_seen_by_a_verify_alone_and_never_stored() -> None:
+    target, read = find_target(tiny_target("qwen3")), Reader()
+    assert read(target.config, ragged=None) == "sdpa"
     with ragged_attention(target):
-        assert target.config._attn_implementation == RAGGED_BLOCK
-        assert in_a_thread(lambda: target.config._attn_implementation) == "sdpa"
+        assert read(target.config, ragged=None) == RAGGED_BLOCK
+        assert read(target.config) == target.config._attn_implementation == "sdpa"
+        assert in_a_thread(lambda: read(target.config, ragged=None)) == "sdpa"
         assert type(target.config)()._attn_implementation is None
         assert copy.deepcopy(target.config)._attn_implementation == "sdpa"
     assert target.config._attn_implementation == "sdpa"

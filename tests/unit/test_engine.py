@@ -276,6 +276,7 @@ def test_a_device_that_fails_leaves_a_message_and_nothing_half_written(monkeypat
 def test_a_length_beyond_memory_is_refused_with_what_would_fit(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     target, draft, inputs, ref = pair(engine)
+    monkeypatch.setattr(cache_size, "free_memory", lambda device: 30_000)
     with pytest.raises(ValueError, match=r"expected K/V buffers of at most [\d,]+ bytes .* got [\d,]+ for 3 rows"):
         target.generate(**inputs, max_new_tokens=10**12, do_sample=False, assistant_model=draft)
     if engine == "static":

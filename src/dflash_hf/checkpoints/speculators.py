@@ -196,7 +196,7 @@ def _derive(config: DFlashConfig, weights: Mapping[str, Tensor]) -> dict[str, Te
     if config.draft_vocab_size is None or config.vocab_size is None:
         return {}
     offsets = weights["d2t"]
-    marks = torch.zeros(config.vocab_size, dtype=torch.bool)
+    marks = torch.zeros(config.vocab_size, dtype=torch.bool, device="cpu")
     marks[(offsets + torch.arange(offsets.shape[0], device=offsets.device)).cpu()] = True
     return {"t2d": marks}
 

@@ -265,7 +265,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             lengths=torch.full((1,), self._seen, device=input_ids.device),
             limit=0,
             width=self.verify_width,
-            position_delta=torch.zeros(1, dtype=torch.long),
+            position_delta=torch.zeros(1, dtype=torch.long, device=input_ids.device),
             eos_ids=None,
             key=None,
         )

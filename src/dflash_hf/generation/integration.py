@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    Cache,
     GenerationConfig,
     GenerationMixin,
     StoppingCriteriaList,
@@ -235,7 +236,7 @@ def _check_inputs(
     """Refuses prompts that cannot be decoded.
 
     Raises:
-        ValueError: On an empty prompt or row, or a cache that cannot be gone on from.
+        ValueError: On an empty prompt or row, a mask over tokens to come, or a cache that cannot be gone on from.
     """
     given = arguments.get("inputs")
     ids = given if given is not None else model_kwargs.get("input_ids")
@@ -246,7 +247,15 @@ def _check_inputs(
     if not isinstance(prompt, torch.Tensor) or prompt.dim() != dims or prompt.numel() == 0:
         shape = tuple(prompt.shape) if isinstance(prompt, torch.Tensor) else prompt
         raise ValueError(f"expected {name} [rows, tokens, ...] with at least one token, got {shape}; give a prompt")
-    mask = model_kwargs.get("attention_mask")
+    mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+    if mask is not None and mask.dim() == 2 and not (isinstance(cache, Cache) and seq_length(cache)):
+        columns = prompt.shape[1]
+        if bool((mask[:, columns:] == 0).any()):
+            raise ValueError(
+                f"expected ones behind the {columns} columns of the prompt in attention_mask, got zeros, which hide "
+                "tokens to come; leave these columns out"
+            )
+        mask = mask[:, :columns]
     if mask is not None and mask.dim() == 2 and bool((mask.sum(dim=-1) == 0).any()):
         raise ValueError("expected at least one real token in every row, got an attention_mask row of zeros; fill it")
     if mask is not None and mask.dim() == 2 and bool((mask[:, -1] == 0).any()):
@@ -255,7 +264,7 @@ def _check_inputs(
             "tokenize with padding_side='left'"
         )
     num_rows = prompt.shape[0] * (config.num_return_sequences or 1)
-    check_cache(model_kwargs.get("past_key_values"), target, num_rows, prompt.shape[1], mask)
+    check_cache(cache, target, num_rows, prompt.shape[1], mask)
 
 
 def _heal_tokens(model: Any, arguments: dict[str, Any]) -> None:

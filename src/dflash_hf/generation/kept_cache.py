@@ -122,7 +122,7 @@ class KeptCache:
         self.cache = cache
         self.given = given
         self.past = seq_length(cache)
-        self.positions = torch.empty(0, 0, dtype=torch.long)
+        self.positions = torch.empty(0, 0, dtype=torch.long, device="cpu")
 
     @classmethod
     def find(cls, target: Target, given: Cache | None, asked_for: bool) -> KeptCache | None:

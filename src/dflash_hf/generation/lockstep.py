@@ -94,7 +94,8 @@ class Lockstep:
             positions_BC (`torch.Tensor` of shape `[B, C]`): Index of the token that each column decides.
 
         Returns:
-            `torch.Tensor`: Processed scores `[B, C, V]`, float32; raw beyond the committed columns.
+            `torch.Tensor`: Processed scores `[B, C, V]`, float32 or what a processor makes of it; raw beyond the
+            committed columns.
         """
         is_stateless, last = self.processors.is_stateless, logits_BCV.shape[1] - 1
         scores = self.processors.warp(logits_BCV) if is_stateless else logits_BCV.to(torch.float32, copy=True)
@@ -104,7 +105,9 @@ class Lockstep:
             prefix = state.ids[:, : state.columns + self.num_columns]
             if not is_stateless:
                 # A copy, because processors may write into what they get while the raw logits may be asked for.
-                scores[:, column] = self.processors(prefix, scores[:, column].clone())
+                processed = self.processors(prefix, scores[:, column].to(torch.float32, copy=True))
+                scores = scores.to(torch.promote_types(scores.dtype, processed.dtype))
+                scores[:, column] = processed
             if chosen is not None:
                 tokens = chosen[:, column]
             else:

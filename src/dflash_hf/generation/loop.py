@@ -26,6 +26,7 @@ from dflash_hf.generation.cuda_graph import choose_engine, device_errors_explain
 from dflash_hf.generation.kept_cache import KeptCache
 from dflash_hf.generation.outputs import DFlashGenerateOutput
 from dflash_hf.generation.prefill import prefill
+from dflash_hf.generation.room import has_room, make_room
 from dflash_hf.generation.run import Run, finish_step, tapped, verify
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.static_step import StaticStep
@@ -122,11 +123,11 @@ def advance(run: Run, engine: Engine = "eager") -> None:
             stack.enter_context(static.on_device())
         if static is not None and static.decides:
             static.advance(run)
-            return
+            static = None  # if anything is left, the buffers were too small for it
         # Processors, criteria and streamers may call the target themselves: they find it as they left it.
         held = None if static is not None or run.calls_out() else stack.enter_context(tapped(run))
         while not run.finished:
-            step(run, held, static)
+            step(run, held, static if static is not None and has_room(run) else None)
 
 
 def step(
@@ -163,6 +164,7 @@ def step(
 
 def _forwards(run: Run, held: Taps | None) -> tuple[CausalLMOutputWithPast, RaggedBlock]:
     """Drafts and verifies over exactly as many keys as there are."""
+    make_room(run)
     run.begin_step()
     drafted, block = run.next_blocks()
     steps.draft_step(run.state, run.generator, drafted)
@@ -185,6 +187,7 @@ def keep(run: Run, sequences: Tensor) -> None:
                 verify(run, block, taps)
 
     if run.kept is not None:
+        make_room(run)  # for padding behind rows that ended early
         is_lent = run.buffers is not None
         run.stats.num_target_forwards += run.kept.finish(
             run.state, run.cache, run.generator, sequences, verify_all, is_lent

@@ -53,7 +53,7 @@ def gumbel_noise(key: Tensor, positions_BK: Tensor, size: int, stream: int = 0) 
 
 def new_key(device: torch.device) -> Tensor:
     """Draws a run's seed from torch's global generator, so that `torch.manual_seed` makes a run repeatable."""
-    return torch.randint(-(2**62), 2**62, (), dtype=torch.int64).to(device)
+    return torch.randint(-(2**62), 2**62, (), dtype=torch.int64, device="cpu").to(device)
 
 
 __all__ = ["exponential_noise", "gumbel_noise", "new_key"]

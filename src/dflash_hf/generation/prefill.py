@@ -30,11 +30,13 @@ from dflash_hf.generation.noise import new_key
 from dflash_hf.generation.outputs import Recorder
 from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.prompts import extra_inputs, position_delta, prompt_positions, run_prefill
+from dflash_hf.generation.room import first_room
 from dflash_hf.generation.run import Run, finish_step
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
 from dflash_hf.generation.widths import WidthChooser, candidate_widths
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.reentry import outermost
 from dflash_hf.taps import Taps
 from dflash_hf.target import Target, check_length
 
@@ -67,17 +69,18 @@ def prefill(
     pad = generation_config._pad_token_tensor
     processors = BlockProcessors(logits_processor, 0 if pad is None else int(pad))
     block_size, width, rule = _widths_and_rule(draft, generation_config, processors)
-    positions = prompt_positions(target, input_ids, generation_config, model_kwargs)
+    past = 0 if kept is None else kept.past
+    positions = prompt_positions(target, input_ids, generation_config, model_kwargs, past)
     limit = _limit(stopping_criteria, generation_config, input_ids.shape[1])
-    longest, past = int(positions[:, -1].max()) + 1, 0 if kept is None else kept.past
+    longest = int(positions[:, -1].max()) + 1
     check_length(target, min(longest, past or longest), positions.shape[1] + limit + width - 1)
     delta = position_delta(target, input_ids, model_kwargs, positions)
     eos_ids = _eos_ids(stopping_criteria, input_ids.device)
     widest, batch = max(block_size, width), input_ids.shape[0]
-    buffers = None
+    buffers, room = None, first_room(limit, is_static)
     if is_static:
         shape = _buffer_shape(target, draft, batch, block_size, width, eos_ids, delta)
-        buffers = take_buffers(target, draft, shape, max(longest, input_ids.shape[1]) + limit + widest)
+        buffers = take_buffers(target, draft, shape, max(longest, input_ids.shape[1]) + room + widest)
     generator = DFlashCandidateGenerator(
         draft,
         target,
@@ -86,16 +89,17 @@ def prefill(
         verify_width=width,
         rule=rule,
         batch=batch,
-        max_length=longest + limit + widest,
+        max_length=longest + room + widest,
         cache=None if buffers is None else buffers.draft_cache,
         block_ids=None if buffers is None else buffers.block_ids,
     )
     if kept is not None:
         kept.begin(generator, positions, limit)
     outputs, filled = _fill(generator, input_ids, generation_config, model_kwargs, positions, kept)
-    cache = _into_ragged(generator, filled, positions, longest + limit, kept, buffers)
-    key = new_key(input_ids.device) if generation_config.do_sample else None
-    state = _start(input_ids, positions, limit, delta, eos_ids, key, generator, buffers)
+    cache = _into_ragged(generator, filled, positions, longest + room, kept, buffers)
+    state = _start(
+        input_ids, positions, limit, room, delta, eos_ids, generator, buffers, bool(generation_config.do_sample)
+    )
     _describe(stats, batch, generator, cache, state)
     criteria = [c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
     recorder = Recorder(generation_config, batch)
@@ -112,10 +116,13 @@ def prefill(
         recorder=recorder,
         lockstep=Lockstep.if_needed(processors, criteria, streamer, state, [] if recorder.has_scores else None),
         longest=longest,
+        prompt=longest,
+        room=room,
         extra=extra_inputs(model_kwargs),
         kept=kept,
         buffers=buffers,
         chooser=_chooser(draft, width),
+        reach=None if target.num_positions is None else (target.num_positions - delta).tolist(),
     )
     _commit_first(run, outputs)
     return run
@@ -146,7 +153,11 @@ def _fill(
         seen += states.shape[1]
 
     assert draft.config.target_layer_ids is not None
-    with Taps(target.layers, draft.config.target_layer_ids, sink, draft.config.tap_after_deepstack):
+    ids, deepstack = draft.config.target_layer_ids, draft.config.tap_after_deepstack
+    with (
+        outermost(target.model, target.decoder) as is_ours,
+        Taps(target.layers, ids, sink, deepstack, counts=lambda kwargs: is_ours()),
+    ):
         outputs = run_prefill(target, input_ids, generation_config, model_kwargs, past, positions.shape[1])
     if seen != positions.shape[1]:
         raise RuntimeError(
@@ -212,14 +223,15 @@ def _start(
     input_ids: Tensor,
     positions: Tensor,
     limit: int,
+    room: int,
     delta: Tensor,
     eos_ids: Tensor | None,
-    key: Tensor | None,
     generator: DFlashCandidateGenerator,
     buffers: FixedBuffers | None,
+    is_sampled: bool,
 ) -> DecodeState:
     """The state of a run whose prompts are in the caches: new, or in fixed buffers."""
-    lengths = positions[:, -1] + 1
+    lengths, key = positions[:, -1] + 1, new_key(input_ids.device) if is_sampled else None
     if buffers is None:
         return DecodeState.start(
             input_ids,
@@ -229,6 +241,7 @@ def _start(
             position_delta=delta,
             eos_ids=eos_ids,
             key=key,
+            room=room,
         )
     buffers.state.restart(input_ids, lengths=lengths, limit=limit, position_delta=delta, eos_ids=eos_ids, key=key)
     buffers.hold(generator)

@@ -60,23 +60,26 @@ def run_prefill(
 
 
 def prompt_positions(
-    target: Target, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    target: Target, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], past: int
 ) -> Tensor:
     """Returns the index in its row of every token of the conversation, cached or new: `[B, T]`, negative for padding.
+
+    With nothing cached a mask may go on behind the prompt: plain `generate` then shifts all positions by as much,
+    which is in `position_delta`.
 
     Raises:
         ValueError: If a row ends in padding, or has padding between tokens where windows are counted in columns; also
             in a mask that `generate` inferred from pad ids.
     """
-    mask = model_kwargs.get("attention_mask")
+    mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    batch, columns = input_ids.shape if embeds is None else embeds.shape[:2]
     if mask is None:
-        embeds = model_kwargs.get("inputs_embeds")
-        batch, columns = input_ids.shape if embeds is None else embeds.shape[:2]
-        if embeds is None:
+        if embeds is None and past:
             # A mask of ones is dropped on the way; its width says what is cached already.
             columns = getattr(generation_config, "_mask_length", columns)
         return torch.arange(columns, device=input_ids.device).expand(batch, -1)
     mask = mask.to(input_ids.device) != 0
+    mask = mask if past else mask[:, :columns]
     if not bool(mask[:, -1].all()):
         raise ValueError(
             "expected left-padded prompts, got padding after the last token (without an attention_mask every pad "

@@ -29,6 +29,7 @@ from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
 from dflash_hf.generation.widths import WidthChooser
 from dflash_hf.recurrent_cache import noting
+from dflash_hf.reentry import KEYWORD
 from dflash_hf.taps import Taps
 from dflash_hf.target import Target, ragged_attention
 
@@ -38,7 +39,12 @@ Accept = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(slots=True)
 class Run:
-    """The parts of one run, after its prefill."""
+    """The parts of one run, after its prefill.
+
+    `longest` is the longest row's length and `prompt` what it was at first. `num_new` is how many tokens the longest
+    answer has, and `room` how many the buffers are made for (`room.py`). `reach` is per row the length at which a
+    target with a table of positions has used all of them.
+    """
 
     target: Target
     generator: DFlashCandidateGenerator
@@ -52,11 +58,15 @@ class Run:
     recorder: Recorder
     lockstep: Lockstep | None
     longest: int
+    prompt: int
+    room: int
     extra: dict[str, Any]
     kept: KeptCache | None = None
     buffers: FixedBuffers | None = None
     accept: Accept | None = None
     chooser: WidthChooser | None = None
+    reach: list[int] | None = None
+    num_new: int = 0
     finished: bool = False
 
     def next_blocks(self) -> tuple[RaggedBlock, RaggedBlock]:
@@ -83,7 +93,8 @@ def tapped(run: Run) -> Generator[Taps]:
     """The target with its attention switched, its layers tapped and its recurrences noted."""
     ids = run.generator.draft.config.target_layer_ids
     assert ids is not None
-    with ragged_attention(run.target), noting(run.cache.layers), Taps(run.target.layers, ids) as taps:
+    taps = Taps(run.target.layers, ids, counts=lambda kwargs: kwargs.get(KEYWORD) is run.cache.block)
+    with ragged_attention(run.target), noting(run.cache.layers), taps:
         yield taps
 
 
@@ -120,8 +131,12 @@ def finish_step(run: Run, reported: list[list[int]], tokens: Tensor, is_prefill:
 
     Returns:
         `list[int]`: Number of tokens that each row has committed.
+
+    Raises:
+        ValueError: If a row needs more positions than the target has.
     """
     committed, accepted, lengths, done, filled = reported
+    _check_reach(run, lengths, done)
     if run.criteria and run.lockstep is None:
         _apply_criteria(run, committed, done, filled)
     if run.streamer is not None and run.lockstep is None and committed[0]:
@@ -133,10 +148,22 @@ def finish_step(run: Run, reported: list[list[int]], tokens: Tensor, is_prefill:
             run.stats.num_accepted[row].append(accepted[row])
     if not is_prefill:
         _note_width(run, tokens.shape[1], [right for right, num in zip(accepted, committed, strict=True) if num])
-    run.longest = max(lengths)
+    run.longest, run.num_new = max(lengths), max(filled) - run.state.columns
     run.finished = all(done)
     run.watch.lap("rest")
     return committed
+
+
+def _check_reach(run: Run, lengths: list[int], done: list[int]) -> None:
+    """Ends a run at the forward that plain decoding would fail in: nothing is made of positions that do not exist."""
+    if run.reach is None:
+        return
+    for length, reach, has_ended in zip(lengths, run.reach, done, strict=True):
+        if length > reach - (not has_ended):
+            raise ValueError(
+                f"expected rows of at most {reach + 1} tokens (the target has learned positions, "
+                f"{run.target.num_positions} of them), got a row that is longer or goes on; lower max_new_tokens"
+            )
 
 
 def _note_width(run: Run, width: int, accepted: list[int]) -> None:
@@ -159,7 +186,7 @@ def _apply_criteria(run: Run, committed: list[int], done: list[int], filled: lis
         before = filled[row] - num
         for extra in range(1, num + 1):
             ids = cast(torch.LongTensor, state.ids[row : row + 1, : before + extra])
-            if any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in run.criteria):
+            if any(bool(torch.as_tensor(criterion(ids, None), device="cpu").all()) for criterion in run.criteria):
                 committed[row], done[row] = extra, 1
                 for counter in (state.lengths, state.cursor):
                     counter[row] -= num - extra

@@ -13,7 +13,7 @@ class DecodeState:
     """Everything a step reads and writes. `B` rows, at most `W` verified tokens per step, all on the target's device.
 
     Args:
-        ids (`torch.Tensor` of shape `[B, at least columns + limit + W]`, int64): The prompts, left-padded, then what
+        ids (`torch.Tensor` of shape `[B, at least columns + room + W]`, int64): The prompts, left-padded, then what
             has been committed; anything behind a row's last committed token is scratch.
         columns (`int`): Columns of the prompts in `ids`.
         limit (`int`): Tokens a row may generate.
@@ -93,10 +93,15 @@ class DecodeState:
         position_delta: Tensor,
         eos_ids: Tensor | None,
         key: Tensor | None,
+        room: int | None = None,
     ) -> DecodeState:
-        """Allocates the state of a run over prompts `[B, columns]`; nothing has been generated yet."""
+        """Allocates the state of a run over prompts `[B, columns]`; nothing has been generated yet.
+
+        There are columns for `room` new tokens, by default as many as the limit.
+        """
         batch, columns = input_ids.shape
-        state = cls.allocate(batch, columns + limit + width, width, input_ids.device)
+        num_columns = columns + (limit if room is None else room) + width
+        state = cls.allocate(batch, num_columns, width, input_ids.device)
         state.restart(input_ids, lengths=lengths, limit=limit, position_delta=position_delta, eos_ids=eos_ids, key=key)
         return state
 

@@ -23,6 +23,7 @@ from dflash_hf.attention import RaggedBlock
 from dflash_hf.generation import steps
 from dflash_hf.generation.buffers import NUM_REPORTED, FixedBuffers, round_up
 from dflash_hf.generation.compiled import compile_errors, compiled_layers
+from dflash_hf.generation.room import has_room
 from dflash_hf.generation.run import Run, finish_step, verify
 
 logger: Any = logging.get_logger(__name__)
@@ -43,7 +44,7 @@ class _Slot:
     def beside(cls, outcome: Tensor) -> _Slot:
         """Makes one for a device's outcome."""
         is_cuda = outcome.is_cuda
-        host = torch.empty(outcome.shape, dtype=outcome.dtype, pin_memory=is_cuda)
+        host = torch.empty(outcome.shape, dtype=outcome.dtype, device="cpu", pin_memory=is_cuda)
         return cls(host, torch.cuda.Event() if is_cuda else None)
 
     def fetch(self, outcome: Tensor, width: int) -> None:
@@ -93,12 +94,15 @@ class StaticStep:
         return found
 
     def advance(self, run: Run) -> None:
-        """Runs steps until every row has finished, the host one step behind."""
+        """Runs steps until every row has finished or the buffers are full, the host one step behind."""
         slots = (_Slot.beside(self.buffers.outcome), _Slot.beside(self.buffers.outcome))
         self._begin(run, slots[0], 0)
         index = 0
-        while not run.finished:
-            self._begin(run, slots[(index + 1) % 2], 1)
+        fits = True
+        while not run.finished and fits:
+            fits = has_room(run, 1)
+            if fits:
+                self._begin(run, slots[(index + 1) % 2], 1)
             outcome = slots[index % 2].read()
             run.watch.lap("verify")
             finish_step(run, outcome[:NUM_REPORTED].tolist(), outcome[NUM_REPORTED:].T)

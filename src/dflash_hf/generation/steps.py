@@ -41,7 +41,7 @@ def verify_step(
     cache.begin(block)
     return target.model(
         input_ids=state.block,
-        position_ids=block.positions + state.position_delta[..., None],
+        position_ids=target.position_ids(block.positions, state.position_delta),
         past_key_values=cache,
         use_cache=True,
         return_dict=True,

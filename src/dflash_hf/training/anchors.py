@@ -79,7 +79,7 @@ def sample_anchors(
         generator (`torch.Generator`, *optional*): Of the draw, on the CPU.
     """
     valid = valid_anchors(loss_mask_BS)
-    scores = torch.rand(valid.shape, generator=generator).masked_fill_(~valid, -1.0)
+    scores = torch.rand(valid.shape, generator=generator, device=valid.device).masked_fill_(~valid, -1.0)
     num_columns = max(1, min(num_anchors, int(valid.sum(dim=1).max())))
     drawn, indices = scores.topk(num_columns, dim=1)
     return _sorted(indices, drawn >= 0, block_size)

@@ -50,15 +50,15 @@ def collate(
     with zeros in the others: that is how processors lay out pictures of several rows, of different sizes too.
     """
     shape = (len(examples), max(len(example.input_ids) for example in examples))
-    input_ids = torch.full(shape, pad_token_id, dtype=torch.long)
-    attention_mask, loss_mask = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
+    input_ids = torch.full(shape, pad_token_id, dtype=torch.long, device="cpu")
+    attention_mask, loss_mask = (torch.zeros(shape, dtype=torch.bool, device="cpu") for _ in range(2))
     columns: list[slice] = []
     for row, example in enumerate(examples):
         length = len(example.input_ids)
         columns.append(slice(0, length) if padding_side == "right" else slice(shape[1] - length, shape[1]))
-        input_ids[row, columns[row]] = torch.tensor(example.input_ids, dtype=torch.long)
+        input_ids[row, columns[row]] = torch.tensor(example.input_ids, dtype=torch.long, device="cpu")
         attention_mask[row, columns[row]] = True
-        loss_mask[row, columns[row]] = torch.tensor(example.loss_mask, dtype=torch.bool)
+        loss_mask[row, columns[row]] = torch.tensor(example.loss_mask, dtype=torch.bool, device="cpu")
     names = dict.fromkeys(name for example in examples for name in example.model_inputs)
     return Batch(
         input_ids=input_ids,
@@ -75,7 +75,7 @@ def _join(examples: Sequence[Example], name: str, shape: tuple[int, int], column
     ]
     if any(value.shape != (length,) for _, value, length in present):
         return _concatenate([value for _, value, _ in present])
-    joined = torch.zeros(shape, dtype=present[0][1].dtype)
+    joined = torch.zeros(shape, dtype=present[0][1].dtype, device="cpu")
     for row, value, _ in present:
         joined[row, columns[row]] = value
     return joined
@@ -107,13 +107,13 @@ def bucketed_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: 
         `list[list[int]]`: Indices of the examples of each batch.
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    order = torch.randperm(len(lengths), generator=generator).tolist()
+    order = torch.randperm(len(lengths), generator=generator, device="cpu").tolist()
     pool = batch_size * POOL_BATCHES
     batches: list[list[int]] = []
     for start in range(0, len(order), pool):
         chosen = sorted(order[start : start + pool], key=lambda index: lengths[index])
         batches += [chosen[at : at + batch_size] for at in range(0, len(chosen), batch_size)]
-    return [batches[at] for at in torch.randperm(len(batches), generator=generator).tolist()]
+    return [batches[at] for at in torch.randperm(len(batches), generator=generator, device="cpu").tolist()]
 
 
 __all__ = ["POOL_BATCHES", "Batch", "bucketed_batches", "collate"]

@@ -59,14 +59,16 @@ class Example:
         """
         if not isinstance(prompt, Mapping):
             prompt = {"input_ids": list(prompt)}
-        ids = torch.as_tensor(prompt["input_ids"], dtype=torch.long)
-        mask = torch.as_tensor(prompt.get("attention_mask", 1))
+        ids = torch.as_tensor(prompt["input_ids"], dtype=torch.long, device="cpu")
+        mask = torch.as_tensor(prompt.get("attention_mask", 1), device="cpu")
         if ids.numel() != ids.shape[-1] or not mask.all():
             raise ValueError(
                 f"expected one prompt without padding, got input_ids of shape {tuple(ids.shape)} with "
                 f"{int((mask == 0).sum())} padding tokens; process every prompt by itself"
             )
-        inputs = {name: torch.as_tensor(value) for name, value in prompt.items() if name not in NOT_INPUTS}
+        inputs = {
+            name: torch.as_tensor(value, device="cpu") for name, value in prompt.items() if name not in NOT_INPUTS
+        }
         for name, value in inputs.items():
             if ids.ndim == 2 and value.shape == ids.shape:
                 inputs[name] = value[0]

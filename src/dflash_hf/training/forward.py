@@ -48,7 +48,7 @@ def forward_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
     if "token_type_ids" in inputs:
         types: Tensor = inputs["token_type_ids"]
         asked: Any = model
-        kwargs = {"token_type_ids": torch.zeros(1, 1, dtype=torch.long)}
+        kwargs = {"token_type_ids": torch.zeros(1, 1, dtype=torch.long, device=types.device)}
         kwargs = asked._update_model_kwargs_for_generation(ModelOutput(), kwargs)
         new = batch.loss_mask & (types == 0)
         inputs["token_type_ids"] = types.masked_fill(new, int(kwargs["token_type_ids"][0, -1]))

@@ -63,7 +63,7 @@ class BlockLoss:
 
 def decay_weights(block_size: int, gamma: float) -> Tensor:
     """Returns `w` of shape `[K]`, float64: 0 in slot 0, then `exp(-(k - 1) / gamma)`."""
-    weights = torch.exp(-(torch.arange(block_size, dtype=torch.float64) - 1) / gamma)
+    weights = torch.exp(-(torch.arange(block_size, dtype=torch.float64, device="cpu") - 1) / gamma)
     weights[0] = 0
     return weights
 

@@ -139,7 +139,7 @@ def encode_messages(
         prepared, tokenize=True, return_dict=True, return_tensors="pt", return_assistant_tokens_mask=True
     )
     ids: list[int] = encoded["input_ids"][0].tolist()
-    mask: list[int] = torch.as_tensor(encoded["assistant_masks"])[0].tolist()
+    mask: list[int] = torch.as_tensor(encoded["assistant_masks"], device="cpu")[0].tolist()
     if _answers(ids, mask) == _answers(plain["input_ids"], plain["assistant_masks"]):
         return encoded, mask
     # Older Transformers shift the mask by what the pictures added.

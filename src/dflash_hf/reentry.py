@@ -1,0 +1,75 @@
+"""Calls inside calls: a hook of the user's may call the model whose forward it hangs on, or its config's other model.
+
+A verify is known by the keyword `ragged`, which goes down to every attention; whatever lacks it is somebody else's. A
+prefill is Transformers' own call and carries nothing: there the outermost forward is ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+KEYWORD = "ragged"
+
+
+def is_in_verify() -> bool:
+    """Whether the innermost method with keywords of its own, among those that are running, was given `ragged`.
+
+    That is an attention's forward where it chooses its function, and a decoder's where it makes masks. Asked of the
+    stack and not of hooks, because another model with the same config object has none of ours.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_flags & inspect.CO_VARKEYWORDS and code.co_varnames[0] == "self":
+            before = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+            return KEYWORD in frame.f_locals[code.co_varnames[before]]
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def outermost(*modules: nn.Module) -> Generator[Callable[[], bool]]:
+    """Watches modules in this thread; what it yields says that each of them runs, and not inside itself.
+
+    Hooks around a module's forward do not count as its running: what the user's call there is not ours either.
+    """
+    running, thread = {module: list[bool]() for module in modules}, threading.get_ident()
+
+    def begin(module: nn.Module, args: Any) -> None:
+        if threading.get_ident() == thread:
+            running[module].append(False)
+
+    def run(module: nn.Module, args: Any) -> None:
+        if threading.get_ident() == thread:
+            running[module][-1] = True
+
+    def stop(module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == thread:
+            running[module][-1] = False
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == thread:
+            running[module].pop()
+
+    handles: list[RemovableHandle] = []
+    for module in running:  # the user's own hooks come between
+        handles.append(module.register_forward_pre_hook(begin, prepend=True))
+        handles.append(module.register_forward_pre_hook(run))
+        handles.append(module.register_forward_hook(stop, prepend=True, always_call=True))
+        handles.append(module.register_forward_hook(end, always_call=True))
+    try:
+        yield lambda: all(calls == [True] for calls in running.values())
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+__all__ = ["KEYWORD", "is_in_verify", "outermost"]

@@ -1,0 +1,130 @@
+"""Buffers that begin small and grow: any limit costs what the answer needs, and no text changes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from dflash_hf import iterate
+from dflash_hf.cache import RaggedCache
+from dflash_hf.cache_size import OutOfRoomError
+from dflash_hf.generation import buffers, room
+from helpers.static import tensor_oracle
+from helpers.turns import GREEDY as TURN
+from helpers.turns import first_turn, next_turn, turn
+from tiny import DFLASH2, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+
+NEW = 40
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+FAMILIES = ["qwen3", "qwen3-sliding", "gemma2", "qwen3.5", "bamba"]
+
+
+@pytest.fixture
+def grown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Begins every run with room for two tokens, and notes the lengths that caches grow to."""
+    lengths, grow = list[int](), RaggedCache.grow
+
+    def noted(self: RaggedCache, max_length: int) -> None:
+        lengths.append(max_length)
+        grow(self, max_length)
+
+    monkeypatch.setattr(RaggedCache, "grow", noted)
+    monkeypatch.setattr(room, "FIRST_ROOM", 2)
+    monkeypatch.setattr(room, "FIXED_ROOM", 2)
+    monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 8)
+    return lengths
+
+
+@pytest.mark.parametrize("engine", ["eager", "static"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text(family: str, engine: Any, grown: list[int]) -> None:
+    target, inputs = tiny_target(family), prompts([4, 11, 7], 0)
+    ref = target.generate(**inputs, **GREEDY)
+    settings: dict[str, Any] = DFLASH2 if family == "qwen3" else {}
+    for seed in range(3):
+        draft = tensor_oracle(target, truth_of(inputs, ref), seed, 6, **settings)
+        draft.generation_config.engine = engine
+        grown.clear()
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+        # Doubling from 2: some growths for both caches, and not one per step.
+        assert 3 <= len(grown) // 2 <= 6
+        assert draft.last_stats.acceptance_length > 1.2
+
+
+def test_bytes_are_those_that_are_held(grown: list[int]) -> None:
+    target, inputs = tiny_target("qwen3"), prompts([4, 11], 0)
+    ref = target.generate(**inputs, **GREEDY)
+    draft = oracle_draft(target, truth_of(inputs, ref), 0)
+    target.generate(**inputs, **GREEDY, assistant_model=draft)
+    room.FIRST_ROOM = NEW
+    whole = oracle_draft(target, truth_of(inputs, ref), 0)
+    target.generate(**inputs, **GREEDY, assistant_model=whole)
+    assert draft.last_stats.cache_bytes == whole.last_stats.cache_bytes
+
+
+@pytest.mark.parametrize("name", ["criterion", "processor", "scores", "streamer", "iterate", "rows-end"])
+def test_what_looks_at_the_ids(name: str, grown: list[int]) -> None:
+    target, inputs = tiny_target("qwen3-sliding"), prompts([4, 11, 7], 0)
+
+    def never(ids: Tensor, scores: Any) -> Tensor:
+        return torch.zeros(ids.shape[0], dtype=torch.bool)
+
+    settings: dict[str, Any] = {
+        "criterion": {"stopping_criteria": [never]},
+        "processor": {"repetition_penalty": 1.3},
+        "scores": {"output_scores": True, "return_dict_in_generate": True},
+        "rows-end": {"eos_token_id": [9, 17, 30], "return_dict_in_generate": True},
+    }.get(name, {})
+    settings = {**inputs, **GREEDY, **settings}
+    ref: Any = target.generate(**settings)
+    sequences = ref if isinstance(ref, Tensor) else ref.sequences
+    draft = oracle_draft(target, truth_of(inputs, sequences), 0)
+    if name == "iterate":
+        steps = list(iterate(target, draft, **settings))
+        for row in range(3):
+            assert torch.equal(torch.cat([step.committed[row] for step in steps]), sequences[row, 11:])
+        return
+    out: Any = target.generate(**settings, assistant_model=draft)
+    assert torch.equal(out if isinstance(out, Tensor) else out.sequences, sequences)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding"])
+def test_caches_that_are_kept(family: str, grown: list[int]) -> None:
+    """Texts, caches and the draft's context, over two turns and rows that end early."""
+    target, draft, caches, ids, mask = first_turn(family, [4, 9, 6])
+    assert grown
+    draft.blocks = []
+    ids, mask = next_turn(ids, mask, 1)
+    turn(target, draft, caches, ids, mask, max_new_tokens=3 * TURN["max_new_tokens"])
+
+
+@pytest.mark.parametrize("engine", ["eager", "static"])
+@pytest.mark.parametrize("limit", [10**7, 10**8])
+def test_a_limit_far_beyond_the_answer(limit: int, engine: Any) -> None:
+    target, inputs = tiny_target("qwen3"), prompts([4, 11], 0)
+    text = target.generate(**inputs, max_new_tokens=12, do_sample=False)
+    settings: dict[str, Any] = {**inputs, "do_sample": False, "eos_token_id": text[:, -1].tolist()}
+    ref = target.generate(**settings, max_new_tokens=limit)
+    draft = tensor_oracle(target, truth_of(inputs, ref), 0)
+    draft.generation_config.engine = engine
+    begun = time.process_time()
+    assert torch.equal(target.generate(**settings, max_new_tokens=limit, assistant_model=draft), ref)
+    assert time.process_time() - begun < 10
+    rows = room.FIRST_ROOM if engine == "eager" else room.FIXED_ROOM + 2048
+    assert draft.last_stats.cache_bytes < 2 * 8 * (rows + 20) * 6 * (2 * 2 * 16)
+
+
+def test_no_room_to_grow(monkeypatch: pytest.MonkeyPatch, grown: list[int]) -> None:
+    """The sentence comes when there is no room, and a cache passed in is as it was."""
+    target, inputs = tiny_target("qwen3"), prompts([4, 11], 0)
+    cache = DynamicCache(config=target.config)
+    draft = tiny_draft(target)
+    monkeypatch.setattr("dflash_hf.cache_size.free_memory", lambda device: 20_000)
+    with pytest.raises(OutOfRoomError, match=r"rows can have at most [\d,]+ tokens: lower max_new_tokens"):
+        target.generate(**inputs, **GREEDY, past_key_values=cache, assistant_model=draft)
+    assert cache.get_seq_length() == 0

@@ -1,0 +1,172 @@
+"""Hooks of the user's that call models in the middle of a forward: they get what they get under plain `generate`.
+
+The nested calls are compared with the same calls outside, the text with plain `generate`'s, and every block of the
+draft with one forward over the text, which shows whether a tap has recorded something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from dflash_hf import iterate
+from dflash_hf.target import find_target
+from helpers.hybrid import use_float64_rules
+from helpers.turns import Recording, arm, check_blocks, recording_draft
+from tiny import oracle_draft, prompts, tiny_target, truth_of
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+WHOLLY = ["qwen3-sliding", "qwen3.5"]
+FAMILIES = ["qwen3", "qwen3-sliding", "gemma3", "qwen3.5", "lfm2", "bamba"]
+Work = Callable[[], Tensor]
+OTHER: dict[str, Any] = prompts([5, 12], 9)
+DRAFTED = prompts([5], 4)
+
+
+def works(target: PreTrainedModel) -> dict[str, Work]:
+    """What a hook may do, each returning a tensor that is the same every time."""
+    model: Any = target
+    sibling: Any = type(target)(target.config).to(target.dtype).eval()
+    assert sibling.config is target.config
+    inner = oracle_draft(target, truth_of(DRAFTED, target.generate(**DRAFTED, max_new_tokens=8, do_sample=False)), 0)
+
+    def in_turns() -> Tensor:
+        cache = DynamicCache(config=target.config)
+        model(OTHER["input_ids"][:, :9], attention_mask=OTHER["attention_mask"][:, :9], past_key_values=cache)
+        return model(OTHER["input_ids"][:, 9:], attention_mask=OTHER["attention_mask"], past_key_values=cache).logits
+
+    return {
+        "call": lambda: model(**OTHER).logits,
+        "decoder": lambda: model.model(**OTHER).last_hidden_state,
+        "cache": in_turns,
+        "generate": lambda: model.generate(**OTHER, max_new_tokens=4, do_sample=False),
+        "sibling": lambda: sibling(**OTHER).logits,
+        "sibling's decoder": lambda: sibling.model(**OTHER).last_hidden_state,
+        "sibling's text": lambda: sibling.generate(**OTHER, max_new_tokens=4, do_sample=False),
+        "another draft": lambda: model.generate(**DRAFTED, max_new_tokens=8, do_sample=False, assistant_model=inner),
+    }
+
+
+@contextmanager
+def hooked(module: nn.Module, work: Work, before: bool) -> Iterator[list[Tensor]]:
+    """Runs `work` in every forward of a module but those that it runs itself; gives what it returned."""
+    busy, seen = [False], list[Tensor]()
+
+    def hook(*args: Any) -> None:
+        if busy[0]:
+            return
+        busy[0] = True
+        try:
+            seen.append(work().clone())
+        finally:
+            busy[0] = False
+
+    handle = module.register_forward_pre_hook(hook) if before else module.register_forward_hook(hook)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def module_of(target: PreTrainedModel, place: str) -> nn.Module:
+    layers: Any = target.get_submodule("model.layers")
+    if place == "model":
+        return target
+    if place == "within":  # the last part of what mixes the second layer's tokens
+        names = ("self_attn", "linear_attn", "conv", "mamba")
+        mixer = next(getattr(layers[1], name) for name in names if getattr(layers[1], name, None) is not None)
+        return list(mixer.children())[-1]
+    return layers[int(place)]
+
+
+def exact_target(monkeypatch: pytest.MonkeyPatch, family: str) -> PreTrainedModel:
+    """A target that computes in float64 throughout."""
+    target = tiny_target(family)
+    if find_target(target).recurrences:
+        use_float64_rules(monkeypatch, target)
+    return target
+
+
+@torch.no_grad()
+def check(target: PreTrainedModel, name: str, place: str, before: bool, engine: Any = "eager") -> None:
+    inputs = prompts([4, 9, 7], 0)
+    work = works(target)[name]
+    module = module_of(target, place)
+    expected = work()
+    with hooked(module, work, before) as seen:
+        ref = target.generate(**inputs, **GREEDY)
+    assert all(torch.equal(tensor, expected) for tensor in seen)
+    draft: Recording = recording_draft(target)
+    truth = truth_of(inputs, ref)
+    arm(draft, truth, 3)
+    draft.generation_config.engine = engine
+    with hooked(module, work, before) as seen:
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    assert len(seen) >= draft.last_stats.num_target_forwards
+    assert all(torch.allclose(tensor, expected, rtol=0, atol=1e-9) for tensor in seen)
+    assert draft.last_stats.acceptance_length > 1.2
+    check_blocks(draft, target, truth, [0, 0, 0])
+
+
+NAMES = ["call", "decoder", "cache", "generate", "sibling", "sibling's decoder", "sibling's text", "another draft"]
+
+
+@pytest.mark.parametrize("place", ["1", "within"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [(family, name) for family in FAMILIES for name in (NAMES if family in WHOLLY else ["call", "another draft"])],
+)
+def test_in_a_layer(monkeypatch: pytest.MonkeyPatch, family: str, name: str, place: str) -> None:
+    check(exact_target(monkeypatch, family), name, place, before=False)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("name", ["call", "decoder", "generate", "sibling"])
+@pytest.mark.parametrize("family", WHOLLY)
+def test_around_the_model(monkeypatch: pytest.MonkeyPatch, family: str, name: str, before: bool) -> None:
+    check(exact_target(monkeypatch, family), name, "model", before)
+
+
+@pytest.mark.parametrize("name", ["call", "sibling", "generate"])
+@pytest.mark.parametrize("family", WHOLLY)
+def test_over_fixed_buffers(monkeypatch: pytest.MonkeyPatch, family: str, name: str) -> None:
+    check(exact_target(monkeypatch, family), name, "2", before=True, engine="static")
+
+
+def test_a_nested_call_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks that catch what they have caused: nothing of the failed call is left."""
+    target = exact_target(monkeypatch, "qwen3.5")
+    model: Any = target
+    inputs = prompts([4, 9], 0)
+    ref = target.generate(**inputs, **GREEDY)
+
+    def work() -> Tensor:
+        layers: Any = target.get_submodule("model.layers")
+        handle = layers[3].register_forward_pre_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(**OTHER)
+        handle.remove()
+        return torch.zeros(1)
+
+    draft = recording_draft(target)
+    arm(draft, truth_of(inputs, ref), 3)
+    with hooked(module_of(target, "1"), work, before=True):
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    check_blocks(draft, target, truth_of(inputs, ref), [0, 0])
+
+
+def test_iterate() -> None:
+    target = tiny_target("qwen3-sliding")
+    inputs = prompts([9], 0)
+    work = works(target)["call"]
+    ref = target.generate(**inputs, **GREEDY)
+    draft = oracle_draft(target, truth_of(inputs, ref), 0)
+    with hooked(module_of(target, "1"), work, before=False):
+        steps = list(iterate(target, draft, **inputs, **GREEDY))
+    assert torch.equal(torch.cat([step.committed[0] for step in steps]), ref[0, 9:])
