@@ -40,6 +40,7 @@ LEVELS = {
     "dflash_hf.errors": 1,
     "dflash_hf.generation_config": 1,
     "dflash_hf.positions": 1,
+    "dflash_hf.scopes": 0,
     "dflash_hf.processing_qwen3_vl": 1,
     "dflash_hf.weight_files": 1,
     "dflash_hf.attention": 2,

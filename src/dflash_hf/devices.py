@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from dflash_hf.scopes import undoing
+
 logger: Any = logging.get_logger(__name__)
 
 
@@ -112,7 +114,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 _forcing = threading.Lock()
-_num_forced = 0
+_forced: set[object] = set()
 _stance: Any = None
 
 
@@ -131,23 +133,28 @@ def eagerly(*modules: nn.Module) -> Generator[None]:
         f"{' and '.join(compiled)} runs eagerly with a DFlash draft: hooks that record hidden states do not run in "
         "code of torch.compile"
     )
-    _force(1)
-    try:
+    run = object()
+
+    def put_back() -> None:
+        with _forcing:
+            _forced.discard(run)
+            _set_stance()
+
+    with undoing(put_back):
+        with _forcing:
+            _forced.add(run)
+            _set_stance()
         yield
-    finally:
-        _force(-1)
 
 
-def _force(change: int) -> None:
-    """Counts the runs that need the stance; sets it for the first and restores it after the last."""
-    global _num_forced, _stance
-    with _forcing:
-        _num_forced += change
-        if change > 0 and _num_forced == 1:
-            _stance = torch.compiler.set_stance("force_eager")
-        elif _num_forced == 0:
-            _stance.__exit__(None, None, None)
-            _stance = None
+def _set_stance() -> None:
+    """Sets the stance for the first run that needs it and restores it after the last."""
+    global _stance
+    if _forced and _stance is None:
+        _stance = torch.compiler.set_stance("force_eager")
+    elif not _forced and _stance is not None:
+        _stance.__exit__(None, None, None)
+        _stance = None
 
 
 __all__ = [

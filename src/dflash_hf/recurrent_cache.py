@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from dflash_hf.recurrence import Recurrence, Rule
+from dflash_hf.scopes import Hook, hooked
 
 
 class RecurrentLayer(LinearAttentionCacheLayerMixin):
@@ -80,8 +80,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
             before += num
         self._waiting.discard(name)
 
-    def listen(self, layers: Sequence[object]) -> list[RemovableHandle]:
-        """Registers the forward hooks that note the projections.
+    def hooks(self, layers: Sequence[object]) -> list[Hook]:
+        """Returns the forward hooks that note the projections.
 
         They listen to the thread that asks for them, and in it to calls over a cache of these layers: another thread
         may run the same module at the same time, and a hook of the user's inside a verify.
@@ -106,9 +106,9 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
             return note
 
         return [
-            module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-            module.register_forward_hook(leave, always_call=True),
-            *(getattr(module, name).register_forward_hook(hook(name)) for name in self.group.rule.projections(module)),
+            Hook(module, enter, before=True, options={"prepend": True, "with_kwargs": True}),
+            Hook(module, leave, options={"always_call": True}),
+            *(Hook(getattr(module, name), hook(name)) for name in self.group.rule.projections(module)),
         ]
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
@@ -285,12 +285,8 @@ def plan_groups(prefill: Cache, recurrences: Mapping[int, Recurrence], width: in
 @contextmanager
 def noting(layers: Sequence[object]) -> Generator[None]:
     """Has the recurrent layers among a cache's note the projections of this thread's blocks."""
-    handles = [h for layer in layers if isinstance(layer, RecurrentLayer) for h in layer.listen(layers)]
-    try:
+    with hooked(*(hook for layer in layers if isinstance(layer, RecurrentLayer) for hook in layer.hooks(layers))):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 __all__ = ["GroupPlan", "RecurrentGroup", "RecurrentLayer", "noting", "plan_groups"]

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
+
+from dflash_hf.scopes import Hook, hooked
 
 KEYWORD = "ragged"
 
@@ -59,17 +60,14 @@ def outermost(*modules: nn.Module) -> Generator[Callable[[], bool]]:
         if threading.get_ident() == thread:
             running[module].pop()
 
-    handles: list[RemovableHandle] = []
+    hooks: list[Hook] = []
     for module in running:  # the user's own hooks come between
-        handles.append(module.register_forward_pre_hook(begin, prepend=True))
-        handles.append(module.register_forward_pre_hook(run))
-        handles.append(module.register_forward_hook(stop, prepend=True, always_call=True))
-        handles.append(module.register_forward_hook(end, always_call=True))
-    try:
+        hooks.append(Hook(module, begin, before=True, options={"prepend": True}))
+        hooks.append(Hook(module, run, before=True))
+        hooks.append(Hook(module, stop, options={"prepend": True, "always_call": True}))
+        hooks.append(Hook(module, end, options={"always_call": True}))
+    with hooked(*hooks):
         yield lambda: all(calls == [True] for calls in running.values())
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 __all__ = ["KEYWORD", "is_in_verify", "outermost"]

@@ -9,16 +9,18 @@ DeepStack adds features of pictures between two layers: a tap after it is what t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+
+from dflash_hf.scopes import Hook, hooked
 
 
 class Taps:
-    """Records layer outputs while it is open: `with Taps(layers, ids) as taps: model(...); taps.take()`.
+    """Records layer outputs while it is open: `with Taps(layers, ids).open() as taps: model(...); taps.take()`.
 
     Only those of the thread that opened it: another one may run the same layers at the same time.
 
@@ -48,24 +50,21 @@ class Taps:
         self.after_deepstack = after_deepstack
         self.counts = counts
         self._states: dict[int, Tensor] = {}
-        self._handles: list[RemovableHandle] = []
         self._thread = 0
 
-    def __enter__(self) -> Taps:
+    @contextmanager
+    def open(self) -> Generator[Taps]:
+        """Records in this thread until it is left."""
         self._thread = threading.get_ident()
         by_input = {i for i in self.layer_ids if i < 0 or (self.after_deepstack and i + 1 < len(self.layers))}
-        self._handles = [
-            self.layers[i + 1].register_forward_pre_hook(self._input_hook(i), with_kwargs=True)
+        hooks = [
+            Hook(self.layers[i + 1], self._input_hook(i), before=True, options={"with_kwargs": True})
             if i in by_input
-            else self.layers[i].register_forward_hook(self._hook(i), with_kwargs=True)
+            else Hook(self.layers[i], self._hook(i), options={"with_kwargs": True})
             for i in sorted(set(self.layer_ids))
         ]
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        with hooked(*hooks):
+            yield self
         self._states = {}
 
     def take(self) -> Tensor:

@@ -24,6 +24,7 @@ from dflash_hf.configuration_dflash import LAYER_TYPES, DFlashConfig
 from dflash_hf.devices import execution_device
 from dflash_hf.recurrence import Recurrence, find_recurrence, find_recurrences, supported
 from dflash_hf.reentry import is_in_verify
+from dflash_hf.scopes import undoing
 
 _SETTING = "_attn_implementation"
 _MARK = "_dflash_switchable"
@@ -383,11 +384,15 @@ def ragged_attention(target: Target) -> Generator[None]:
     """
     with _switching:
         _make_switchable(type(target.config))
-    before, _verifying.config = _verifying.config, target.config
-    try:
+    before, thread = _verifying.config, threading.get_ident()
+
+    def put_back() -> None:
+        if threading.get_ident() == thread:  # garbage of one thread may be collected in another
+            _verifying.config = before
+
+    with undoing(put_back):
+        _verifying.config = target.config
         yield
-    finally:
-        _verifying.config = before
 
 
 __all__ = [

@@ -78,7 +78,7 @@ def test_taps_hold_what_they_hold_without(graphs: list[int]) -> None:
     found = find_target(target)
     states: list[Tensor] = []
     for is_compiled in (False, True):
-        with torch.no_grad(), Taps(found.layers, [-1, 0, 2]) as taps:
+        with torch.no_grad(), Taps(found.layers, [-1, 0, 2]).open() as taps:
             if is_compiled:
                 with compiled_layers(found, (3, 11)):
                     target(**inputs)

@@ -204,7 +204,7 @@ def test_the_candidate_generator_drafts_under_transformers_own_assisted_loop() -
     generator.get_candidates = spy
     target._get_candidate_generator = lambda *args, **kwargs: generator
     try:
-        with Taps(find_target(target).layers, [0, 2], generator.collect):
+        with Taps(find_target(target).layers, [0, 2], generator.collect).open():
             out = target.generate(**inputs, **GREEDY, prompt_lookup_num_tokens=5)
     finally:
         del target._get_candidate_generator

@@ -59,7 +59,7 @@ def test_a_tap_records_the_output_of_its_layer() -> None:
     states = target(ids, output_hidden_states=True).hidden_states
     layers = find_target(target).layers
     hooks = [len(layer._forward_hooks) for layer in layers]  # recording hidden states leaves hooks of its own
-    with Taps(layers, [2, 0]) as taps:
+    with Taps(layers, [2, 0]).open() as taps:
         target(ids)
         taken = taps.take()
         with pytest.raises(RuntimeError, match="got none from"):

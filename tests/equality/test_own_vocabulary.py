@@ -197,7 +197,7 @@ def test_tap_minus_one_is_the_embedding_output_in_prefill_and_verify() -> None:
         ids = prompts([9], 4)["input_ids"]
         expected = target(ids, output_hidden_states=True).hidden_states
         found = find_target(target)
-        with Taps(found.layers, [2, -1]) as taps:
+        with Taps(found.layers, [2, -1]).open() as taps:
             target(ids)
             recorded = taps.take()
         assert torch.equal(recorded, torch.cat([expected[3], expected[0]], dim=-1))
@@ -216,7 +216,7 @@ def test_context_of_tap_minus_one_reaches_the_draft() -> None:
 
     draft.hidden_norm.register_forward_hook(note)
     out = target.generate(**inputs, max_new_tokens=12, do_sample=False, assistant_model=draft)
-    with Taps(find_target(target).layers, [-1, 0, 3]) as taps:
+    with Taps(find_target(target).layers, [-1, 0, 3]).open() as taps:
         target(out)
         whole = draft.project_context(taps.take())
     assert torch.allclose(seen[0], whole[:, :7], atol=1e-12)

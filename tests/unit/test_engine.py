@@ -184,7 +184,7 @@ def test_reasons_are_found_before_a_step_runs() -> None:
     handle.remove()
     target.generate(**inputs, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True)
     assert why_not(found, draft) is None, "Transformers' own hooks stay, and do nothing"
-    with Taps(found.layers, [-1, 2]):
+    with Taps(found.layers, [-1, 2]).open():
         assert why_not(found, draft) is None, "another thread's run"
     with torch.autocast("cpu"):
         assert "autocast" in str(why_not(found, draft))

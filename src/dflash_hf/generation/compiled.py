@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dflash_hf.scopes import undoing
 from dflash_hf.target import Target, attention_modules
 
 # Tests compile with one that is quick.
@@ -37,7 +38,7 @@ class _Here(threading.local):
 
 _here = _Here()
 _patching = threading.Lock()
-_num_users: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_users: weakref.WeakKeyDictionary[nn.Module, set[object]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -54,20 +55,25 @@ def compiled_layers(target: Target, shape: Shape) -> Generator[None]:
     Raises:
         torch._dynamo.exc.TorchDynamoException: From the body, if something cannot be compiled; see `compile_errors`.
     """
-    with _patching:
-        users = _num_users.get(target.model, 0)
-        if users == 0:
-            _attach(target)
-        _num_users[target.model] = users + 1
-    before, _here.shape = _here.shape, shape
-    try:
-        yield
-    finally:
-        _here.shape = before
+    before, thread, user = _here.shape, threading.get_ident(), object()
+
+    def put_back() -> None:
+        if threading.get_ident() == thread:  # garbage of one thread may be collected in another
+            _here.shape = before
         with _patching:
-            _num_users[target.model] -= 1
-            if _num_users[target.model] == 0:
+            users = _users.setdefault(target.model, set())
+            users.discard(user)
+            if not users:
                 _detach(target)
+
+    with undoing(put_back):
+        with _patching:
+            users = _users.setdefault(target.model, set())
+            if not users:
+                _attach(target)
+            users.add(user)
+        _here.shape = shape
+        yield
 
 
 def compile_errors() -> type[Exception]:

@@ -33,6 +33,7 @@ from dflash_hf.generation.loop import decode
 from dflash_hf.generation.pictures import check_pictures, keep_new_pictures
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.scopes import undo_stale
 from dflash_hf.target import Target, check_pair, check_target, find_target
 
 _MARK = "_dflash_original"
@@ -48,6 +49,7 @@ def enable() -> None:
 
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        undo_stale()
         if not args and "assistant_model" not in kwargs:
             return original(self, *args, **kwargs)
         bound = inspect.signature(original).bind(self, *args, **kwargs).arguments

@@ -156,7 +156,7 @@ def _fill(
     ids, deepstack = draft.config.target_layer_ids, draft.config.tap_after_deepstack
     with (
         outermost(target.model, target.decoder) as is_ours,
-        Taps(target.layers, ids, sink, deepstack, counts=lambda kwargs: is_ours()),
+        Taps(target.layers, ids, sink, deepstack, counts=lambda kwargs: is_ours()).open(),
     ):
         outputs = run_prefill(target, input_ids, generation_config, model_kwargs, past, positions.shape[1])
     if seen != positions.shape[1]:

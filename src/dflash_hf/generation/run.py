@@ -94,7 +94,7 @@ def tapped(run: Run) -> Generator[Taps]:
     ids = run.generator.draft.config.target_layer_ids
     assert ids is not None
     taps = Taps(run.target.layers, ids, counts=lambda kwargs: kwargs.get(KEYWORD) is run.cache.block)
-    with ragged_attention(run.target), noting(run.cache.layers), taps:
+    with ragged_attention(run.target), noting(run.cache.layers), taps.open():
         yield taps
 
 

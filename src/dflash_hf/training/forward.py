@@ -81,7 +81,7 @@ def target_features(
     inputs = forward_inputs(target.model, batch)
     if through_model and not with_head and "logits_to_keep" in inspect.signature(target.model.forward).parameters:
         inputs["logits_to_keep"] = 1
-    with Taps(target.layers, layer_ids, after_deepstack=after_deepstack) as taps:
+    with Taps(target.layers, layer_ids, after_deepstack=after_deepstack).open() as taps:
         output = module(**inputs, use_cache=False)
         return Features(taps=taps.take(), next_ids=output.logits.argmax(dim=-1) if with_head else None)
 

@@ -1,0 +1,120 @@
+"""Changes that last for a while and are taken back however it ends: hooks, and switches that other code looks at.
+
+An interrupt may come between any two lines, so also while a change is made or taken back. What is taken back here can
+be taken back twice, is taken back whole if an interrupt cuts the first attempt short, and again at the thread's next
+call of `generate` if a traceback that is kept (as in a notebook) holds on to what should have taken it back.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+# Where torch keeps forward hooks and what it knows about them, by ids that no two hooks share.
+_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+class _Open(threading.local):
+    """The changes of this thread that are in force: the frame that waits for their end, and how to take them back."""
+
+    def __init__(self) -> None:
+        self.changes: list[tuple[int, Callable[[], None]]] = []
+
+
+_open = _Open()
+
+
+@contextmanager
+def undoing(undo: Callable[[], None]) -> Generator[None]:
+    """Calls `undo` at the end, whatever happens: make the change inside.
+
+    Args:
+        undo (callable): Takes the change back; it may be called several times, and before the change was made.
+    """
+    change = (id(_holder()), undo)
+    try:
+        _open.changes.append(change)
+        yield
+    finally:
+        try:
+            undo()
+        finally:
+            undo()  # an interrupt may have cut the first one short
+            _open.changes[:] = [other for other in _open.changes if other is not change]
+
+
+def undo_stale() -> None:
+    """Takes back changes of this thread whose end has been missed; those that calls further up wait for stay."""
+    if not _open.changes:
+        return
+    running, frame = set[int](), sys._getframe(1)
+    while frame is not None:
+        running.add(id(frame))
+        frame = frame.f_back
+    for change in reversed(_open.changes):
+        if change[0] not in running:
+            change[1]()
+    _open.changes[:] = [change for change in _open.changes if change[0] in running]
+
+
+def _holder() -> FrameType:
+    """The function that has entered a scope: generators are off the stack while what they hold is open."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and (
+        frame.f_code.co_flags & inspect.CO_GENERATOR or frame.f_globals.get("__name__") == "contextlib"
+    ):
+        frame = frame.f_back
+    return frame
+
+
+class Hook(NamedTuple):
+    """A forward hook to be registered.
+
+    Args:
+        module (`nn.Module`): Whose forward.
+        function (callable): The hook.
+        before (`bool`): Whether it is called before the forward.
+        options (`dict`): Of `register_forward_hook` or `register_forward_pre_hook`.
+    """
+
+    module: nn.Module
+    function: Callable[..., None]
+    before: bool = False
+    options: dict[str, Any] = {}
+
+
+@contextmanager
+def hooked(*hooks: Hook) -> Generator[None]:
+    """Registers forward hooks, in order, for as long as it is open."""
+    functions = [hook.function for hook in hooks]
+
+    def remove() -> None:
+        # By what they are: an interrupt may have come before anybody knew their ids.
+        for module in {hook.module for hook in hooks}:
+            for table in (module._forward_hooks, module._forward_pre_hooks):
+                for number, function in list(table.items()):
+                    if function in functions:
+                        for name in _TABLES:
+                            getattr(module, name).pop(number, None)
+
+    with undoing(remove):
+        for module, function, before, options in hooks:
+            register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
+            register(function, **options)
+        yield
+
+
+__all__ = ["Hook", "hooked", "undo_stale", "undoing"]
