@@ -68,7 +68,7 @@ def prefill(
     watch.lap("prepare")
     pad = generation_config._pad_token_tensor
     processors = BlockProcessors(logits_processor, 0 if pad is None else int(pad))
-    block_size, width, rule = _widths_and_rule(draft, generation_config, processors)
+    block_size, width, _ = widths = _widths_and_rule(draft, generation_config, processors)
     past = 0 if kept is None else kept.past
     positions = prompt_positions(target, input_ids, generation_config, model_kwargs, past)
     limit = _limit(stopping_criteria, generation_config, input_ids.shape[1])
@@ -81,18 +81,7 @@ def prefill(
     if is_static:
         shape = _buffer_shape(target, draft, batch, block_size, width, eos_ids, delta)
         buffers = take_buffers(target, draft, shape, max(longest, input_ids.shape[1]) + room + widest)
-    generator = DFlashCandidateGenerator(
-        draft,
-        target,
-        processors,
-        block_size=block_size,
-        verify_width=width,
-        rule=rule,
-        batch=batch,
-        max_length=longest + room + widest,
-        cache=None if buffers is None else buffers.draft_cache,
-        block_ids=None if buffers is None else buffers.block_ids,
-    )
+    generator = _generator(target, draft, processors, widths, batch, longest + room + widest, buffers)
     if kept is not None:
         kept.begin(generator, positions, limit)
     outputs, filled = _fill(generator, input_ids, generation_config, model_kwargs, positions, kept)
@@ -126,6 +115,31 @@ def prefill(
     )
     _commit_first(run, outputs)
     return run
+
+
+def _generator(
+    target: Target,
+    draft: DFlashDraftModel,
+    processors: BlockProcessors,
+    widths: tuple[int, int, Rule],
+    batch: int,
+    max_length: int,
+    buffers: FixedBuffers | None,
+) -> DFlashCandidateGenerator:
+    """The drafting side of a run, over fixed buffers if there are any; `widths` as `_widths_and_rule` says."""
+    block_size, verify_width, rule = widths
+    return DFlashCandidateGenerator(
+        draft,
+        target,
+        processors,
+        block_size=block_size,
+        verify_width=verify_width,
+        rule=rule,
+        batch=batch,
+        max_length=max_length,
+        cache=None if buffers is None else buffers.draft_cache,
+        block_ids=None if buffers is None else buffers.block_ids,
+    )
 
 
 def _fill(
