@@ -10,9 +10,9 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -31,7 +31,7 @@ class _Open(threading.local):
     """The changes of this thread that are in force: the frame that waits for their end, and how to take them back."""
 
     def __init__(self) -> None:
-        self.changes: list[tuple[int, Callable[[], None]]] = []
+        self.changes: list[tuple[FrameType, Callable[[], None]]] = []
 
 
 _open = _Open()
@@ -44,7 +44,7 @@ def undoing(undo: Callable[[], None]) -> Generator[None]:
     Args:
         undo (callable): Takes the change back; it may be called several times, and before the change was made.
     """
-    change = (id(_holder()), undo)
+    change = (_holder(), undo)
     try:
         _open.changes.append(change)
         yield
@@ -60,13 +60,13 @@ def undo_stale() -> None:
     """Takes back changes of this thread whose end has been missed; those that calls further up wait for stay."""
     if not _open.changes:
         return
-    running, frame = set[int](), sys._getframe(1)
+    running, frame = list[FrameType](), sys._getframe(1)
     while frame is not None:
-        running.add(id(frame))
+        running.append(frame)
         frame = frame.f_back
-    for change in reversed(_open.changes):
-        if change[0] not in running:
-            change[1]()
+    for holder, undo in reversed(_open.changes):
+        if holder not in running:
+            undo()
     _open.changes[:] = [change for change in _open.changes if change[0] in running]
 
 
@@ -93,7 +93,7 @@ class Hook(NamedTuple):
     module: nn.Module
     function: Callable[..., None]
     before: bool = False
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 @contextmanager

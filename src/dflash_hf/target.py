@@ -33,9 +33,9 @@ LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
 
 
 class _Verifying(threading.local):
-    """The text config whose model this thread is verifying with."""
+    """The text config whose model this thread is verifying with, and what stood here before."""
 
-    config: PreTrainedConfig | None = None
+    scope: tuple[PreTrainedConfig, Any] | None = None
 
 
 _verifying = _Verifying()
@@ -370,7 +370,8 @@ def _make_switchable(kind: type[PreTrainedConfig]) -> None:
         return
 
     def switched(config: PreTrainedConfig) -> Any:
-        return RAGGED_BLOCK if _verifying.config is config and is_in_verify() else read(config)
+        scope = _verifying.scope
+        return RAGGED_BLOCK if scope is not None and scope[0] is config and is_in_verify() else read(config)
 
     setattr(switched, _MARK, True)
     setattr(kind, _SETTING, property(switched, setting.fset))
@@ -384,14 +385,14 @@ def ragged_attention(target: Target) -> Generator[None]:
     """
     with _switching:
         _make_switchable(type(target.config))
-    before, thread = _verifying.config, threading.get_ident()
+    scope = (target.config, _verifying.scope)
 
     def put_back() -> None:
-        if threading.get_ident() == thread:  # garbage of one thread may be collected in another
-            _verifying.config = before
+        if _verifying.scope is scope:  # this may come late, in another verify or thread
+            _verifying.scope = scope[1]
 
     with undoing(put_back):
-        _verifying.config = target.config
+        _verifying.scope = scope
         yield
 
 

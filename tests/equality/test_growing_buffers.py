@@ -14,7 +14,7 @@ from dflash_hf import iterate
 from dflash_hf.cache import RaggedCache
 from dflash_hf.cache_size import OutOfRoomError
 from dflash_hf.generation import buffers, room
-from helpers.static import tensor_oracle
+from helpers.static import tensor_oracle, use_tapes
 from helpers.turns import GREEDY as TURN
 from helpers.turns import first_turn, next_turn, turn
 from tiny import DFLASH2, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
@@ -128,3 +128,22 @@ def test_no_room_to_grow(monkeypatch: pytest.MonkeyPatch, grown: list[int]) -> N
     with pytest.raises(OutOfRoomError, match=r"rows can have at most [\d,]+ tokens: lower max_new_tokens"):
         target.generate(**inputs, **GREEDY, past_key_values=cache, assistant_model=draft)
     assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("width", [None, 1, 3])
+def test_graphs_over_buffers_that_are_full_are_not_gone_back_to(
+    width: int | None, monkeypatch: pytest.MonkeyPatch, grown: list[int]
+) -> None:
+    """With a criterion the host decides after every replay: once the run has grown, there is room again elsewhere."""
+    target, inputs = tiny_target("qwen3"), prompts([4, 11, 7], 0)
+
+    def never(ids: Tensor, scores: Any) -> Tensor:
+        return torch.zeros(ids.shape[0], dtype=torch.bool)
+
+    settings: dict[str, Any] = {**inputs, **GREEDY, "stopping_criteria": [never]}
+    ref = target.generate(**settings)
+    use_tapes(monkeypatch)
+    draft = tensor_oracle(target, truth_of(inputs, ref), 0, 6)
+    draft.generation_config.verify_width = width
+    assert torch.equal(target.generate(**settings, assistant_model=draft), ref)
+    assert grown

@@ -190,7 +190,11 @@ def test_deepstack_changes_picture_tokens_of_its_layers_only(name: str) -> None:
         layer.register_forward_pre_hook(lambda module, args: given.append(args[0].clone())) for layer in layers[1:]
     ]
     ids = [-1, 0, 1, 2, 3]
-    with torch.no_grad(), Taps(layers, ids).open() as taps, Taps(layers, ids, after_deepstack=True).open() as taps_after:
+    with (
+        torch.no_grad(),
+        Taps(layers, ids).open() as taps,
+        Taps(layers, ids, after_deepstack=True).open() as taps_after,
+    ):
         target(**inputs)
         before, after = (each.take().chunk(len(ids), dim=-1) for each in (taps, taps_after))
     for handle in handles:

@@ -1,8 +1,8 @@
 """`make fuzz`: random cases of every kind against plain `generate` and the other promises, until the time is over.
 
-    make fuzz                                  two minutes of every kind, with a seed of its own
-    make fuzz SECONDS=3600 KIND=text           an hour of one kind
-    make fuzz KIND=text SEED=123 CASES=50      the round that a failure has named
+make fuzz                                  two minutes of every kind, with a seed of its own
+make fuzz SECONDS=3600 KIND=text           an hour of one kind
+make fuzz KIND=text SEED=123 CASES=50      the round that a failure has named
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def _seed_of(given: str) -> int:
     if not given:
         return random.SystemRandom().randrange(10**9)
     if not given.isdecimal():
-        raise ValueError(f"expected a whole number as seed, got {given!r}; pass SEED=123, or leave it out for a new one")
+        raise ValueError(
+            f"expected a whole number as seed, got {given!r}; pass SEED=123, or leave it out for a new one"
+        )
     return int(given)
 
 

@@ -59,13 +59,27 @@ class Turn:
 
 @dataclass(frozen=True)
 class Case:
-    """A conversation: rows, a cache or none, and turns. `pictures` has the sizes of every row's, for vision targets."""
+    """A conversation: rows, a cache or none, and turns.
+
+    Args:
+        target (`str`): Name of a target.
+        seed (`int`): Of the prompts, the draws and the places where the draft is wrong.
+        lengths (`tuple[int, ...]`): Tokens of each row's prompt; with images words around each of them.
+        pictures (`tuple`): Sizes of every row's images.
+        holes (`bool`): Whether there is padding inside the first prompt.
+        ahead (`int`): Columns that the attention mask goes on behind the prompt.
+        cache (`str`, *optional*): Kind of cache that is passed in, or `"returned"`.
+        context (`str`, *optional*): What is around every call; see `pieces.within`.
+        copies (`int`): Sampled answers per row.
+        turns (`tuple[Turn, ...]`): The calls.
+    """
 
     target: str
     seed: int = 0
     lengths: tuple[int, ...] = (4,)
     pictures: tuple[tuple[Grid, ...], ...] = ()
     holes: bool = False
+    ahead: int = 0
     cache: str | None = None
     context: str | None = None
     copies: int = 1
@@ -130,8 +144,13 @@ def texts(targets: Sequence[str] = TEXT) -> st.SearchStrategy[Case]:
             seed=draw(st.integers(0, 10**6)),
             lengths=draw(lengths),
             holes=draw(st.integers(0, 9)) == 9,
+            ahead=draw(st.sampled_from([0, 0, 0, 0, 1, 4])) if alone and cache is None else 0,
             cache=cache,
-            context=draw(st.sampled_from([None, None, None, "inference", "autocast", "dtype", "thread"])),
+            context=draw(
+                st.sampled_from(
+                    [None, None, None, "room", "hooks", "inference", "autocast", "dtype", "meta", "thread"]
+                )
+            ),
             copies=draw(st.sampled_from([1, 1, 1, 2])) if alone else 1,
             turns=conversation,
         )
@@ -156,7 +175,7 @@ def images(targets: Sequence[str] = IMAGES) -> st.SearchStrategy[Case]:
             lengths=draw(st.tuples(*[st.integers(2, 8)] * len(pictures))),
             pictures=pictures,
             cache=cache,
-            context=draw(st.sampled_from([None, None, None, "inference", "thread"])),
+            context=draw(st.sampled_from([None, None, None, "room", "hooks", "inference", "thread"])),
             copies=draw(st.sampled_from([1, 1, 1, 2])) if alone else 1,
             turns=conversation,
         )

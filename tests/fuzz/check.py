@@ -1,4 +1,4 @@
-"""One case against plain `generate`: texts, streamers, outputs and caches of every turn, and what a call leaves behind.
+"""One case against plain `generate`: texts, streamers, outputs and caches of every turn, and what is left behind.
 
 Greedy text is compared with plain `generate`'s. Sampled text under `argmax` and `shared_noise` is the same at every
 width, so it is compared with a run that verifies one token at a time; under `sample` with a second run.
@@ -21,7 +21,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from fuzz.cases import EOS, Case, Turn
-from fuzz.pieces import Rows, Streamer, engine_of, settings_of, within
+from fuzz.pieces import Rows, Streamer, engine_of, hooks_that_call, settings_of, within
 from fuzz.targets import LEARNED, NUM_POSITIONS, ROUNDED, TIE, Oracle, arm, draft_of, left_behind, target_of
 from helpers.turns import check_caches
 from helpers.vision import WORDS, vision_prompts
@@ -31,6 +31,7 @@ from tiny import VOCAB, prompts
 REFUSED = (
     "expected no padding between tokens with a target that has sliding windows",
     "expected left-padded prompts",
+    "expected rows of at most",
 )
 # Output, and the criterion and the streamer that were given.
 Outcome = tuple[Any, Rows, Streamer]
@@ -129,7 +130,9 @@ class Conversation:
 
     def type(self, num: int) -> None:
         """Adds tokens of the user's to every row."""
-        new = torch.randint(3, WORDS if self.case.pictures else VOCAB - 1, (self.ids.shape[0], num), generator=self.draws)
+        new = torch.randint(
+            3, WORDS if self.case.pictures else VOCAB - 1, (self.ids.shape[0], num), generator=self.draws
+        )
         self._extend(new, torch.ones_like(new))
 
     def _append(self, answer: Tensor, turn: Turn) -> None:
@@ -156,7 +159,8 @@ class Conversation:
         extra = self.extra
         if past and self.case.pictures and not self._grows_with_pictures():
             extra = {name: value for name, value in extra.items() if name == "token_type_ids"}
-        return {"input_ids": ids, "attention_mask": self.mask, **extra}
+        mask = nn.functional.pad(self.mask, (0, self.case.ahead), value=1)
+        return {"input_ids": ids, "attention_mask": mask, **extra}
 
     def _grows_with_pictures(self) -> bool:
         """Whether a conversation in a cache is given with all its images again, as Qwen's positions need them.
@@ -182,7 +186,8 @@ class Conversation:
         if turn.rule is not None:
             settings["num_return_sequences"] = self.case.copies
         torch.manual_seed(self.case.seed)
-        with around or nullcontext():
+        hooks = hooks_that_call(self.target) if self.case.context == "hooks" else nullcontext()
+        with hooks, around or nullcontext():
             return self.target.generate(**given, **settings, **more), rows, streamer
 
     def draft(self, turn: Turn) -> Oracle:
@@ -230,13 +235,11 @@ class Conversation:
         draft = self.draft(turn)
         knobs: Any = draft.generation_config
         arm(draft, truth, self.case.seed, turn.rule)
-        with engine_of(turn) as engine:
+        with engine_of(turn, self.case.context) as engine:
             knobs.engine, knobs.block_size, knobs.verify_width = engine, turn.block, turn.width
             knobs.proposal = turn.rule or "auto"
             try:
-                return within(
-                    self.case.context, lambda: self.call(turn, given, cache, around, assistant_model=draft)
-                )
+                return within(self.case.context, lambda: self.call(turn, given, cache, around, assistant_model=draft))
             except ValueError as error:
                 if not _is_refusal(error):
                     raise
@@ -256,9 +259,7 @@ class Conversation:
         answer = sequences[:, given["input_ids"].shape[1] :]
         copies = sequences.shape[0] // self.ids.shape[0]
         ids, mask = (tensor.repeat_interleave(copies, dim=0) for tensor in (self.ids, self.mask))
-        return [
-            row[keep.bool()].tolist() + new.tolist() for row, keep, new in zip(ids, mask, answer, strict=True)
-        ]
+        return [row[keep.bool()].tolist() + new.tolist() for row, keep, new in zip(ids, mask, answer, strict=True)]
 
     def _check_caches(self, turn: Turn, ours: Any, theirs: Any) -> None:
         """Compares the caches that were passed in or are returned, which the next turn goes on from."""

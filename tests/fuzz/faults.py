@@ -1,4 +1,4 @@
-"""Faults put in on purpose: what a mistake in each part of decoding would do, so that the fuzzer proves it would see it.
+"""Faults put in on purpose: what a mistake in a part of decoding would do, so that the fuzzer proves that it sees it.
 
 Each changes one thing in the running package and puts it back. None changes what plain `generate` does.
 """
@@ -82,7 +82,9 @@ def all_matches_count(patches: Patches) -> None:
 def wide_window(patches: Patches) -> None:
     """A window is one token too wide."""
 
-    def wider(visible: Any, query: Tensor, key: Tensor, window: int | None, causal: bool, anchor: Any = None) -> Tensor:
+    def wider(
+        visible: Any, query: Tensor, key: Tensor, window: int | None, causal: bool, anchor: Any = None
+    ) -> Tensor:
         return visible(query, key, None if window is None else window + causal, causal, anchor)
 
     _wrapped(patches, attention, "visible", wider)

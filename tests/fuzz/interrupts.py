@@ -1,7 +1,7 @@
 """An interrupt at a random moment of a call: models, caches and hooks must be as before, and the next call right.
 
 A timer's signal raises KeyboardInterrupt wherever Python is then, as Ctrl-C does. Which line that is follows from the
-machine, so a case that fails need not fail again: `tests/equality/test_interrupts.py` interrupts at every line instead.
+machine, so a case that fails need not fail again: `tests/equality/test_interrupts.py` interrupts at chosen lines.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
@@ -10,9 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation import BaseStreamer
 
+from dflash_hf.generation import room
+from dflash_hf.target import find_target
 from fuzz.cases import EOS, PROCESSORS, SAMPLERS, Turn
 from helpers.static import use_tapes
 
@@ -72,7 +81,7 @@ class Streamer(BaseStreamer):
     def tokens(self, is_one: bool) -> list[list[int]]:
         """What came: for one row all tokens in one list, because it gets several at a time."""
         got = [value.flatten().tolist() for value in self.got]
-        return [sum(got, [])] if is_one else got
+        return [list(itertools.chain(*got))] if is_one else got
 
 
 def allowed(row: int, ids: Tensor) -> list[int]:
@@ -107,12 +116,40 @@ def settings_of(turn: Turn) -> tuple[dict[str, Any], Rows, Streamer]:
 
 
 @contextmanager
-def engine_of(turn: Turn) -> Generator[str]:
+def engine_of(turn: Turn, context: str | None) -> Generator[str]:
     """Makes the engine of a turn available, and returns its name on the draft."""
+    # A replay calls no hooks: where there are some the engine would not be chosen.
+    engine = "static" if turn.engine == "tape" and context == "hooks" else turn.engine
     with pytest.MonkeyPatch.context() as patches:
-        if turn.engine == "tape":
+        if engine == "tape":
             use_tapes(patches)
-        yield "cuda_graph" if turn.engine == "tape" else turn.engine
+        if context == "room":
+            patches.setattr(room, "FIRST_ROOM", 2)
+            patches.setattr(room, "FIXED_ROOM", 5)
+        yield "cuda_graph" if engine == "tape" else engine
+
+
+@contextmanager
+def hooks_that_call(target: PreTrainedModel) -> Generator[None]:
+    """Puts hooks on a target that call it again, as a user's may; they do nothing inside such a call."""
+    inside = False
+
+    def call(*args: Any) -> None:
+        nonlocal inside
+        if not inside:
+            inside = True
+            try:
+                target(torch.tensor([[5, 6, 7]], device=target.device))
+            finally:
+                inside = False
+
+    parts = (find_target(target).layers[1], target)
+    handles = [parts[0].register_forward_hook(call), parts[1].register_forward_pre_hook(call)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def within(context: str | None, call: Callable[[], Any]) -> Any:
@@ -137,6 +174,8 @@ def within(context: str | None, call: Callable[[], Any]) -> Any:
             stack.enter_context(torch.inference_mode())
         elif context == "autocast":
             stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        elif context == "meta":
+            stack.enter_context(torch.device("meta"))
         elif context == "dtype":
             before = torch.get_default_dtype()
             stack.callback(torch.set_default_dtype, before)
@@ -144,4 +183,4 @@ def within(context: str | None, call: Callable[[], Any]) -> Any:
         return call()
 
 
-__all__ = ["Rows", "Streamer", "engine_of", "settings_of", "within"]
+__all__ = ["Rows", "Streamer", "engine_of", "hooks_that_call", "settings_of", "within"]

@@ -59,12 +59,14 @@ class Oracle(TensorOracle):
         logits = DFlashDraftModel.compute_logits(self, hidden_states, head)
         batch, width, vocab = logits.shape
         first = self.block_positions[:batch, :1] + 1
-        slots, rows = torch.arange(width), torch.arange(batch)[:, None]
-        drawn = torch.frac(torch.sin(first.double() * 12.9898 + rows * 78.233 + self.seed) * 43758.5453).abs()
+        slots, rows = (torch.arange(num, device=first.device) for num in (width, batch))
+        drawn = torch.frac(torch.sin(first.double() * 12.9898 + rows[:, None] * 78.233 + self.seed) * 43758.5453).abs()
         true = self.known.gather(1, (first + slots).clamp_max(self.known.shape[1] - 1))
         wrong = torch.floor(drawn * (width + 2)) - 1  # -1 is everywhere, `width` is nowhere
         wanted = torch.where((slots == wrong) | (wrong < 0), (true + 1 + slots) % vocab, true)
-        return torch.where(torch.arange(vocab) == wanted[..., None], self.strength, 0.0).to(logits.dtype)
+        return torch.where(torch.arange(vocab, device=first.device) == wanted[..., None], self.strength, 0.0).to(
+            logits.dtype
+        )
 
 
 def _tell_where_blocks_stand() -> None:
@@ -135,4 +137,7 @@ def left_behind(target: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-__all__ = ["DRAFTS", "IMAGES", "LEARNED", "NUM_POSITIONS", "ROUNDED", "TEXT", "TIE", "Oracle", "arm", "draft_of", "left_behind", "target_of"]
+__all__ = [
+    *("DRAFTS", "IMAGES", "LEARNED", "NUM_POSITIONS", "ROUNDED", "TEXT", "TIE", "Oracle"),
+    *("arm", "draft_of", "left_behind", "target_of"),
+]

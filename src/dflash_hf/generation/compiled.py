@@ -31,9 +31,9 @@ Shape = tuple[int, int]  # rows, tokens
 
 
 class _Here(threading.local):
-    """The shape that this thread verifies with compiled layers."""
+    """The shape that this thread verifies with compiled layers, and what stood here before."""
 
-    shape: Shape | None = None
+    scope: tuple[Shape, Any] | None = None
 
 
 _here = _Here()
@@ -55,11 +55,11 @@ def compiled_layers(target: Target, shape: Shape) -> Generator[None]:
     Raises:
         torch._dynamo.exc.TorchDynamoException: From the body, if something cannot be compiled; see `compile_errors`.
     """
-    before, thread, user = _here.shape, threading.get_ident(), object()
+    scope, user = (shape, _here.scope), object()
 
     def put_back() -> None:
-        if threading.get_ident() == thread:  # garbage of one thread may be collected in another
-            _here.shape = before
+        if _here.scope is scope:  # this may come late, in another verify or thread
+            _here.scope = scope[1]
         with _patching:
             users = _users.setdefault(target.model, set())
             users.discard(user)
@@ -72,7 +72,7 @@ def compiled_layers(target: Target, shape: Shape) -> Generator[None]:
             if not users:
                 _attach(target)
             users.add(user)
-        _here.shape = shape
+        _here.scope = scope
         yield
 
 
@@ -129,7 +129,7 @@ def _switched(module: nn.Module, change: Callable[[Any, Shape], Callable[..., An
     plain, weak = type(module).forward, weakref.ref(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        chosen = plain if _here.shape is None else change(plain, _here.shape)
+        chosen = plain if _here.scope is None else change(plain, _here.scope[0])
         return chosen(weak(), *args, **kwargs)
 
     setattr(forward, _MARK, True)

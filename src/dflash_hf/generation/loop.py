@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -114,20 +114,27 @@ def advance(run: Run, engine: Engine = "eager") -> None:
     Under inference mode, which saves 7 to 9 % of a step on a CPU (docs/log.md); what is returned to the user is made
     outside it.
     """
-    with ExitStack() as stack:
-        stack.callback(run.generator.release_context)
-        stack.enter_context(device_errors_explained())
-        # Nothing is captured for an answer of one token.
-        static = None if run.finished else start_engine(run, engine)
-        if static is not None:
-            stack.enter_context(static.on_device())
-        if static is not None and static.decides:
-            static.advance(run)
-            static = None  # if anything is left, the buffers were too small for it
-        # Processors, criteria and streamers may call the target themselves: they find it as they left it.
-        held = None if static is not None or run.calls_out() else stack.enter_context(tapped(run))
+    try:
+        with device_errors_explained():
+            # Nothing is captured for an answer of one token.
+            static = None if run.finished else start_engine(run, engine)
+            with nullcontext() if static is None else static.on_device():
+                _advance(run, static)
+    finally:
+        run.generator.release_context()
+
+
+def _advance(run: Run, static: StaticStep | None) -> None:
+    if static is not None and static.decides:
+        static.advance(run)
+        static = None  # if anything is left, the buffers were too small for it
+    # Processors, criteria and streamers may call the target themselves: they find it as they left it.
+    is_held = static is None and not run.calls_out() and not run.finished
+    with tapped(run) if is_held else nullcontext() as held:
         while not run.finished:
-            step(run, held, static if static is not None and has_room(run) else None)
+            if static is not None and not has_room(run):
+                static = None  # for good: what grows are other buffers than its own
+            step(run, held, static)
 
 
 def step(
