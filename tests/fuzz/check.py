@@ -21,7 +21,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from fuzz.cases import EOS, Case, Turn
-from fuzz.pieces import Rows, Streamer, engine_of, hooks_that_call, settings_of, within
+from fuzz.pieces import Seen, engine_of, hooks_that_call, settings_of, within
 from fuzz.targets import LEARNED, NUM_POSITIONS, ROUNDED, TIE, Oracle, arm, draft_of, left_behind, target_of
 from helpers.turns import check_caches
 from helpers.vision import WORDS, vision_prompts
@@ -33,8 +33,8 @@ REFUSED = (
     "expected left-padded prompts",
     "expected rows of at most",
 )
-# Output, and the criterion and the streamer that were given.
-Outcome = tuple[Any, Rows, Streamer]
+# Output, and what the criterion, the streamer and the processor that were given have seen.
+Outcome = tuple[Any, Seen]
 # What happened besides passing, for the summary.
 counts: collections.Counter[str] = collections.Counter()
 
@@ -115,10 +115,11 @@ class Conversation:
             return False
         is_one = sequences.shape[0] == 1
         if turn.streamer:
-            assert ours[2].tokens(is_one) == theirs[2].tokens(is_one)
-            assert ours[2].num_ends == theirs[2].num_ends == 1
+            assert ours[1].streamer.tokens(is_one) == theirs[1].streamer.tokens(is_one)
+            assert ours[1].streamer.num_ends == theirs[1].streamer.num_ends == 1
         if turn.criterion == "rows":
-            assert ours[1].shown == theirs[1].shown
+            assert ours[1].rows.shown == theirs[1].rows.shown
+        assert ours[1].allowed.shown <= theirs[1].allowed.shown, "a processor saw a rejected token"
         if turn.outputs:
             check_outputs(ours[0], theirs[0], given["input_ids"].shape[1], turn)
         self._check_caches(turn, ours[0], theirs[0])
@@ -177,8 +178,8 @@ class Conversation:
         around: AbstractContextManager[Any] | None = None,
         **more: Any,
     ) -> Outcome:
-        """Calls `generate`; returns its output, and the criterion and streamer that it was given."""
-        settings, rows, streamer = settings_of(turn)
+        """Calls `generate`; returns its output, and what its pieces have seen."""
+        settings, seen = settings_of(turn)
         if self.case.cache == "returned":
             settings["return_dict_in_generate"] = True
         if cache is not None:
@@ -188,7 +189,7 @@ class Conversation:
         torch.manual_seed(self.case.seed)
         hooks = hooks_that_call(self.target) if self.case.context == "hooks" else nullcontext()
         with hooks, around or nullcontext():
-            return self.target.generate(**given, **settings, **more), rows, streamer
+            return self.target.generate(**given, **settings, **more), seen
 
     def draft(self, turn: Turn) -> Oracle:
         """The draft of a turn."""
@@ -289,7 +290,7 @@ class Conversation:
         width = min(theirs.shape[1], ours.shape[1])
         differs = (theirs[:, :width] != ours[:, :width]).any(dim=0).nonzero()
         assert len(differs), message
-        settings, _, _ = settings_of(replace(turn, outputs=("output_scores",), streamer=False))
+        settings, _ = settings_of(replace(turn, outputs=("output_scores",), streamer=False))
         assert turn.rule is None, message
         out: Any = self.target.generate(**{**given, "input_ids": self.ids}, **settings)
         column = int(differs[0])

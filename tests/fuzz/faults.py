@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_hf import attention
+from dflash_hf import attention, scopes, taps
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache import RaggedLayer
 from dflash_hf.generation import acceptance, integration, loop, prefill, run, steps
@@ -23,7 +23,6 @@ from dflash_hf.generation.lockstep import Lockstep
 from dflash_hf.generation.outputs import Recorder
 from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.recurrent_cache import RecurrentGroup
-from dflash_hf.taps import Taps
 
 Patches = pytest.MonkeyPatch
 
@@ -62,7 +61,7 @@ def one_too_many(patches: Patches) -> None:
     accept = steps.accept_step
 
     def taken(state: Any) -> None:
-        kept = torch.arange(state.proposals.shape[1]) < state.num_accepted[:, None]
+        kept = torch.arange(state.proposals.shape[1], device=state.ids.device) < state.num_accepted[:, None]
         state.tokens[:, :-1] = torch.where(kept, state.proposals, state.tokens[:, :-1])
         accept(state)
 
@@ -116,9 +115,8 @@ def rejected_token_shown(patches: Patches) -> None:
             return walk(self, logits, proposals, ids, *rest)
         columns, running, choose, _ = rest
         right = torch.cat([proposals, proposals[:, :1]], dim=1)
-        tokens = walk(self, logits, proposals, ids, columns, running, lambda scores, at: right[:, at], _never)[0]
-        chosen = torch.stack([choose(tokens[:, at], at) for at in range(logits.shape[1])], dim=1)
-        return tokens, chosen
+        scores, _ = walk(self, logits, proposals, ids, columns, running, lambda scores, at: right[:, at], _never)
+        return scores, torch.stack([choose(scores[:, at], at) for at in range(logits.shape[1])], dim=1)
 
     _wrapped(patches, BlockProcessors, "walk", shown)
 
@@ -139,7 +137,15 @@ def neighbours_row(patches: Patches) -> None:
 
 def hook_left_behind(patches: Patches) -> None:
     """Taps are not taken off again."""
-    patches.setattr(Taps, "__exit__", lambda self, *exc: None)
+    open_for_ever: list[Any] = []
+
+    def kept(hooked: Any, *hooks: Any) -> Any:
+        open_for_ever.append(hooked(*hooks))
+        open_for_ever[-1].__enter__()
+        scopes._open.changes.clear()  # the next call must not take them off either
+        return nullcontext()
+
+    _wrapped(patches, taps, "hooked", kept)
 
 
 def state_not_put_back(patches: Patches) -> None:

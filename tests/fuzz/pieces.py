@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -84,14 +85,30 @@ class Streamer(BaseStreamer):
         return [list(itertools.chain(*got))] if is_one else got
 
 
-def allowed(row: int, ids: Tensor) -> list[int]:
-    """Tokens that may follow: an odd one an even one, in even rows."""
-    return [token for token in range(64) if row % 2 or (token + int(ids[-1])) % 2]
+class Allowed:
+    """Says which tokens may follow, an odd one an even one in even rows; remembers what it was asked about."""
+
+    def __init__(self) -> None:
+        self.shown: set[tuple[int, ...]] = set()
+
+    def __call__(self, row: int, ids: Tensor) -> list[int]:
+        """Returns the tokens that may follow a row's ids."""
+        self.shown.add((row, *ids.tolist()))
+        return [token for token in range(64) if row % 2 or (token + int(ids[-1])) % 2]
 
 
-def settings_of(turn: Turn) -> tuple[dict[str, Any], Rows, Streamer]:
-    """Returns new keyword arguments of `generate` for one call, and what in them remembers what it saw."""
-    rows, streamer = Rows(), Streamer()
+@dataclass
+class Seen:
+    """What in a call's arguments remembers what it saw."""
+
+    rows: Rows = field(default_factory=Rows)
+    streamer: Streamer = field(default_factory=Streamer)
+    allowed: Allowed = field(default_factory=Allowed)
+
+
+def settings_of(turn: Turn) -> tuple[dict[str, Any], Seen]:
+    """Returns new keyword arguments of `generate` for one call, and what they see."""
+    seen = Seen()
     settings: dict[str, Any] = {"max_new_tokens": turn.new, "do_sample": turn.rule is not None, "pad_token_id": 0}
     settings["eos_token_id"] = list(EOS[: turn.eos]) or None
     for name in turn.processors:
@@ -101,18 +118,18 @@ def settings_of(turn: Turn) -> tuple[dict[str, Any], Rows, Streamer]:
         if name == "own":
             settings["logits_processor"] = LogitsProcessorList([Apart()])
         if name == "prefix":
-            settings["prefix_allowed_tokens_fn"] = allowed
+            settings["prefix_allowed_tokens_fn"] = seen.allowed
     if turn.rule is not None:
         settings |= SAMPLERS[turn.sampler]
     if turn.criterion == "time":
         settings["max_time"] = 1e6
     elif turn.criterion is not None:
-        settings["stopping_criteria"] = StoppingCriteriaList([rows if turn.criterion == "rows" else Token()])
+        settings["stopping_criteria"] = StoppingCriteriaList([seen.rows if turn.criterion == "rows" else Token()])
     if turn.streamer:
-        settings["streamer"] = streamer
+        settings["streamer"] = seen.streamer
     if turn.outputs:
         settings |= dict.fromkeys(turn.outputs, True) | {"return_dict_in_generate": True}
-    return settings, rows, streamer
+    return settings, seen
 
 
 @contextmanager
@@ -183,4 +200,4 @@ def within(context: str | None, call: Callable[[], Any]) -> Any:
         return call()
 
 
-__all__ = ["Rows", "Streamer", "engine_of", "hooks_that_call", "settings_of", "within"]
+__all__ = ["Seen", "engine_of", "hooks_that_call", "settings_of", "within"]

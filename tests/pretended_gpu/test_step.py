@@ -20,6 +20,7 @@ from transformers import (
     GptOssConfig,
     GraniteMoeHybridConfig,
     Lfm2Config,
+    Lfm2MoeConfig,
     PreTrainedConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
@@ -81,6 +82,7 @@ TARGETS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3.5-vl-moe": lambda: Qwen3_5MoeConfig(text_config={"num_hidden_layers": 4}, vision_config={"depth": 1}),
     "qwen3-next-80b-a3b": lambda: Qwen3NextConfig(num_hidden_layers=4),
     "lfm2-1.2b": _lfm2,
+    "lfm2-8b-a1b": lambda: Lfm2MoeConfig(num_hidden_layers=6, layer_types=["conv", "conv", FULL] * 2),
     "bamba-9b": lambda: BambaConfig(num_hidden_layers=4, attn_layer_indices=[2]),
     "granite-4.0-h-tiny": _granite,
 }
@@ -160,6 +162,7 @@ CASES = [
     Case(target="qwen3.5-35b-a3b", batch=4, width=7),
     Case(target="qwen3-next-80b-a3b", warpers="top-p", proposal="shared_noise"),
     Case(target="lfm2-1.2b", batch=4, kernels=False),
+    Case(target="lfm2-8b-a1b", warpers="top-p", proposal="sample", width=7),
     Case(target="bamba-9b", warpers="top-k", proposal="sample", batch=4),
     Case(target="granite-4.0-h-tiny", width=7),
 ]
