@@ -23,13 +23,13 @@ from dflash_hf import ops
 from dflash_hf.attention import RaggedMask, attend, mask_repeats
 from dflash_hf.cache import RaggedCache
 from dflash_hf.cache_size import LayerShape
+from dflash_hf.checkpoints.loading import DFlashPreTrainedModel
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.devices import brought_in, execution_device
 from dflash_hf.dflash2 import CandidateSelector, GroupedDynamicConvolution, convolved, follow_path
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.new_context import ContextWeights, NewContext, stack_weights
 from dflash_hf.positions import visible
-from dflash_hf.pretrained import DFlashPreTrainedModel
 
 AttentionKind = tuple[int | None, bool, bool]
 Mask = Tensor | BlockMask | RaggedMask

@@ -24,11 +24,11 @@ from transformers import (
 )
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.evaluation import doctor as doctor_module
-from dflash_hf.evaluation.doctor import Diagnosis, diagnose, write_answers
+from dflash_hf.evaluation import diagnosis as doctor_module
+from dflash_hf.evaluation.diagnosis import Diagnosis, diagnose, write_answers
 from dflash_hf.evaluation.harness import encode_prompt
 from dflash_hf.evaluation.probe import Measurement, Probe, Setup, variant
-from dflash_hf.evaluation.prompts import picture_names, read_prompts
+from dflash_hf.evaluation.prompt_files import picture_names, read_prompts
 from dflash_hf.target import find_target
 from dflash_hf.training.data import Example
 

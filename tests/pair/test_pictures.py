@@ -18,11 +18,11 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.cli.demo import read_prompts
 from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import load_pair
-from dflash_hf.evaluation.doctor import diagnose, write_answers
+from dflash_hf.evaluation.diagnosis import diagnose, write_answers
 from dflash_hf.evaluation.harness import compare, encode_prompt
 from dflash_hf.evaluation.probe import Probe, Setup
-from dflash_hf.evaluation.prompts import picture_names
-from dflash_hf.evaluation.prompts import read_prompts as read_doctor_prompts
+from dflash_hf.evaluation.prompt_files import picture_names
+from dflash_hf.evaluation.prompt_files import read_prompts as read_doctor_prompts
 from dflash_hf.target import find_target
 from helpers.vision_pair import KINDS, write_vision_pair
 

@@ -22,9 +22,9 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.cli.demo import read_prompts
 from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import load_pair
-from dflash_hf.evaluation.doctor import diagnose
+from dflash_hf.evaluation.diagnosis import diagnose
 from dflash_hf.evaluation.harness import encode_prompt
-from dflash_hf.evaluation.prompts import picture_names
+from dflash_hf.evaluation.prompt_files import picture_names
 
 VISION = Path(__file__).resolve().parents[2] / "demos" / "toy" / "vision"
 GREEDY: dict[str, Any] = {"max_new_tokens": 192, "do_sample": False}

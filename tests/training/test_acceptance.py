@@ -9,13 +9,13 @@ from transformers import Qwen3ForCausalLM
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import Target, find_target
-from dflash_hf.training.acceptance import accepted_at_anchors, walk, walked_acceptance
 from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import collate
 from dflash_hf.training.data import Example
 from dflash_hf.training.forward import run_blocks, target_features
 from dflash_hf.training.loss import block_labels, block_loss, decay_weights
 from dflash_hf.training.regenerate import regenerate_answers
+from dflash_hf.training.walking import accepted_at_anchors, walk, walked_acceptance
 from tiny import DFLASH2
 
 MakeDraft = Callable[..., DFlashDraftModel]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_hf.cli.demo import read_prompts as read_held_out
-from dflash_hf.evaluation.prompts import MAX_BYTES, MAX_PROMPTS, picture_names, read_prompts, text_of
+from dflash_hf.evaluation.prompt_files import MAX_BYTES, MAX_PROMPTS, picture_names, read_prompts, text_of
 
 
 def user(content: Any) -> dict[str, Any]:

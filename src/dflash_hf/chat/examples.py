@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_hf.evaluation.prompts import as_messages, prompt_of, read_rows
+from dflash_hf.evaluation.prompt_files import as_messages, prompt_of, read_rows
 
 MAX_EXAMPLES = 4
 MAX_BYTES = 64 * 2**10  # of a picture: they are part of the page

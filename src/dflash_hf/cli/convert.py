@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import logging
 
 from dflash_hf.checkpoints import Layout, get_format
+from dflash_hf.checkpoints.files import stored_tensors, widest_dtype
 from dflash_hf.cli.pair import check_place, takes_pictures
 from dflash_hf.drafts import load_draft, save_draft
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.weight_files import stored_tensors, widest_dtype
 
 
 def convert(

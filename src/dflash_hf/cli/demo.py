@@ -15,7 +15,7 @@ from transformers import TextStreamer
 from dflash_hf.cli.pair import BUNDLED, VISION, load_pair
 from dflash_hf.cli.table import comparison_table, prompt_line
 from dflash_hf.evaluation.harness import Comparison, compare, pool, tokenizer_of, warm_up
-from dflash_hf.evaluation.prompts import picture_names, prompt_of, read_rows
+from dflash_hf.evaluation.prompt_files import picture_names, prompt_of, read_rows
 
 
 def demo(

@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from dflash_hf.cli.pair import BUNDLED, load_pair
-from dflash_hf.evaluation.doctor import Diagnosis, diagnose
-from dflash_hf.evaluation.prompts import read_prompts
+from dflash_hf.evaluation.diagnosis import Diagnosis, diagnose
+from dflash_hf.evaluation.prompt_files import read_prompts
 
 COLOURS = {"ok": "green", "finding": "bold red", "skipped": "dim"}
 

@@ -14,7 +14,7 @@ from transformers import TextStreamer
 from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION, load_pair
 from dflash_hf.cli.table import comparison_table, prompt_line
 from dflash_hf.evaluation.harness import compare, tokenizer_of, warm_up
-from dflash_hf.evaluation.prompts import with_pictures
+from dflash_hf.evaluation.prompt_files import with_pictures
 
 
 def generate(

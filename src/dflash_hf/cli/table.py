@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_hf.evaluation.harness import Comparison, pool
-from dflash_hf.evaluation.prompts import Prompt, as_messages, picture_names, text_of
+from dflash_hf.evaluation.prompt_files import Prompt, as_messages, picture_names, text_of
 
 
 def comparison_table(rows: Sequence[Comparison]) -> Table:

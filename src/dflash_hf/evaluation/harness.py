@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.generation.streamers import BaseStreamer
 
-from dflash_hf.evaluation.prompts import Prompt, as_messages, picture_names, text_of
+from dflash_hf.evaluation.prompt_files import Prompt, as_messages, picture_names, text_of
 from dflash_hf.generation.stats import SpeculativeStats
 from dflash_hf.modeling_dflash import DFlashDraftModel
 

@@ -1,12 +1,12 @@
 """Training a draft: random anchors, one mask rule, a decaying cross entropy, acceptance walked without decoding."""
 
-from dflash_hf.training.acceptance import WalkedAcceptance, walk, walked_acceptance
-from dflash_hf.training.chat import ChatDataset
+from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.config import DFlashTrainingConfig
 from dflash_hf.training.data import Example
 from dflash_hf.training.messages import prepare_multimodal_messages
 from dflash_hf.training.regenerate import regenerate_answers
 from dflash_hf.training.trainer import DFlashTrainer, StepReport
+from dflash_hf.training.walking import WalkedAcceptance, walk, walked_acceptance
 
 __all__ = [
     "ChatDataset",

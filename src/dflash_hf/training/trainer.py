@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import check_pair, find_target
-from dflash_hf.training.acceptance import walked_acceptance
 from dflash_hf.training.anchors import Anchors, sample_anchors
 from dflash_hf.training.collators import Batch, bucketed_batches, collate
 from dflash_hf.training.config import DFlashTrainingConfig, default_gamma
@@ -28,7 +27,8 @@ from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.forward import run_blocks, target_features
 from dflash_hf.training.loss import BlockLoss, block_labels, block_loss, decay_weights
 from dflash_hf.training.optimizer import make_optimizers, make_schedulers
-from dflash_hf.training.state import append_record, load_checkpoint, save_checkpoint
+from dflash_hf.training.resume import append_record, load_checkpoint, save_checkpoint
+from dflash_hf.training.walking import walked_acceptance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

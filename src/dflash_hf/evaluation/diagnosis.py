@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dflash_hf.configuration_dflash import ROPE_TYPES
 from dflash_hf.evaluation.harness import Processor, encode_prompt, tokenizer_of
 from dflash_hf.evaluation.probe import Measurement, Probe, Setup
-from dflash_hf.evaluation.prompts import Prompt, picture_names
+from dflash_hf.evaluation.prompt_files import Prompt, picture_names
 from dflash_hf.modeling_dflash import DFlashDraftModel, DFlashRMSNorm
 from dflash_hf.target import Target, check_pair, check_target, find_target
 from dflash_hf.training.data import Example

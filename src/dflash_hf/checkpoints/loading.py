@@ -18,10 +18,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
 from dflash_hf.checkpoints import FIELDS, CheckpointFormat, detect_format, make_config
-from dflash_hf.configuration_dflash import DFlashConfig
-from dflash_hf.errors import listed, one_line, shown
-from dflash_hf.generation_config import DFlashGenerationConfig
-from dflash_hf.weight_files import (
+from dflash_hf.checkpoints.files import (
     FLOAT_DTYPES,
     StoredTensor,
     check_no_adapter,
@@ -29,6 +26,9 @@ from dflash_hf.weight_files import (
     read_json,
     stored_tensors,
 )
+from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.errors import listed, one_line, shown
+from dflash_hf.generation_config import DFlashGenerationConfig
 
 # The arguments of `from_pretrained` that say which files are meant.
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
