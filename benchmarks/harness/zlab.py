@@ -30,7 +30,7 @@ def zlab_method(pair: Pair) -> Method | None:
         logger.warning("leaving out z-lab's package (%s): pip install --no-deps %s", error, PACKAGE)
         return None
     with tempfile.TemporaryDirectory() as folder:
-        save_draft(pair.draft, folder, layout="zlab")
+        save_draft(pair.draft, folder, format="zlab")
         loaded: Any = zlab.DFlashDraftModel.from_pretrained(folder, dtype=pair.target.dtype)
     draft = loaded.to(pair.device).eval()
     clock: Callable[[], float] = zlab._cuda_time if pair.device.type == "cuda" else time.perf_counter

@@ -1,15 +1,24 @@
-"""The one schema of a DFlash draft: `checkpoints` turns every layout into it, and nothing else parses configs."""
+"""The one schema of a DFlash draft: `checkpoints` turns every format into it, and nothing else parses configs."""
 
 # No `from __future__ import annotations` here: @strict skips fields whose annotation is a string.
 import math
-from typing import Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Optional, Self, TypeVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from dflash_hf.errors import one_line, shown
+from dflash_hf.errors import one_line, require
 from dflash_hf.positions import build_target_layer_ids
+
+T = TypeVar("T")
+if TYPE_CHECKING:  # what every reader of a config finds, because `__post_init__` fills it in
+    Filled = Annotated[T, "None stands for the default"]
+    PerLayer = list[bool]
+else:  # what may be given
+    Filled = Optional
+    PerLayer = bool | list[bool] | None
+FILLED_IN: Any = None
 
 # Kind of RoPE -> the numbers it cannot do without.
 ROPE_TYPES = {
@@ -113,7 +122,7 @@ class DFlashConfig(PreTrainedConfig):
     own_embed_tokens: bool = False
     own_lm_head: bool = False
     hidden_size: int = 4096
-    target_hidden_size: int | None = None
+    target_hidden_size: Filled[int] = FILLED_IN
     intermediate_size: int = 12288
     num_hidden_layers: int = 5
     num_attention_heads: int = 32
@@ -121,19 +130,19 @@ class DFlashConfig(PreTrainedConfig):
     head_dim: int = 128
     hidden_act: str = "silu"
     rms_norm_eps: float | int = 1e-6
-    rope_parameters: dict[str, Any] | None = None
+    rope_parameters: Filled[dict[str, Any]] = FILLED_IN
     max_position_embeddings: int = 40960
     attention_bias: bool = False
     attention_dropout: float | int = 0.0
-    layer_types: list[str] | None = None
+    layer_types: Filled[list[str]] = FILLED_IN
     sliding_window: int | None = None
     window_from_anchor: bool = False
-    is_causal: bool | list[bool] | None = None
+    is_causal: PerLayer = FILLED_IN
     block_size: int = 16
     sample_from_anchor: bool = False
     mask_token_id: int = 151669
     num_target_layers: int | None = 36
-    target_layer_ids: list[int] | None = None
+    target_layer_ids: Filled[list[int]] = FILLED_IN
     tap_after_deepstack: bool = False
     raw_input_embeddings: bool = False
     input_embedding_scale: float | int = 1.0
@@ -148,20 +157,21 @@ class DFlashConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._check_sizes()
-        if self.target_hidden_size is None:
+        given: dict[str, Any] = vars(self)
+        if given["target_hidden_size"] is None:
             self.target_hidden_size = self.hidden_size
         if self.draft_vocab_size == self.vocab_size:
             self.draft_vocab_size = None
         self.raw_input_embeddings = self.raw_input_embeddings or self.own_embed_tokens  # it is a plain one
-        if self.layer_types is None:
+        if given["layer_types"] is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         if "sliding_attention" not in self.layer_types:
             self.sliding_window, self.window_from_anchor = None, False
-        if self.is_causal is None:
+        if given["is_causal"] is None:
             self.is_causal = [kind == "sliding_attention" for kind in self.layer_types]
-        elif isinstance(self.is_causal, bool):
-            self.is_causal = [self.is_causal] * self.num_hidden_layers
-        if self.target_layer_ids is None:
+        elif isinstance(given["is_causal"], bool):
+            self.is_causal = [given["is_causal"]] * self.num_hidden_layers
+        if given["target_layer_ids"] is None:
             if self.num_target_layers is None:
                 raise ValueError(
                     "expected target_layer_ids or num_target_layers, got neither; say which target layers are tapped"
@@ -169,7 +179,9 @@ class DFlashConfig(PreTrainedConfig):
             self.target_layer_ids = build_target_layer_ids(self.num_target_layers, self.num_hidden_layers)
         self._check_rope()
         super().__post_init__(**kwargs)
-        self._check()
+        self._check_layers()
+        self._check_vocabulary()
+        self._check_dflash2()
 
     def _check_sizes(self) -> None:
         """Raises unless every size and scale can be built with: the first thing, before any list is as long as one."""
@@ -186,167 +198,100 @@ class DFlashConfig(PreTrainedConfig):
         }
         for name, limit in limits.items():
             value: int | None = getattr(self, name)
-            if value is not None and not 1 <= value <= limit:
-                raise ValueError(f"expected {name} from 1 to {limit}, got {shown(value)}; mend it")
+            require(value is None or 1 <= value <= limit, f"{name} from 1 to {limit}", value, "fix it")
         for name in ("rms_norm_eps", "initializer_range", "attention_dropout", "input_embedding_scale"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"expected a finite {name} >= 0, got {shown(getattr(self, name))}; mend it")
+            number: float = getattr(self, name)
+            require(0 <= number < math.inf, f"a finite {name} >= 0", number, "fix it")
         for name in ("output_multiplier", "final_logit_softcapping"):
-            if not math.isfinite(getattr(self, name) or 0.0):
-                raise ValueError(f"expected a finite {name}, got {shown(getattr(self, name))}; mend it")
-        if self.hidden_act not in ACT2FN:
-            raise ValueError(f"expected hidden_act in {sorted(ACT2FN)}, got {shown(self.hidden_act)}; mend it")
+            require(math.isfinite(getattr(self, name) or 0.0), f"a finite {name}", getattr(self, name), "fix it")
+        require(self.hidden_act in ACT2FN, f"hidden_act in {sorted(ACT2FN)}", self.hidden_act, "fix it")
 
     def _check_rope(self) -> None:
         """Raises unless the RoPE is of a known kind and has the numbers that this kind needs."""
-        rope = self.rope_parameters or {}
+        rope: dict[str, Any] = vars(self)["rope_parameters"] or {}
         kind = rope.get("rope_type", "default")
-        if not isinstance(kind, str) or kind not in ROPE_TYPES:
-            raise ValueError(
-                f"expected rope_type in {tuple(ROPE_TYPES)}, got {shown(kind)}; a draft's RoPE may not depend on the "
-                "length of the call"
-            )
+        known = isinstance(kind, str) and kind in ROPE_TYPES
+        length = "a draft's RoPE may not depend on the length of the call"
+        require(known, f"rope_type in {tuple(ROPE_TYPES)}", kind, length)
         stated = {name for name, value in rope.items() if value is not None and name not in ("rope_type", "truncate")}
         # A rope_theta that is left out gets Transformers' default; one that is null would be computed with.
         for name in sorted({*ROPE_TYPES[kind], *stated, *({"rope_theta"} & rope.keys())}):
             value = rope.get(name)
             # Transformers computes with all of them; of the numbers only mscale and its like may be 0.
             smallest = 0 if name.startswith("mscale") else 1e-12
-            if not isinstance(value, int | float) or isinstance(value, bool) or not smallest <= value < 1e12:
-                raise ValueError(
-                    f"expected a positive number as {one_line(name)} of the RoPE, got {shown(value)}; mend it"
-                )
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            what = f"a positive number as {one_line(name)} of the RoPE"
+            require(is_number and smallest <= value < 1e12, what, value, "fix it")
 
-    def _check(self) -> None:
-        """Raises the first contradiction found among the fields, as one sentence."""
-        assert self.layer_types is not None  # filled in above, as the next two
-        assert self.target_layer_ids is not None
-        assert isinstance(self.is_causal, list)
-        slides = "sliding_attention" in self.layer_types
-        reduced = self.draft_vocab_size is not None
-        checks: list[tuple[bool, str, object, str]] = [
-            (
-                self.block_size >= 2 - self.sample_from_anchor,
-                "block_size >= 2",
-                self.block_size,
-                "a block holds the anchor and one proposal",
-            ),
-            (
-                self.mask_token_id >= 0 and (self.vocab_size is None or self.mask_token_id < self.vocab_size),
-                f"mask_token_id in [0, {self.vocab_size})",
-                self.mask_token_id,
-                "it must index the embedding",
-            ),
-            (
-                self.vocab_size is not None or not (self.own_embed_tokens or self.own_lm_head),
-                "vocab_size beside own_embed_tokens or own_lm_head",
-                self.vocab_size,
-                "say how many tokens the target has",
-            ),
-            (
-                not reduced or (self.own_lm_head and (self.draft_vocab_size or 0) < (self.vocab_size or 0)),
-                f"draft_vocab_size below vocab_size = {self.vocab_size}, and own_lm_head",
-                self.draft_vocab_size,
-                "a reduced vocabulary needs a head of its own",
-            ),
-            (
-                self.num_attention_heads % self.num_key_value_heads == 0,
-                "num_attention_heads a multiple of num_key_value_heads",
-                (self.num_attention_heads, self.num_key_value_heads),
-                "mend one of them",
-            ),
-            (self.head_dim % 2 == 0, "an even head_dim", self.head_dim, "RoPE turns pairs of channels"),
-            (
-                len(self.layer_types) == self.num_hidden_layers and set(self.layer_types) <= set(LAYER_TYPES),
-                f"layer_types with {self.num_hidden_layers} entries out of {LAYER_TYPES}",
-                self.layer_types,
-                "one entry per draft layer",
-            ),
-            (
-                len(self.is_causal) == self.num_hidden_layers,
-                f"is_causal with {self.num_hidden_layers} entries",
-                self.is_causal,
-                "one entry per draft layer",
-            ),
-            (
-                not slides or self.sliding_window is not None,
-                "a positive sliding_window where layer_types has sliding_attention",
-                self.sliding_window,
-                "set sliding_window",
-            ),
-            (
-                len(self.target_layer_ids) > 0 and min(self.target_layer_ids, default=-1) >= -1,
-                "at least one target_layer_id, all >= -1",
-                self.target_layer_ids,
-                "ids are 0-based layers whose output is tapped, and -1 the embeddings",
-            ),
-            (
-                self.num_target_layers is None or max(self.target_layer_ids, default=0) < self.num_target_layers,
-                f"target_layer_ids below num_target_layers = {self.num_target_layers}",
-                self.target_layer_ids,
-                "mend one of them",
-            ),
-            *self._dflash2_checks(),
-        ]
-        for good, expected, got, action in checks:
-            if not good:
-                raise ValueError(f"expected {expected}, got {shown(got)}; {action}")
+    def _check_layers(self) -> None:
+        """Raises unless the fields about attention, layers, taps and the block agree with each other."""
+        per_layer, depth = "one entry per draft layer", self.num_target_layers
+        block = "a block holds the anchor and one proposal"
+        require(self.block_size >= 2 - self.sample_from_anchor, "block_size >= 2", self.block_size, block)
+        heads = (self.num_attention_heads, self.num_key_value_heads)
+        what = "num_attention_heads a multiple of num_key_value_heads"
+        require(heads[0] % heads[1] == 0, what, heads, "fix one of them")
+        require(self.head_dim % 2 == 0, "an even head_dim", self.head_dim, "RoPE turns pairs of channels")
+        kinds, count = self.layer_types, self.num_hidden_layers
+        known = len(kinds) == count and set(kinds) <= set(LAYER_TYPES)
+        require(known, f"layer_types with {count} entries out of {LAYER_TYPES}", kinds, per_layer)
+        require(len(self.is_causal) == count, f"is_causal with {count} entries", self.is_causal, per_layer)
+        has_window = self.sliding_window is not None or "sliding_attention" not in kinds
+        what = "a positive sliding_window where layer_types has sliding_attention"
+        require(has_window, what, self.sliding_window, "set sliding_window")
+        taps = self.target_layer_ids
+        are_layers = "ids are 0-based layers whose output is tapped, and -1 the embeddings"
+        require(min(taps, default=-2) >= -1, "at least one target_layer_id, all >= -1", taps, are_layers)
+        what = f"target_layer_ids below num_target_layers = {depth}"
+        require(depth is None or max(taps) < depth, what, taps, "fix one of them")
 
-    def _dflash2_checks(self) -> list[tuple[bool, str, object, str]]:
-        """The checks of what DFlash 2 adds, in the form of those of `_check`."""
-        conv, selector = (
-            (self.conv_kernel_size, self.conv_group_size),
-            (self.selector_rank, self.selector_top_k),
-        )
+    def _check_vocabulary(self) -> None:
+        """Raises unless the fields about tokens agree with each other."""
+        size, reduced, mask = self.vocab_size, self.draft_vocab_size, self.mask_token_id
+        in_range = mask >= 0 and (size is None or mask < size)
+        require(in_range, f"mask_token_id in [0, {size})", mask, "it must index the embedding")
+        is_stated = size is not None or not (self.own_embed_tokens or self.own_lm_head)
+        what = "vocab_size beside own_embed_tokens or own_lm_head"
+        require(is_stated, what, size, "say how many tokens the target has")
+        has_head = reduced is None or (self.own_lm_head and reduced < (size or 0))
+        what = f"draft_vocab_size below vocab_size = {size}, and own_lm_head"
+        require(has_head, what, reduced, "a reduced vocabulary needs a head of its own")
+
+    def _check_dflash2(self) -> None:
+        """Raises unless what DFlash 2 adds is whole."""
         together = "they only mean something together"
-        checks: list[tuple[bool, str, object, str]] = [
-            ((conv[0] is None) == (conv[1] is None), "conv_kernel_size and conv_group_size", conv, together),
-            ((selector[0] is None) == (selector[1] is None), "selector_rank and selector_top_k", selector, together),
-            (
-                self.hidden_size % (self.conv_group_size or 1) == 0,
-                f"conv_group_size that divides hidden_size = {self.hidden_size}",
-                self.conv_group_size,
-                "every group has as many channels",
-            ),
-            (
-                self.selector_top_k is None or self.vocab_size is not None,
-                "vocab_size beside selector_top_k",
-                self.vocab_size,
-                "the selector has a row per token",
-            ),
-            (
-                self.selector_top_k is None or self.selector_top_k <= (self.vocab_size or 0),
-                f"selector_top_k up to {self.vocab_size}",
-                self.selector_top_k,
-                "candidates are tokens of the vocabulary",
-            ),
-        ]
-        return checks
+        conv = (self.conv_kernel_size, self.conv_group_size)
+        selector = (self.selector_rank, self.selector_top_k)
+        require((conv[0] is None) == (conv[1] is None), "conv_kernel_size and conv_group_size", conv, together)
+        require((selector[0] is None) == (selector[1] is None), "selector_rank and selector_top_k", selector, together)
+        divides = self.hidden_size % (conv[1] or 1) == 0
+        what = f"conv_group_size that divides hidden_size = {self.hidden_size}"
+        require(divides, what, conv[1], "every group has as many channels")
+        size, top_k = self.vocab_size, self.selector_top_k
+        is_stated = top_k is None or size is not None
+        require(is_stated, "vocab_size beside selector_top_k", size, "the selector has a row per token")
+        fits = top_k is None or top_k <= (size or 0)
+        require(fits, f"selector_top_k up to {size}", top_k, "candidates are tokens of the vocabulary")
 
     @property
     def is_dflash2(self) -> bool:
-        """Whether the draft has what DFlash 2 adds: a convolution, a selector, or both."""
+        """True if the draft has what DFlash 2 adds: a convolution, a selector, or both."""
         return self.conv_kernel_size is not None or self.selector_rank is not None
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
-        """Builds the config from its own `config.json`; other layouts go through `DFlashDraftModel.from_pretrained`.
+        """Builds the config from its own `config.json`; other formats go through `DFlashDraftModel.from_pretrained`.
 
         Raises:
             ValueError: If the dictionary belongs to another model type: its keys would be taken for ours.
         """
         model_type = config_dict.get("model_type", cls.model_type)
-        if model_type != cls.model_type:
-            raise ValueError(
-                f"expected model_type {cls.model_type!r}, got {shown(model_type)}; read the config of a draft in "
-                "another layout as DFlashDraftModel.from_pretrained(path).config"
-            )
+        elsewhere = "read the config of a draft in another format as DFlashDraftModel.from_pretrained(path).config"
+        require(model_type == cls.model_type, f"model_type {cls.model_type!r}", model_type, elsewhere)
         return super().from_dict(config_dict, **kwargs)
 
     def attention_kind(self, layer_idx: int) -> tuple[int | None, bool, bool]:
         """Returns `(window, causal, from_anchor)` of one layer: what [`positions.visible`] needs to know about it."""
-        assert self.layer_types is not None
-        assert isinstance(self.is_causal, list)
         slides = self.layer_types[layer_idx] == "sliding_attention"
         return self.sliding_window if slides else None, self.is_causal[layer_idx], self.window_from_anchor and slides
 

@@ -1,9 +1,10 @@
-"""The two functions for checkpoints: load a draft in whatever layout it has, save it in the one that is asked for."""
+"""The two functions for checkpoints: load a draft in whatever format it has, save it in the one that is asked for."""
 
 from __future__ import annotations
 
 import copy
 import json
+import warnings
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
-from dflash_hf.checkpoints import CheckpointFormat, Layout, get_format
+from dflash_hf.checkpoints import CheckpointFormat, FormatName, get_format
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import check_pair, find_target
@@ -36,34 +38,41 @@ def load_draft(path_or_repo: str | PathLike[str], **kwargs: Any) -> DFlashDraftM
 def save_draft(
     draft: DFlashDraftModel,
     directory: str | PathLike[str],
-    layout: Layout = "dflash",
+    format: FormatName = "dflash",
     target: PreTrainedModel | None = None,
+    **deprecated: Any,
 ) -> None:
-    """Saves a draft in a layout of choice.
+    """Saves a draft in a format of choice.
 
     Args:
         draft (`DFlashDraftModel`): The draft; it is not changed.
         directory (`str` or `os.PathLike`): The folder; made if it is not there.
-        layout (`str`, defaults to `"dflash"`): `"dflash"`, our own; `"zlab"`, read by z-lab's package, SGLang and
+        format (`str`, defaults to `"dflash"`): `"dflash"`, our own; `"zlab"`, read by z-lab's package, SGLang and
             vLLM; `"speculators"`, read by vLLM; `"muse"`, read by Transformers' `MuseGlimmerAssistantModel`; or
             `"deepspec"`. Only the first keeps `draft.generation_config`.
-        target (`PreTrainedModel`, *optional*): The draft's target, for what a layout needs and the draft does not
+        target (`PreTrainedModel`, *optional*): The draft's target, for what a format needs and the draft does not
             hold: vocabulary and depth, copies of embedding and head (`"deepspec"`), its name (`"speculators"`). With
-            it, a draft's own embedding and head are left out where the layout has no place for them and they equal the
+            it, a draft's own embedding and head are left out where the format has no place for them and they equal the
             target's.
+        deprecated: `layout`, the name that `format` had.
 
     Raises:
-        ValueError: If the layout is not known, or cannot express the draft; the message names the fields, and nothing
+        ValueError: If the format is not known, or cannot express the draft; the message names the fields, and nothing
             is written.
     """
-    chosen = get_format(layout)
+    if "layout" in deprecated:
+        warnings.warn("save_draft(layout=...) is now save_draft(format=...)", DeprecationWarning, stacklevel=2)
+        format = deprecated.pop("layout")
+    if deprecated:
+        raise TypeError(f"save_draft() got an unexpected keyword argument {next(iter(deprecated))!r}")
+    chosen = get_format(format)
     if chosen.name == draft.config.model_type:
         draft.save_pretrained(directory)
         return
     config, state = copy.deepcopy(draft.config), dict(draft.state_dict())
     if target is not None:
         _complete(config, state, chosen, target)
-    written = chosen.write_config(config, str(draft.dtype).removeprefix("torch."))
+    written = chosen.write_config(config, str(draft.dtype).removeprefix("torch."), frozenset(state))
     if target is not None and chosen.name_target is not None:
         chosen.name_target(
             written, target.config.name_or_path or "", target.config.architectures or [type(target).__name__]
@@ -74,11 +83,11 @@ def save_draft(
     folder.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(weights, folder, metadata={"format": "pt"})
     text = json.dumps(written, indent=2, sort_keys=True) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
+    (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
 
 
 def _complete(
-    config: DFlashConfig, state: dict[str, Tensor], layout: CheckpointFormat, target: PreTrainedModel
+    config: DFlashConfig, state: dict[str, Tensor], chosen: CheckpointFormat, target: PreTrainedModel
 ) -> None:
     """Adds what the target knows to a config and weights, in place, and takes out copies of its embedding and head.
 
@@ -90,9 +99,9 @@ def _complete(
     config.vocab_size = found.config.vocab_size
     config.num_target_layers = len(found.layers)
     # Of a plain embedding the module gives the rows of its weight.
-    if type(found.embedding) is nn.Embedding and layout.name != "zlab":
+    if type(found.embedding) is nn.Embedding and chosen.name != "zlab":
         config.raw_input_embeddings = True
-    if layout.has_vocabulary is None:
+    if chosen.has_vocabulary is None:
         return
     for flag, name, module in (
         ("own_embed_tokens", "embed_tokens.weight", found.embedding),
@@ -101,11 +110,11 @@ def _complete(
         theirs = module.weight
         assert isinstance(theirs, Tensor)
         has_own = bool(getattr(config, flag))
-        if layout.has_vocabulary and not has_own:
+        if chosen.has_vocabulary and not has_own:
             # A copy: a tied pair would share its memory, and be saved once.
             state[name] = theirs.detach().to(state["norm.weight"].dtype, copy=True)
             setattr(config, flag, True)
-        elif not layout.has_vocabulary and has_own and torch.equal(state[name], theirs.to(state[name])):
+        elif not chosen.has_vocabulary and has_own and torch.equal(state[name], theirs.to(state[name])):
             del state[name]
             setattr(config, flag, False)
 

@@ -52,9 +52,25 @@ def listed(names: Iterable[object], separator: str = ", ") -> str:
     return separator.join(parts)
 
 
+def require(good: bool, what: str, got: object, action: str) -> None:
+    """Raises the project's one form of refusal unless it is good.
+
+    Args:
+        good (`bool`): Whether there is nothing to refuse.
+        what (`str`): What was expected.
+        got: The value; shown in part where it is long.
+        action (`str`): What to do about it.
+
+    Raises:
+        ValueError: `"expected <what>, got <got>; <action>"`.
+    """
+    if not good:
+        raise ValueError(f"expected {what}, got {shown(got)}; {action}")
+
+
 def _cut(text: str, limit: int) -> str:
     """The text, or its beginning and its end."""
     return text if len(text) <= limit else f"{text[: limit * 2 // 3]} ... {text[-limit // 4 :]}"
 
 
-__all__ = ["listed", "one_line", "shown"]
+__all__ = ["listed", "one_line", "require", "shown"]

@@ -2,61 +2,55 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from transformers import GenerationConfig
 
-from dflash_hf.errors import one_line, shown
+from dflash_hf.errors import one_line, require, shown
 
 Engine = Literal["auto", "eager", "static", "cuda_graph"]
 Proposal = Literal["auto", "argmax", "shared_noise", "sample"]
 
-_COUNT, _NUMBER, _SWITCH, _NAME, _LIST = (int,), (int, float), (bool,), (str,), (list, tuple)
 # Transformers' class says nothing of types, compares and stores. Fields that are not here may be what it accepts.
-TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(
-        (
-            *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "max_cache_len", "top_k"),
-            *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences", "num_beam_groups"),
-            *("num_assistant_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit"),
-            *("assistant_lookbehind", "target_lookbehind", "prefill_chunk_size", "pad_token_id", "bos_token_id"),
-        ),
-        _COUNT,
+_NAMES: dict[tuple[type, ...], tuple[str, ...]] = {
+    (int,): (
+        *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "max_cache_len", "top_k"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences", "num_beam_groups"),
+        *("num_assistant_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit"),
+        *("assistant_lookbehind", "target_lookbehind", "prefill_chunk_size", "pad_token_id", "bos_token_id"),
     ),
-    **dict.fromkeys(
-        (
-            *("max_time", "temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
-            *("repetition_penalty", "encoder_repetition_penalty", "length_penalty", "guidance_scale"),
-            *("assistant_confidence_threshold", "assistant_ensemble_weight", "penalty_alpha", "diversity_penalty"),
-        ),
-        _NUMBER,
+    (int, float): (
+        *("max_time", "temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+        *("repetition_penalty", "encoder_repetition_penalty", "length_penalty", "guidance_scale"),
+        *("assistant_confidence_threshold", "assistant_ensemble_weight", "penalty_alpha", "diversity_penalty"),
     ),
-    **dict.fromkeys(
-        (
-            *("do_sample", "use_mtp", "use_cache", "renormalize_logits", "remove_invalid_values", "token_healing"),
-            *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "is_assistant"),
-            *("return_dict_in_generate", "disable_compile", "low_memory"),
-        ),
-        _SWITCH,
+    (bool,): (
+        *("do_sample", "use_mtp", "use_cache", "renormalize_logits", "remove_invalid_values", "token_healing"),
+        *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "is_assistant"),
+        *("return_dict_in_generate", "disable_compile", "low_memory", "_from_model_config"),
     ),
-    **dict.fromkeys(("cache_implementation", "num_assistant_tokens_schedule", "speculation_type"), _NAME),
-    **dict.fromkeys(("transformers_version", "_commit_hash"), _NAME),
-    "_from_model_config": _SWITCH,
-    "early_stopping": (bool, str),
-    **dict.fromkeys(("stop_strings", "dola_layers"), (str, *_LIST)),
-    **dict.fromkeys(("eos_token_id", "decoder_start_token_id"), (int, *_LIST)),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), (int, *_LIST)),
-    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids"), _LIST),
-    **dict.fromkeys(("constraints", "exponential_decay_length_penalty"), _LIST),
-    "sequence_bias": (dict, *_LIST),
-    "cache_config": (dict,),
+    (str,): (
+        *("cache_implementation", "num_assistant_tokens_schedule", "speculation_type"),
+        *("transformers_version", "_commit_hash"),
+    ),
+    (bool, str): ("early_stopping",),
+    (str, list, tuple): ("stop_strings", "dola_layers"),
+    (int, list, tuple): ("eos_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
+    (list, tuple): (
+        *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids", "constraints"),
+        "exponential_decay_length_penalty",
+    ),
+    (dict, list, tuple): ("sequence_bias",),
+    (dict,): ("cache_config",),
 }
+TYPES = {name: kinds for kinds, names in _NAMES.items() for name in names}
 
 
 class DFlashGenerationConfig(GenerationConfig):
     r"""
-    Knobs of the draft, carried the way Transformers carries an assistant's: on `draft.generation_config`.
+    Options of the draft, carried the way Transformers carries an assistant's: on `draft.generation_config`.
 
     Args:
         block_size (`int`, *optional*): Tokens per block, the anchor included; at most the checkpoint's, which is the
@@ -85,8 +79,8 @@ class DFlashGenerationConfig(GenerationConfig):
         kwargs: Fields of [`~transformers.GenerationConfig`].
 
     Raises:
-        ValueError: If a knob has a value it does not know, a field a value of another type, or a name is none that a
-            field can have.
+        ValueError: If an option has a value it does not know, a field a value of another type, or a name is none that
+            a field can have.
     """
 
     def __init__(self, /, **kwargs: Any) -> None:
@@ -104,7 +98,7 @@ class DFlashGenerationConfig(GenerationConfig):
                 f"expected fields that GenerationConfig takes, got some that it does not ({one_line(error)}); leave "
                 "them out"
             ) from error
-        self.validate_knobs()
+        self.validate_options()
 
     @classmethod
     def _check_fields(cls, fields: Mapping[str, Any]) -> None:
@@ -119,62 +113,52 @@ class DFlashGenerationConfig(GenerationConfig):
                     f"expected names of settings of generation, got {shown(name)}, which is none; leave it out"
                 )
             kinds = TYPES.get(name)
-            if kinds is None or value is None:
-                continue
-            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            if kinds is not None and value is not None:
+                is_kind = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
                 expected = " or ".join(kind.__name__ for kind in kinds)
-                raise ValueError(f"expected {name} of type {expected}, got {shown(value)}; leave it out")
+                require(is_kind, f"{name} of type {expected}", value, "leave it out")
 
-    def validate_knobs(self, max_block_size: int | None = None, sample_from_anchor: bool = False) -> None:
-        """Checks the knobs, also against a checkpoint's block size.
+    def validate_options(self, max_block_size: int | None = None, sample_from_anchor: bool = False) -> None:
+        """Checks the options, also against a checkpoint's block size.
 
         Args:
             max_block_size (`int`, *optional*): The block size the draft was trained with.
             sample_from_anchor (`bool`): Whether the draft proposes as many tokens as its block has slots.
 
         Raises:
-            ValueError: On the first knob that cannot be honoured.
+            ValueError: On the first option that cannot be honoured.
         """
-        if self.engine not in get_args(Engine):
-            raise ValueError(f"expected engine in {get_args(Engine)}, got {shown(self.engine)}; leave it at 'auto'")
-        if self.proposal not in get_args(Proposal):
-            raise ValueError(
-                f"expected proposal in {get_args(Proposal)}, got {shown(self.proposal)}; leave it at 'auto'"
-            )
+        for name, allowed in (("engine", get_args(Engine)), ("proposal", get_args(Proposal))):
+            require(getattr(self, name) in allowed, f"{name} in {allowed}", getattr(self, name), "leave it at 'auto'")
         for name in ("compile_layers", "synchronize"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"expected True or False as {name}, got {shown(getattr(self, name))}; leave it out")
-        block_size = self.block_size if self.block_size is not None else max_block_size
-        if self.block_size is not None:
-            if not _is_count(self.block_size):
-                raise ValueError(
-                    f"expected a number of tokens, at least 1, as block_size, got {shown(self.block_size)}; leave "
-                    "it out"
-                )
-            if max_block_size is not None and self.block_size > max_block_size:
-                raise ValueError(
-                    f"expected block_size at most {max_block_size} (the draft's), got {shown(self.block_size)}; "
-                    "leave it out: a draft cannot propose further than it was trained to"
-                )
-        if self.verify_width is None or self.verify_width == "auto":
+            value = getattr(self, name)
+            require(isinstance(value, bool), f"True or False as {name}", value, "leave it out")
+        size, width = self.block_size, self.verify_width
+        count = "a number of tokens, at least 1,"
+        require(size is None or _is_count(size), f"{count} as block_size", size, "leave it out")
+        if max_block_size is not None:
+            further = "leave it out: a draft cannot propose further than it was trained to"
+            fits = size is None or size <= max_block_size
+            require(fits, f"block_size at most {max_block_size} (the draft's)", size, further)
+        if width is None or width == "auto":
             return
-        if not _is_count(self.verify_width):
-            raise ValueError(
-                f"expected a number of tokens, at least 1, or 'auto' as verify_width, got {shown(self.verify_width)}; "
-                "leave it out"
-            )
-        # What the draft can do is known only with its checkpoint; without it, a width of one more is let through.
-        widest = None if block_size is None else block_size + (sample_from_anchor or max_block_size is None)
-        if widest is not None and self.verify_width > widest:
-            raise ValueError(
-                f"expected verify_width between 1 and {widest} (block size {shown(block_size)}), got "
-                f"{shown(self.verify_width)}; "
-                "leave it out: the target can only check tokens that were proposed"
-            )
+        require(_is_count(width), f"{count} or 'auto' as verify_width", width, "leave it out")
+        block_size = max_block_size if size is None else size
+        if block_size is not None:
+            # What the draft can do is known only with its checkpoint; without it, a width of one more is let through.
+            widest = block_size + (sample_from_anchor or max_block_size is None)
+            what = f"verify_width between 1 and {widest} (block size {shown(block_size)})"
+            unproposed = "leave it out: the target can only check tokens that were proposed"
+            require(width <= widest, what, width, unproposed)
+
+    def validate_knobs(self, max_block_size: int | None = None, sample_from_anchor: bool = False) -> None:
+        """The name that [`validate_options`] had, for one release."""
+        warnings.warn("validate_knobs is now validate_options", DeprecationWarning, stacklevel=2)
+        self.validate_options(max_block_size, sample_from_anchor)
 
 
 def _is_count(value: object) -> bool:
-    """Whether a value is a number of tokens, at least one; `True` is not."""
+    """True for a number of tokens, at least one; `True` is none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 

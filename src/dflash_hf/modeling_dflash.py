@@ -66,7 +66,6 @@ class DFlashRotaryEmbedding(nn.Module):
     @staticmethod
     def frequencies(config: DFlashConfig) -> tuple[Tensor, float]:
         """Returns the inverse frequencies `[E/2]` and the factor on cosines and sines (Transformers' rope utils)."""
-        assert config.rope_parameters is not None
         if config.rope_parameters["rope_type"] != "default":
             inv_freq, scaling = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config)
             return inv_freq, float(scaling)
@@ -213,8 +212,6 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
-        assert config.target_layer_ids is not None
-        assert config.target_hidden_size is not None
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashDecoderLayer(config, index) for index in range(config.num_hidden_layers))

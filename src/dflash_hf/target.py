@@ -288,7 +288,6 @@ def check_pair(target: Target, config: DFlashConfig) -> None:
         ValueError: On another width, depth or vocabulary (as far as the draft states them), or a mask token outside
             the embedding.
     """
-    assert config.target_layer_ids is not None
     text = target.config
     if config.target_hidden_size != text.hidden_size or config.hidden_size != text.hidden_size:
         raise ValueError(

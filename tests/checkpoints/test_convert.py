@@ -47,7 +47,7 @@ def test_around_every_layout(pair: tuple[Path, Path], tmp_path: Path) -> None:
         extra = ["--target", target] if layout in ("speculators", "muse") else []
         status, printed = convert(before, after, "--to", layout, *extra)
         assert status == 0, printed
-        assert f"layout {layout}" in printed
+        assert f"format {layout}" in printed
         assert detect_format(json.loads((after / "config.json").read_text())).name == layout
         before = after
     last = weights_of(before)

@@ -211,7 +211,7 @@ def test_speculators_config(
 @pytest.mark.parametrize(
     ("layout", "change", "message"),
     [
-        ("speculators", {"markov_rank": 64, "aaa": 1}, r"layout 'speculators', got also \['aaa', 'markov_rank'\]"),
+        ("speculators", {"markov_rank": 64, "aaa": 1}, r"format 'speculators', got also \['aaa', 'markov_rank'\]"),
         ("speculators", {"transformer_layer_config.bbb": 1}, r"got also \['transformer_layer_config.bbb'\]"),
         ("speculators", {"transformer_layer_config.model_type": "qwen3_next"}, "model_type in .*got 'qwen3_next'"),
         ("speculators", {"speculators_config": {"algorithm": "dflash2"}}, "algorithm 'dflash', got 'dflash2'"),
@@ -227,7 +227,7 @@ def test_speculators_config(
         ("deepspec", {"model_type": "gemma4_text"}, "model_type 'qwen3' beside markov_rank, got 'gemma4_text'"),
         ("deepspec", {"layer_types": [SLIDING, FULL], "sliding_window": 4}, "layer_types all full_attention"),
         ("deepspec", {"target_layer_ids": [-2, 1]}, "all >= -1"),
-        ("deepspec", {"bbb": 1}, r"layout 'deepspec', got also \['bbb'\]"),
+        ("deepspec", {"bbb": 1}, r"format 'deepspec', got also \['bbb'\]"),
     ],
 )
 def test_speculators_and_deepspec_configs_are_refused(

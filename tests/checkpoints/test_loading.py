@@ -165,11 +165,30 @@ def test_loading_report_is_handed_out(folder: Path) -> None:
     assert not any(report.values())
 
 
+def test_weights_of_other_names(folder: Path) -> None:
+    """Transformers' `key_mapping` is from their names to the format's, and what it gives is checked as ever."""
+    file, draft = folder / "model.safetensors", load_draft(folder)
+    save_file({f"inner.{name}": tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match="missing "):
+        load_draft(folder)
+    loaded = load_draft(folder, key_mapping={r"^inner\.": ""})
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in draft.state_dict().items())
+    change_weights(folder, q_proj__weight=torch.ones(7, 16))
+    with pytest.raises(ValueError, match=r"inner\.layers.0.self_attn.q_proj.weight of shape \(7, 16\)"):
+        load_draft(folder, key_mapping={r"^inner\.": ""})
+
+
+def test_options_were_called_knobs() -> None:
+    config = DFlashGenerationConfig(block_size=5)
+    with pytest.warns(DeprecationWarning, match="validate_options"), pytest.raises(ValueError, match="at most 4"):
+        config.validate_knobs(4)
+
+
 def test_unknown_key_in_our_own_config(tmp_path: Path) -> None:
     save_draft(make_draft(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "transformers_weights": "adapter_model.bin"}))
-    with pytest.raises(ValueError, match=r"layout 'dflash', got also \['transformers_weights'\]"):
+    with pytest.raises(ValueError, match=r"format 'dflash', got also \['transformers_weights'\]"):
         load_draft(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint layouts, and how to tell them apart: always by what a config says, never by a model's name."""
+"""The checkpoint formats, and how to tell them apart: always by what a config says, never by a model's name."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from dflash_hf.checkpoints.deepspec import DEEPSPEC
-from dflash_hf.checkpoints.mapping import CheckpointFormat, make_config
+from dflash_hf.checkpoints.mapping import FIELDS, CheckpointFormat, make_config
 from dflash_hf.checkpoints.muse import MUSE
-from dflash_hf.checkpoints.own import FIELDS, OWN
+from dflash_hf.checkpoints.own import OWN
 from dflash_hf.checkpoints.speculators import SPECULATORS
 from dflash_hf.checkpoints.zlab import ZLAB
-from dflash_hf.errors import shown
+from dflash_hf.errors import require, shown
 
-Layout = Literal["dflash", "zlab", "speculators", "muse", "deepspec"]
-FORMATS: tuple[CheckpointFormat, ...] = (OWN, ZLAB, SPECULATORS, MUSE, DEEPSPEC)
+FormatName = Literal["dflash", "zlab", "speculators", "muse", "deepspec"]
+FORMATS = {known.name: known for known in (OWN, ZLAB, SPECULATORS, MUSE, DEEPSPEC)}
 
 
 def detect_format(config: Mapping[str, Any]) -> CheckpointFormat:
-    """Returns the layout of a parsed `config.json`.
+    """Returns the format of a parsed `config.json`.
 
     Raises:
         ValueError: If it is none that is supported.
     """
-    for candidate in FORMATS:
+    for candidate in FORMATS.values():
         if candidate.matches(config):
             return candidate
     raise ValueError(
@@ -34,16 +34,14 @@ def detect_format(config: Mapping[str, Any]) -> CheckpointFormat:
     )
 
 
-def get_format(layout: str) -> CheckpointFormat:
-    """Returns the layout of that name.
+def get_format(name: str) -> CheckpointFormat:
+    """Returns the format of that name.
 
     Raises:
         ValueError: If there is none.
     """
-    for candidate in FORMATS:
-        if candidate.name == layout:
-            return candidate
-    raise ValueError(f"expected layout in {[f.name for f in FORMATS]}, got {shown(layout)}; choose one of them")
+    require(name in tuple(FORMATS), f"format in {list(FORMATS)}", name, "choose one of them")
+    return FORMATS[name]
 
 
 def explain_foreign_draft(model: object) -> str | None:
@@ -71,7 +69,7 @@ __all__ = [
     "FIELDS",
     "FORMATS",
     "CheckpointFormat",
-    "Layout",
+    "FormatName",
     "detect_format",
     "explain_foreign_draft",
     "get_format",

@@ -5,6 +5,7 @@ Only safetensors are opened, and JSON. Every complaint names the file and the ke
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
-from dflash_hf.errors import listed, one_line, shown
+from dflash_hf.errors import listed, one_line, require, shown
 
 # The index of a draft of 1024 layers takes 2 MB; parsed, the worst of 4 (`[],[],...`) takes 90.
 MAX_JSON_BYTES = 4 * 2**20
@@ -73,93 +74,101 @@ def check_no_adapter(path: PathOrRepo, hub: Mapping[str, Any]) -> None:
     Raises:
         ValueError: If there is an `adapter_config.json`.
     """
-    if _find(path, ADAPTER_CONFIG_NAME, None, hub) is not None:
+    if find_file(path, ADAPTER_CONFIG_NAME, hub) is not None:
         raise ValueError(
             f"expected a draft without an adapter in {path}, got {ADAPTER_CONFIG_NAME}; merge the adapter into the "
             "draft's weights, or take its files away"
         )
 
 
-def stored_tensors(path: PathOrRepo, variant: str | None, hub: Mapping[str, Any]) -> dict[str, StoredTensor]:
+def stored_tensors(
+    path: PathOrRepo, hub: Mapping[str, Any] | None = None, variant: str | None = None
+) -> dict[str, StoredTensor]:
     """Opens the safetensors files of a folder or Hub repository, shards included, and lists what is in them.
 
     Args:
         path (`str` or `os.PathLike`): Folder or Hub id.
+        hub (`Mapping`, *optional*): Transformers' arguments for finding files.
         variant (`str`, *optional*): Transformers' `variant`.
-        hub (`Mapping`): Transformers' arguments for finding files.
 
     Returns:
-        `dict`: Name -> tensor; empty if a Hub repository has no such file (Transformers then says so).
+        `dict`: Name -> tensor.
 
     Raises:
         ValueError: If a file is damaged, a shard is missing, an index and its shards disagree, or a folder has no
             safetensors files of the expected names.
+        OSError: If a Hub repository has none, as Transformers raises it.
     """
-    whole = _find(path, SAFE_WEIGHTS_NAME, variant, hub)
+    hub = hub or {}
+    whole = find_file(path, _add_variant(SAFE_WEIGHTS_NAME, variant), hub)
     if whole is not None:
         return _headers(whole)
-    index = _find(path, SAFE_WEIGHTS_INDEX_NAME, variant, hub)
+    name, folder = _add_variant(SAFE_WEIGHTS_INDEX_NAME, variant), Path(path) / (hub.get("subfolder") or "")
+    index = find_file(path, name, hub, must_exist=not folder.is_dir())
     if index is None:
-        folder = Path(path) / (hub.get("subfolder") or "")
-        if folder.is_dir():
-            files = sorted(file.name for file in folder.iterdir())
-            raise ValueError(
-                f"expected safetensors weights in {folder} ({SAFE_WEIGHTS_NAME}, or shards with their index), got "
-                f"{shown(files)}; convert the checkpoint: reading a pickle file can run code, so none is loaded"
-            )
-        return {}
-    content = read_json(index)
-    weight_map = content.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        files = sorted(file.name for file in folder.iterdir())
         raise ValueError(
-            f"expected weight_map, names of weights to names of files, in {index}, got {shown(weight_map)}; mend it"
+            f"expected safetensors weights in {folder} ({SAFE_WEIGHTS_NAME}, or shards with their index), got "
+            f"{shown(files)}; convert the checkpoint: reading a pickle file can run code, so none is loaded"
+        )
+    content = read_json(index)
+    shards = content.get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+        raise ValueError(
+            f"expected weight_map, names of weights to names of files, in {index}, got {shown(shards)}; fix it"
         )
     found: dict[str, StoredTensor] = {}
-    for shard in sorted(set(weight_map.values())):
+    for shard in sorted(set(shards.values())):
         # Looked for only under a plain name: nothing outside of the folder is a part of a checkpoint.
-        file = _find(path, shard, None, hub) if _is_plain_name(shard) else None
+        file = find_file(path, shard, hub) if _is_plain_name(shard) else None
         if file is None:
             raise ValueError(
                 f"expected the shard {one_line(shard)} beside {index}, got no such file; download it again"
             )
         tensors = _headers(file)
-        named = {name for name, where in weight_map.items() if where == shard}
-        if differing := sorted(named ^ tensors.keys()):
+        if differing := sorted({name for name, where in shards.items() if where == shard} ^ tensors.keys()):
             raise ValueError(
                 f"expected {file} to hold what weight_map of {index} says, got a difference in "
                 f"{listed(differing)}; download it again"
             )
         found |= tensors
-    if not isinstance(content.get("metadata"), dict):  # Transformers needs one, if only an empty one
-        raise ValueError(
-            f"expected a dictionary metadata in {index}, got {shown(content.get('metadata'))}; add an empty one"
-        )
+    # Transformers needs one, if only an empty one.
+    metadata = content.get("metadata")
+    require(isinstance(metadata, dict), f"a dictionary metadata in {index}", metadata, "add an empty one")
     return found
 
 
 def widest_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
     """Returns the floating-point type that holds all of the weights without loss, or `None` where there are none."""
-    kinds = {tensor.dtype for tensor in stored.values()} & FLOAT_DTYPES.keys()
-    dtype: torch.dtype | None = None
-    for kind in sorted(kinds):
-        dtype = FLOAT_DTYPES[kind] if dtype is None else torch.promote_types(dtype, FLOAT_DTYPES[kind])
-    return dtype
+    kinds = [FLOAT_DTYPES[kind] for kind in {tensor.dtype for tensor in stored.values()} & FLOAT_DTYPES.keys()]
+    return functools.reduce(torch.promote_types, kinds) if kinds else None
+
+
+def find_file(path: PathOrRepo, name: str, hub: Mapping[str, Any], must_exist: bool = False) -> Path | None:
+    """Returns the file of that name, or `None` where there is none (offline: where none is cached).
+
+    Raises:
+        OSError: If it has to exist and does not, as Transformers raises it.
+    """
+    file = cached_file(
+        path,
+        name,
+        _raise_exceptions_for_missing_entries=must_exist,
+        _raise_exceptions_for_connection_errors=must_exist,
+        **hub,
+    )
+    return None if file is None else Path(file)
+
+
+def _add_variant(name: str, variant: str | None) -> str:
+    """The name of a file's variant, as Transformers has it."""
+    stem, _, ending = name.rpartition(".")
+    return name if variant is None else f"{stem}.{variant}.{ending}"
 
 
 def _is_plain_name(shard: str) -> bool:
-    """Whether it is the name of a safetensors file, and of nothing else."""
+    """Returns True if it is the name of a safetensors file, and of nothing else."""
     return shard.isprintable() and Path(shard).name == shard and shard.endswith(".safetensors")
-
-
-def _find(path: PathOrRepo, name: str, variant: str | None, hub: Mapping[str, Any]) -> Path | None:
-    """The file of that name, if there is one."""
-    if variant is not None:
-        stem, _, ending = name.partition(".")
-        name = f"{stem}.{variant}.{ending}" if ending == "safetensors" else f"{stem}.safetensors.index.{variant}.json"
-    file = cached_file(
-        path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False, **hub
-    )
-    return None if file is None else Path(file)
 
 
 def _headers(file: Path) -> dict[str, StoredTensor]:
@@ -183,8 +192,7 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         ValueError: If the file holds something else.
     """
-    size = file.stat().st_size
-    if size > MAX_JSON_BYTES:
+    if (size := file.stat().st_size) > MAX_JSON_BYTES:
         raise ValueError(
             f"expected at most {MAX_JSON_BYTES / 2**20:.0f} MB of JSON in {file}, got {size / 2**20:.0f}; download it "
             "again"
@@ -204,6 +212,7 @@ __all__ = [
     "FLOAT_DTYPES",
     "StoredTensor",
     "check_no_adapter",
+    "find_file",
     "read_config",
     "read_json",
     "stored_tensors",

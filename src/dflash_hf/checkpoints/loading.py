@@ -1,48 +1,49 @@
-"""Loading and saving a draft: any known layout in, our own out. Safetensors only, and no code of the checkpoint runs.
+"""Loading and saving a draft: any known format in, our own out. Safetensors only, and no code of the checkpoint runs.
 
-The layouts themselves are tables in `dflash_hf.checkpoints`; files, devices and dtypes are Transformers' own business.
+The formats themselves are tables in `dflash_hf.checkpoints`; files, devices and dtypes are Transformers' own business.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
-from transformers.utils.hub import cached_file
 
 from dflash_hf.checkpoints import FIELDS, CheckpointFormat, detect_format, make_config
 from dflash_hf.checkpoints.files import (
     FLOAT_DTYPES,
     StoredTensor,
     check_no_adapter,
+    find_file,
     read_config,
     read_json,
     stored_tensors,
 )
 from dflash_hf.configuration_dflash import DFlashConfig
-from dflash_hf.errors import listed, one_line, shown
+from dflash_hf.errors import listed, one_line, require
 from dflash_hf.generation_config import DFlashGenerationConfig
 
 # The arguments of `from_pretrained` that say which files are meant.
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+PathOrRepo = str | PathLike[str]
 
 
 class DFlashPreTrainedModel(PreTrainedModel):
-    """Names what Transformers asks of a model class, and loads drafts in every known layout."""
+    """Names what Transformers asks of a model class, and loads drafts in every known format."""
 
     config: DFlashConfig
     config_class = DFlashConfig
     base_model_prefix = "model"
     main_input_name = "noise_embeds"
     supports_gradient_checkpointing = True
-    # Of speculators' layout; which weights a checkpoint may hold is checked before, layout by layout.
+    # Of speculators' format; which weights a checkpoint may hold is checked before, format by format.
     _keys_to_ignore_on_load_unexpected = [r"^t2d$", r"^d2t$", r"^verifier_"]  # noqa: RUF012
     _no_split_modules = ["DFlashDecoderLayer"]  # noqa: RUF012  (Transformers' own form)
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
@@ -52,9 +53,9 @@ class DFlashPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | PathLike[str] | None, *model_args: Any, **kwargs: Any
+        cls, pretrained_model_name_or_path: PathOrRepo | None, *model_args: Any, **kwargs: Any
     ) -> Self:
-        """Loads a draft in any layout that `checkpoints` knows from a folder or the Hub.
+        """Loads a draft in any format that `checkpoints` knows from a folder or the Hub.
 
         Args:
             pretrained_model_name_or_path (`str` or `os.PathLike`, *optional*): Folder or Hub id. `None` builds a draft
@@ -70,7 +71,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
             report.
 
         Raises:
-            ValueError: If the layout is unknown, its config has keys that are unknown or contradict each other, a
+            ValueError: If the format is unknown, its config has keys that are unknown or contradict each other, a
                 weight is missing, unknown or has the wrong shape or type, a vocabulary map points outside the
                 vocabulary, or the weights are not (whole) safetensors files. All of that is found before any weight
                 is loaded. Afterwards, if a weight is NaN or infinite.
@@ -81,56 +82,50 @@ class DFlashPreTrainedModel(PreTrainedModel):
         hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
         if kwargs.pop("use_safetensors", None) is False:
             raise ValueError("expected use_safetensors=True or nothing, got False; only safetensors are loaded")
-        check_no_adapter(path, hub)
-        stored = stored_tensors(path, kwargs.get("variant"), hub)
-        given: PreTrainedConfig | str | PathLike[str] | None = kwargs.pop("config", None)
-        config, layout = _read_config(path, given, kwargs, hub, stored)
-        if stored and not kwargs.get("key_mapping"):  # with one, the report below has to do
-            with torch.device("meta"):
-                expected = cls(copy.deepcopy(config), *model_args).state_dict()
-            _check_stored(stored, {name: tuple(tensor.shape) for name, tensor in expected.items()}, layout, path)
-            _check_vocabulary(stored, config, path)
         for ours in ("trust_remote_code", "ignore_mismatched_sizes"):
             kwargs.pop(ours, None)
+        check_no_adapter(path, hub)
+        given: PreTrainedConfig | PathOrRepo | None = kwargs.pop("config", None)
+        source = given if isinstance(given, str | PathLike) else path
+        raw, stored = read_config(source, hub), stored_tensors(path, hub, kwargs.get("variant"))
+        try:
+            form = detect_format(raw)
+            found = _by_our_names(stored, form, kwargs.pop("key_mapping", None) or {})
+            config = _draft_config(raw, form, found, given, kwargs)
+        except ValueError as error:
+            raise ValueError(f"{error} (in config.json of {source})") from error
+        with torch.device("meta"):
+            expected = cls(copy.deepcopy(config), *model_args).state_dict()
+        _check_weights(found, {name: tuple(tensor.shape) for name, tensor in expected.items()}, form, path)
+        _check_vocabulary(stored, config, path)
         with_report = kwargs.pop("output_loading_info", False)
         generation_config = kwargs.pop("generation_config", None)
-        try:
-            loaded: Any = super().from_pretrained(
-                path,
-                *model_args,
-                config=config,
-                key_mapping=layout.key_mapping() | (kwargs.pop("key_mapping", None) or {}) or None,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # so that they are reported to us with the others
-                output_loading_info=True,
-                **kwargs,
-            )
-        except SafetensorError as error:
-            raise ValueError(
-                f"expected whole safetensors files in {path}, got one that cannot be read ({one_line(error)}); "
-                "download it again"
-            ) from error
+        loaded: Any = super().from_pretrained(
+            path,
+            *model_args,
+            config=config,
+            key_mapping={f"^{re.escape(t.name)}$": name for name, t in found.items() if t.name != name} or None,
+            use_safetensors=True,
+            output_loading_info=True,
+            **kwargs,
+        )
         draft, report = loaded
-        report["unexpected_keys"] = [
-            name for name in report["unexpected_keys"] if name not in _dropped(layout, config)
-        ]
-        _check_report(report, layout, path)
         _check_finite(draft, path)
-        if generation_config is None and layout.name == DFlashConfig.model_type:
+        if generation_config is None and form.name == DFlashConfig.model_type:
             generation_config = _read_generation_config(path, hub)
         draft.generation_config = generation_config or DFlashGenerationConfig()
-        draft.generation_config.validate_knobs(draft.config.block_size, draft.config.sample_from_anchor)
+        draft.generation_config.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
         result: Any = (draft, report) if with_report else draft
         return result
 
-    def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Saves the draft in our own layout, `generation_config` included; `save_draft` writes the others.
+    def save_pretrained(self, save_directory: PathOrRepo, *args: Any, **kwargs: Any) -> None:
+        """Saves the draft in our own format, `generation_config` included; `save_draft` writes the others.
 
         Args:
             save_directory (`str` or `os.PathLike`): The folder.
             args, kwargs: Arguments of [`~transformers.PreTrainedModel.save_pretrained`].
         """
-        # Transformers would undo the renames of a draft that was loaded from another layout.
+        # Transformers would undo the renames of a draft that was loaded from another format.
         kwargs["save_original_format"] = False
         push_to_hub = kwargs.pop("push_to_hub", False)
         super().save_pretrained(save_directory, *args, **kwargs)
@@ -143,105 +138,98 @@ class DFlashPreTrainedModel(PreTrainedModel):
             )
 
 
-def _read_config(
-    path: str | PathLike[str],
-    given: PreTrainedConfig | str | PathLike[str] | None,
+def _draft_config(
+    raw: Mapping[str, Any],
+    form: CheckpointFormat,
+    weights: Iterable[str],
+    given: PreTrainedConfig | PathOrRepo | None,
     kwargs: dict[str, Any],
-    hub: dict[str, Any],
-    stored: Mapping[str, StoredTensor],
-) -> tuple[DFlashConfig, CheckpointFormat]:
-    """Returns the draft's config and the layout; takes overrides of config fields out of `kwargs`."""
-    source = given if isinstance(given, str | PathLike) else path
-    raw = read_config(source, hub)
-    try:
-        layout = detect_format(raw)
-        fields = layout.read_config(raw, frozenset(stored))
-        if isinstance(given, PreTrainedConfig):
-            if not isinstance(given, DFlashConfig):
-                raise ValueError(f"expected a DFlashConfig as config, got a {type(given).__name__}; leave it out")
-            return copy.deepcopy(given), layout
-        # Not the draft's function, and still needed: what "auto" means.
-        given_types = {raw[name] for name in ("dtype", "torch_dtype") if isinstance(raw.get(name), str)}
-        if len(given_types) > 1:
-            raise ValueError(
-                f"expected one value as dtype and torch_dtype, got {shown(sorted(given_types))}; mend one of them"
-            )
-        fields["dtype"] = raw.get("dtype", raw.get("torch_dtype"))
-        if not (fields["dtype"] is None or _dtype_of(fields["dtype"]) in FLOAT_DTYPES.values()):
-            raise ValueError(
-                f"expected dtype in {[str(dtype).removeprefix('torch.') for dtype in FLOAT_DTYPES.values()]}, got "
-                f"{shown(fields['dtype'])}; mend it"
-            )
-        overrides = {name: kwargs.pop(name) for name in FIELDS & kwargs.keys()}
-        return make_config(fields | overrides), layout
-    except ValueError as error:
-        raise ValueError(f"{error} (in config.json of {source})") from error
+) -> DFlashConfig:
+    """Returns the draft's config; takes overrides of config fields out of `kwargs`."""
+    values = form.read_config(raw, frozenset(weights))
+    if isinstance(given, PreTrainedConfig):
+        if not isinstance(given, DFlashConfig):
+            raise ValueError(f"expected a DFlashConfig as config, got a {type(given).__name__}; leave it out")
+        return copy.deepcopy(given)
+    # Not the draft's function, and still needed: what "auto" means.
+    dtypes = {raw[name] for name in ("dtype", "torch_dtype") if isinstance(raw.get(name), str)}
+    require(len(dtypes) <= 1, "one value as dtype and torch_dtype", sorted(dtypes), "fix one of them")
+    dtype = raw.get("dtype", raw.get("torch_dtype"))
+    floats = [str(known).removeprefix("torch.") for known in FLOAT_DTYPES.values()]
+    is_float = dtype is None or (isinstance(dtype, str) and dtype.removeprefix("torch.") in floats)
+    require(is_float, f"dtype in {floats}", dtype, "fix it")
+    return make_config({**values, "dtype": dtype, **{name: kwargs.pop(name) for name in FIELDS if name in kwargs}})
 
 
-def _dtype_of(name: object) -> object:
-    """The torch dtype of that name, if there is one."""
-    return getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
+def _by_our_names(
+    stored: Mapping[str, StoredTensor], form: CheckpointFormat, renamed: Mapping[str, str]
+) -> dict[str, StoredTensor]:
+    """The tensors that are loaded, by our names.
+
+    Args:
+        stored (`Mapping`): All that are there, by their names.
+        form (`CheckpointFormat`): Their format.
+        renamed (`Mapping[str, str]`): The user's `key_mapping`, regular expressions to replacements: the format's
+            names of weights that are stored under others.
+    """
+    found: dict[str, StoredTensor] = {}
+    for theirs, tensor in stored.items():
+        name = theirs
+        for pattern, replacement in renamed.items():
+            name = re.sub(pattern, replacement, name)
+        if name not in form.dropped:
+            found[form.our_name(name)] = tensor
+    return found
 
 
-def _dropped(layout: CheckpointFormat, config: DFlashConfig) -> frozenset[str]:
-    """Weights that are left out on load; with the whole vocabulary that is also the map of a reduced one."""
-    return layout.dropped | ({"d2t"} if layout.dropped and config.draft_vocab_size is None else set())
-
-
-def _check_stored(
-    stored: Mapping[str, StoredTensor],
+def _check_weights(
+    found: Mapping[str, StoredTensor],
     expected: Mapping[str, tuple[int, ...]],
-    layout: CheckpointFormat,
-    path: str | PathLike[str],
+    form: CheckpointFormat,
+    path: PathOrRepo,
 ) -> None:
     """Raises unless the files hold exactly the expected weights, in floating point (and maps in integers)."""
-    found = {layout.our_name(name): tensor for name, tensor in stored.items() if name not in layout.dropped}
-    if "d2t" not in expected and layout.dropped:
-        found.pop("d2t", None)
-    wrong = [f"missing {layout.their_name(name)}" for name in sorted(expected.keys() - found.keys())]
-    wrong += [f"unknown {found[name].name}" for name in sorted(found.keys() - expected.keys())]
-    for name, shape in sorted(expected.items()):
-        tensor = found.get(name)
-        if tensor is not None and tensor.shape != shape:
-            wrong.append(f"{tensor.name} of shape {tensor.shape} instead of {shape}")
-        elif tensor is not None and tensor.dtype not in (("I64",) if name == "d2t" else FLOAT_DTYPES):
+    # Beside the whole vocabulary older speculators wrote the map of a reduced one.
+    names = found.keys() - ({"d2t"} if form.dropped and "d2t" not in expected else set())
+    wrong = [f"missing {form.their_name(name)}" for name in sorted(expected.keys() - names)]
+    wrong += [f"unknown {found[name].name}" for name in sorted(names - expected.keys())]
+    for name in sorted(names & expected.keys()):
+        tensor = found[name]
+        if tensor.shape != expected[name]:
+            wrong.append(f"{tensor.name} of shape {tensor.shape} instead of {expected[name]}")
+        elif tensor.dtype not in (("I64",) if name == "d2t" else FLOAT_DTYPES):
             wrong.append(f"{tensor.name} of type {tensor.dtype}")
     if {"F16", "BF16"} <= {tensor.dtype for tensor in found.values()}:
         wrong.append("weights of both types F16 and BF16")
     if wrong:
         raise ValueError(
-            f"expected exactly the weights of a draft in the layout {layout.name!r} in {path}, got "
+            f"expected exactly the weights of a draft in the format {form.name!r} in {path}, got "
             f"{listed(wrong, '; ')}; check that its config.json belongs to these weights"
         )
 
 
-def _check_vocabulary(stored: Mapping[str, StoredTensor], config: DFlashConfig, path: str | PathLike[str]) -> None:
+def _check_vocabulary(stored: Mapping[str, StoredTensor], config: DFlashConfig, path: PathOrRepo) -> None:
     """Raises unless `d2t` names different tokens of the target's vocabulary, and `t2d`, if there, the same ones."""
-    offsets = stored.get("d2t")
-    if offsets is None:
+    if "d2t" not in stored:
         return
-    values = offsets.read()
-    if config.draft_vocab_size is None:
-        if bool(values.any()):
+    offsets, file, size = stored["d2t"].read(), stored["d2t"].file, config.vocab_size
+    if config.draft_vocab_size is None or size is None:
+        if bool(offsets.any()):
             raise ValueError(
-                f"expected d2t in {offsets.file} absent or zero beside a draft_vocab_size of the whole vocabulary, "
-                "got offsets; make config and weights agree"
+                f"expected d2t in {file} absent or zero beside a draft_vocab_size of the whole vocabulary, got "
+                "offsets; make config and weights agree"
             )
         return
-    assert config.vocab_size is not None
-    ids = values + torch.arange(values.shape[0], device=values.device)
-    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+    ids = offsets + torch.arange(offsets.shape[0], device=offsets.device)
+    first, last = int(ids.min()), int(ids.max())
+    if first < 0 or last >= size:
         raise ValueError(
-            f"expected d2t in {offsets.file} to point inside the vocabulary of {config.vocab_size} tokens (row i is "
-            f"token i + d2t[i]), got tokens from {int(ids.min())} to {int(ids.max())}; check that config.json in "
-            f"{path} belongs to these weights"
+            f"expected d2t in {file} to point inside the vocabulary of {size} tokens (row i is token i + d2t[i]), got "
+            f"tokens from {first} to {last}; check that config.json in {path} belongs to these weights"
         )
-    marks = torch.zeros(config.vocab_size, dtype=torch.bool, device=values.device)
-    marks[ids] = True
+    marks = torch.zeros(size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
     if int(marks.sum()) != ids.shape[0]:
-        raise ValueError(
-            f"expected d2t in {offsets.file} to name every token once, got repetitions; download it again"
-        )
+        raise ValueError(f"expected d2t in {file} to name every token once, got repetitions; download it again")
     theirs = stored.get("t2d")
     if theirs is not None and not torch.equal(theirs.read().to(torch.bool), marks):
         raise ValueError(
@@ -249,23 +237,7 @@ def _check_vocabulary(stored: Mapping[str, StoredTensor], config: DFlashConfig, 
         )
 
 
-def _check_report(report: dict[str, Any], layout: CheckpointFormat, path: str | PathLike[str]) -> None:
-    """Raises unless every weight was there, with the right shape, and nothing else."""
-    wrong = [f"missing {layout.their_name(name)}" for name in sorted(report["missing_keys"])]
-    wrong += [f"unknown {name}" for name in sorted(report["unexpected_keys"])]
-    wrong += [
-        f"{layout.their_name(name)} of shape {tuple(got)} instead of {tuple(expected)}"
-        for name, got, expected in sorted(report["mismatched_keys"])
-    ]
-    wrong += report["error_msgs"]
-    if wrong:
-        raise ValueError(
-            f"expected exactly the weights of a draft in the layout {layout.name!r} in {path}, got "
-            f"{listed(wrong, '; ')}; check that its config.json belongs to these weights"
-        )
-
-
-def _check_finite(draft: torch.nn.Module, path: str | PathLike[str]) -> None:
+def _check_finite(draft: torch.nn.Module, path: PathOrRepo) -> None:
     """Raises if a weight is NaN or infinite: texts would stay right, with nothing accepted and no word of why.
 
     One more pass over the weights, where they are and without a copy of them: a sum is finite only if its terms are.
@@ -289,19 +261,13 @@ def _check_finite(draft: torch.nn.Module, path: str | PathLike[str]) -> None:
     )
 
 
-def _read_generation_config(path: str | PathLike[str], hub: dict[str, Any]) -> DFlashGenerationConfig | None:
-    """Returns the stored knobs, or `None` where there are none (offline: where none are cached)."""
-    file = cached_file(
-        path,
-        GENERATION_CONFIG_NAME,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        **hub,
-    )
+def _read_generation_config(path: PathOrRepo, hub: dict[str, Any]) -> DFlashGenerationConfig | None:
+    """Returns the stored options, or `None` where there are none (offline: where none are cached)."""
+    file = find_file(path, GENERATION_CONFIG_NAME, hub)
     if file is None:
         return None
     try:
-        loaded = DFlashGenerationConfig(**read_json(Path(file)))
+        loaded = DFlashGenerationConfig(**read_json(file))
         loaded.to_json_string()
     except ValueError as error:
         raise ValueError(f"{error} (in {GENERATION_CONFIG_NAME} of {path})") from error

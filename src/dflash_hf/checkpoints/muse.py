@@ -1,4 +1,4 @@
-"""The layout of Transformers' own DFlash draft, `MuseGlimmerAssistantModel` (the only one it has up to 5.23).
+"""The format of Transformers' own DFlash draft, `MuseGlimmerAssistantModel` (the only one it has up to 5.23).
 
 Never causal inside the block, no biases, no scales, raw rows of the target's embedding. Its sliding rule is
 `|q - k| <= w`: one wider than ours. Its config says nothing of the target's vocabulary and depth: `vocab_size` and
@@ -8,52 +8,28 @@ which Transformers keeps and does not read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from dflash_hf.checkpoints.mapping import (
-    BODY_WEIGHTS,
-    COMMON_IGNORED,
-    DFLASH2_FIELDS,
-    FOREIGN_FIELDS,
-    OWN_FIELDS,
-    CheckpointFormat,
-    ConfigReader,
-    Key,
-    read_rope,
-    refuse_fields,
-)
+from dflash_hf.checkpoints.mapping import BODY_WEIGHTS, COMMON_IGNORED, CheckpointFormat, ConfigReader, plain_keys
 from dflash_hf.configuration_dflash import DFlashConfig
 
 MODEL_TYPE = "muse_glimmer_assistant"
 DEFAULT_THETA = 500000.0  # MuseGlimmerAssistantConfig's, like the other defaults below
 DEFAULT_WINDOW = 2048
-
-KEYS = (
-    Key("hidden_size", ("hidden_size",), 6656),
-    Key("intermediate_size", ("intermediate_size",), 19968),
-    Key("num_attention_heads", ("num_attention_heads",), 32),
-    Key("num_key_value_heads", ("num_key_value_heads",), 8),
-    Key("head_dim", ("head_dim",), 128),
-    Key("hidden_act", ("hidden_act",), "silu"),
-    Key("rms_norm_eps", ("rms_norm_eps",), 1e-5),
-    Key("max_position_embeddings", ("max_position_embeddings",), 131072),
-    Key("attention_dropout", ("attention_dropout",), 0.0),
-    Key("block_size", ("block_size",), 16),
-    Key("mask_token_id", ("mask_token_id",), 201818),
-    Key("target_layer_ids", ("target_layer_ids",), [1, 13, 25, 37, 49]),
-    Key("vocab_size", ("vocab_size",), None, optional=True),
-    Key("num_target_layers", ("num_target_layers",), None, optional=True),
-    Key("initializer_range", ("initializer_range",), 0.02, optional=True),
-)
-
-# What the layout has no key for -> the only value it can mean.
-FIXED = {
-    "attention_bias": False,
-    "raw_input_embeddings": True,
-    "input_embedding_scale": 1.0,
-    "output_multiplier": 1.0,
-    "final_logit_softcapping": None,
+DEFAULTS: dict[str, Any] = {
+    "hidden_size": 6656,
+    "intermediate_size": 19968,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "attention_dropout": 0.0,
+    "block_size": 16,
+    "mask_token_id": 201818,
+    "target_layer_ids": [1, 13, 25, 37, 49],
 }
 
 
@@ -68,8 +44,8 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
         "layer_types": reader.take("layer_types", default=["sliding_attention"] * num_layers),
         "sliding_window": reader.take("sliding_window", default=DEFAULT_WINDOW, kind=int) + 1,
         "is_causal": False,
-        "rope_parameters": read_rope(reader, DEFAULT_THETA),
-        **FIXED,
+        "rope_parameters": reader.take_rope(DEFAULT_THETA),
+        "raw_input_embeddings": True,
     }
 
 
@@ -84,26 +60,14 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
     }
 
 
-def _refuse(config: DFlashConfig) -> Iterator[str]:
-    yield from refuse_fields(config, *FOREIGN_FIELDS, *DFLASH2_FIELDS, *OWN_FIELDS)
-    assert isinstance(config.is_causal, list)
-    for name, only in FIXED.items():
-        if (value := getattr(config, name)) != only:
-            yield f"{name} = {value} (only {only})"
-    if any(config.is_causal):
-        yield f"is_causal = {config.is_causal} (only false in every layer)"
-    if config.target_hidden_size != config.hidden_size:
-        yield f"target_hidden_size = {config.target_hidden_size} (its class takes hidden_size)"
-
-
 MUSE = CheckpointFormat(
     name="muse",
     matches=_matches,
     weights=BODY_WEIGHTS | {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"},
-    keys=KEYS,
+    keys=plain_keys(DEFAULTS)
+    + plain_keys({"vocab_size": None, "num_target_layers": None, "initializer_range": 0.02}, optional=True),
     read_rest=_read_rest,
     write_rest=_write_rest,
-    refuse=_refuse,
     ignored=COMMON_IGNORED,
     has_vocabulary=False,
 )

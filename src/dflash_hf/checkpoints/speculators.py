@@ -1,4 +1,4 @@
-"""The layout of vLLM's speculators (`speculators_model_type: "dflash"`), which vLLM serves.
+"""The format of vLLM's speculators (`speculators_model_type: "dflash"`), which vLLM serves.
 
 The draft's decoder is a section `transformer_layer_config`, a Qwen3 or Llama config. Conventions: taps are stored as
 indices into `hidden_states`, one more than ours; sliding layers see the last `sliding_window` tokens before the anchor
@@ -20,47 +20,31 @@ from dflash_hf.checkpoints.mapping import (
     BODY_BIASES,
     BODY_WEIGHTS,
     COMMON_IGNORED,
-    DFLASH2_FIELDS,
-    OWN_FIELDS,
+    FEATURE_WEIGHTS,
     OWN_VOCABULARY_WEIGHTS,
+    QWEN3_HEAD_DIM,
+    QWEN3_KEYS,
+    QWEN3_THETA,
+    REDUCED_WEIGHTS,
+    REQUIRED,
     CheckpointFormat,
     ConfigReader,
     Key,
-    read_rope,
-    refuse_fields,
+    plain_keys,
 )
 from dflash_hf.configuration_dflash import DFlashConfig
-from dflash_hf.errors import shown
+from dflash_hf.errors import require
 
 MODEL_TYPE = "dflash"
 SECTION = "transformer_layer_config"
-DEFAULT_THETA = 10000.0  # Qwen3Config's and LlamaConfig's
 DECODERS = ("qwen3", "llama")
-
-
-def _inner(name: str, *default: Any) -> Key:
-    return Key(name, (f"{SECTION}.{name}",), *default)
-
-
 KEYS = (
-    _inner("vocab_size"),
-    _inner("hidden_size"),
-    _inner("intermediate_size"),
-    _inner("num_attention_heads"),
-    _inner("num_key_value_heads"),
-    _inner("hidden_act", "silu"),
-    _inner("rms_norm_eps", 1e-6),
-    _inner("max_position_embeddings", 32768),
-    _inner("attention_bias", False),
-    _inner("attention_dropout", 0.0),
-    _inner("initializer_range", 0.02),
-    Key("block_size", ("block_size",), 8),
-    Key("mask_token_id", ("mask_token_id",)),
-    Key("sample_from_anchor", ("sample_from_anchor",), False),
-    Key("target_hidden_size", ("target_hidden_size",), None),
+    *plain_keys({"vocab_size": REQUIRED}, f"{SECTION}.", must_state=True),
+    *plain_keys(QWEN3_KEYS, f"{SECTION}."),
+    *plain_keys({"block_size": 8, "mask_token_id": REQUIRED, "sample_from_anchor": False, "target_hidden_size": None}),
     # Our own additions, which speculators keeps and does not read.
-    Key("num_target_layers", ("num_target_layers",), None, optional=True),
-    Key("raw_input_embeddings", ("raw_input_embeddings",), True, optional=True),
+    Key("num_target_layers", None, optional=True),
+    Key("raw_input_embeddings", True, optional=True),
 )
 
 
@@ -70,10 +54,8 @@ def _matches(config: Mapping[str, Any]) -> bool:
 
 def _read_taps(reader: ConfigReader) -> list[int]:
     ids: list[Any] = reader.take("aux_hidden_state_layer_ids", kind=list)
-    if not all(isinstance(index, int) and not isinstance(index, bool) and index >= 0 for index in ids):
-        raise ValueError(
-            f"expected aux_hidden_state_layer_ids, integers from 0, got {shown(ids)}; mend the config.json"
-        )
+    whole = all(isinstance(index, int) and not isinstance(index, bool) and index >= 0 for index in ids)
+    require(whole, "aux_hidden_state_layer_ids, integers from 0", ids, "fix the config.json")
     return [index - 1 for index in ids]
 
 
@@ -92,29 +74,15 @@ def _read_head(reader: ConfigReader) -> dict[str, Any]:
 def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     num_layers = reader.take_num_layers(f"{SECTION}.num_hidden_layers")
     decoder = reader.take(f"{SECTION}.model_type", default="qwen3")
-    if decoder not in DECODERS:
-        raise ValueError(
-            f"expected {SECTION}.model_type in {DECODERS}, got {shown(decoder)}; this variant is not supported"
-        )
+    known = decoder in DECODERS
+    require(known, f"{SECTION}.model_type in {DECODERS}", decoder, "this variant is not supported")
     algorithm = reader.take("speculators_config", default={}, kind=dict).get("algorithm", MODEL_TYPE)
-    if algorithm != MODEL_TYPE:
-        raise ValueError(
-            f"expected speculators_config.algorithm {MODEL_TYPE!r}, got {shown(algorithm)}; mend the config.json"
-        )
-    layer_types = reader.take(f"{SECTION}.layer_types", default=None, kind=list)
+    right = algorithm == MODEL_TYPE
+    require(right, f"speculators_config.algorithm {MODEL_TYPE!r}", algorithm, "fix the config.json")
     window = reader.take(f"{SECTION}.sliding_window", default=None)
-    use_window = reader.take(f"{SECTION}.use_sliding_window", default=None)
-    first_sliding = reader.take(f"{SECTION}.max_window_layers", default=28, kind=int)
-    if layer_types is None:
-        sliding = [bool(use_window) and window is not None and index >= first_sliding for index in range(num_layers)]
-        layer_types = ["sliding_attention" if slides else "full_attention" for slides in sliding]
-    elif use_window is False and "sliding_attention" in layer_types:
-        raise ValueError(
-            f"expected {SECTION}.use_sliding_window true or absent beside layer_types {shown(layer_types)}, got "
-            "false; make the checkpoint's config.json agree with itself"
-        )
+    layer_types = reader.take_layer_types(num_layers, window, f"{SECTION}.")
     non_causal = reader.take("sliding_window_non_causal", default=False, kind=bool)
-    head_dim = reader.take(f"{SECTION}.head_dim", default=128 if decoder == "qwen3" else None)
+    head_dim = reader.take(f"{SECTION}.head_dim", default=QWEN3_HEAD_DIM if decoder == "qwen3" else None)
     if head_dim is None:  # LlamaConfig's rule
         heads = reader.take(f"{SECTION}.num_attention_heads", kind=int)
         head_dim = reader.take(f"{SECTION}.hidden_size", kind=int) // max(heads, 1)
@@ -126,16 +94,13 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
         "window_from_anchor": True,  # where a layer slides
         "is_causal": [kind == "sliding_attention" and not non_causal for kind in layer_types],
         "target_layer_ids": _read_taps(reader),
-        "rope_parameters": read_rope(reader, DEFAULT_THETA, f"{SECTION}."),
+        "rope_parameters": reader.take_rope(QWEN3_THETA, f"{SECTION}."),
         **_read_head(reader),
     }
 
 
 def _write_rest(config: DFlashConfig) -> dict[str, Any]:
-    assert config.layer_types is not None
-    assert config.target_layer_ids is not None
-    assert isinstance(config.is_causal, list)
-    slides = "sliding_attention" in config.layer_types
+    slides = config.sliding_window is not None
     return {
         "architectures": ["DFlashDraftModel"],
         "speculators_model_type": MODEL_TYPE,
@@ -173,22 +138,8 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _refuse(config: DFlashConfig) -> Iterator[str]:
-    assert config.layer_types is not None
-    assert isinstance(config.is_causal, list)
-    by_rule = [kind == "sliding_attention" for kind in config.layer_types]
-    if config.vocab_size is None:
-        yield "vocab_size = None (its readers need it)"
-    if any(by_rule) and not config.window_from_anchor:
-        yield f"sliding_window = {config.sliding_window} from each query (only from the anchor)"
-    if any(config.is_causal) and config.is_causal != by_rule:
-        yield f"is_causal = {config.is_causal} (only none, or exactly the sliding layers)"
     if config.target_hidden_size != config.hidden_size:
         yield f"target_hidden_size = {config.target_hidden_size} (its class takes hidden_size)"
-    if config.input_embedding_scale != 1.0:
-        yield f"input_embedding_scale = {config.input_embedding_scale} (only 1.0)"
-    if config.output_multiplier != 1.0:
-        yield f"output_multiplier = {config.output_multiplier} (only 1.0)"
-    yield from refuse_fields(config, "final_logit_softcapping", *DFLASH2_FIELDS, *OWN_FIELDS)
 
 
 def _derive(config: DFlashConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -208,10 +159,7 @@ def _name_target(written: dict[str, Any], name: str, architectures: list[str]) -
 SPECULATORS = CheckpointFormat(
     name="speculators",
     matches=_matches,
-    weights=BODY_WEIGHTS
-    | BODY_BIASES
-    | OWN_VOCABULARY_WEIGHTS
-    | {"fc.weight": "fc.weight", "hidden_norm.weight": "hidden_norm.weight"},
+    weights=BODY_WEIGHTS | BODY_BIASES | FEATURE_WEIGHTS | OWN_VOCABULARY_WEIGHTS | REDUCED_WEIGHTS,
     keys=KEYS,
     section=SECTION,
     read_rest=_read_rest,

@@ -1,4 +1,4 @@
-"""The layout of z-lab's checkpoints, which SpecForge and NVIDIA Model-Optimizer export too.
+"""The format of z-lab's checkpoints, which SpecForge and NVIDIA Model-Optimizer export too.
 
 A Qwen3 config with a section `dflash_config`, and the bare draft without embedding and head. Conventions: layer ids
 are 0-based layers whose output is tapped, `block_size` counts the anchor, a window of `w` means `q - k < w`. Sources:
@@ -15,45 +15,33 @@ from dflash_hf.checkpoints.mapping import (
     BODY_BIASES,
     BODY_WEIGHTS,
     COMMON_IGNORED,
-    DFLASH2_FIELDS,
     DFLASH2_WEIGHTS,
-    FOREIGN_FIELDS,
-    OWN_FIELDS,
+    FEATURE_WEIGHTS,
+    QWEN3_HEAD_DIM,
+    QWEN3_KEYS,
+    QWEN3_THETA,
     REQUIRED,
     CheckpointFormat,
     ConfigReader,
     Key,
-    read_rope,
-    refuse_fields,
+    plain_keys,
 )
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.errors import shown
 
 SECTION = "dflash_config"
-DEFAULT_THETA = 10000.0  # Qwen3Config's, like the other defaults below
+DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
-def _inner(
-    name: str, default: Any = REQUIRED, *, top: bool = False, optional: bool = False, must_state: bool = False
-) -> Key:
+def _inner(name: str, default: Any = REQUIRED, *, top: bool = False, **options: bool) -> Key:
     """A key that stands in the section or else at the top; `top` says which of the two is written."""
     places = (f"{SECTION}.{name}", name)
-    return Key(name, places, default, places[int(top)], optional, must_state)
+    return Key(name, default, places, places[int(top)], **options)
 
 
 KEYS = (
-    Key("vocab_size", ("vocab_size",), None, must_state=True),
-    Key("hidden_size", ("hidden_size",)),
-    Key("intermediate_size", ("intermediate_size",)),
-    Key("num_attention_heads", ("num_attention_heads",)),
-    Key("num_key_value_heads", ("num_key_value_heads",)),
-    Key("head_dim", ("head_dim",), 128),
-    Key("hidden_act", ("hidden_act",), "silu"),
-    Key("rms_norm_eps", ("rms_norm_eps",), 1e-6),
-    Key("max_position_embeddings", ("max_position_embeddings",), 32768),
-    Key("attention_bias", ("attention_bias",), False),
-    Key("attention_dropout", ("attention_dropout",), 0.0),
-    Key("initializer_range", ("initializer_range",), 0.02),
+    *plain_keys({"vocab_size": None}, must_state=True),
+    *plain_keys(QWEN3_KEYS | {"head_dim": QWEN3_HEAD_DIM}),
     _inner("block_size", 16, top=True),
     _inner("num_target_layers", None, top=True, must_state=True),
     _inner("mask_token_id"),
@@ -98,22 +86,11 @@ def _matches(config: Mapping[str, Any]) -> bool:
 
 def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     """Reads RoPE and, per layer, the window and the causality: five keys that qualify each other."""
-    num_layers: int = reader.take_num_layers("num_hidden_layers")
-    layer_types: list[str] | None = reader.take("layer_types", default=None, kind=list)
+    num_layers = reader.take_num_layers("num_hidden_layers")
     window = reader.take(f"{SECTION}.swa_window_size", "sliding_window", default=None)
+    layer_types = reader.take_layer_types(num_layers, window)
     is_causal = reader.take("is_causal", f"{SECTION}.is_causal", f"{SECTION}.causal", default=None)
-    use_window = reader.take("use_sliding_window", default=None)
-    use_swa = reader.take(f"{SECTION}.use_swa", "use_swa", default=False)
-    first_sliding = reader.take("max_window_layers", default=28, kind=int)
-    if layer_types is None:
-        sliding = [bool(use_window) and window is not None and index >= first_sliding for index in range(num_layers)]
-        layer_types = ["sliding_attention" if slides else "full_attention" for slides in sliding]
-    elif use_window is False and "sliding_attention" in layer_types:
-        raise ValueError(
-            f"expected use_sliding_window true or absent beside layer_types {shown(layer_types)}, got false; make "
-            "the checkpoint's config.json agree with itself"
-        )
-    if use_swa and "sliding_attention" not in layer_types:
+    if reader.take(f"{SECTION}.use_swa", "use_swa", default=False) and "sliding_attention" not in layer_types:
         layer_types = ["sliding_attention"] * num_layers
         is_causal = bool(is_causal)
     vocab_size = reader.take("vocab_size", default=None)
@@ -121,8 +98,7 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     if draft_vocab_size not in (None, vocab_size):
         raise ValueError(
             f"expected a draft over the whole vocabulary of {shown(vocab_size)}, got draft_vocab_size "
-            f"{shown(draft_vocab_size)}; "
-            "reduced vocabularies are not supported"
+            f"{shown(draft_vocab_size)}; reduced vocabularies are not supported"
         )
     return {
         "num_hidden_layers": num_layers,
@@ -130,23 +106,15 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
         "sliding_window": window,
         "target_hidden_size": reader.take(*_both("target_hidden_size"), default=None),
         "is_causal": is_causal,
-        "rope_parameters": read_rope(reader, DEFAULT_THETA),
+        "rope_parameters": reader.take_rope(QWEN3_THETA),
     }
 
 
-def _uniform_causality(config: DFlashConfig) -> bool | None:
-    """Returns the one value of `is_causal`, or `None` where the layers follow z-lab's rule (sliding means causal)."""
-    assert isinstance(config.is_causal, list)
-    return config.is_causal[0] if len(set(config.is_causal)) == 1 else None
-
-
 def _write_rest(config: DFlashConfig) -> dict[str, Any]:
-    assert config.layer_types is not None
-    assert config.rope_parameters is not None
     rope = dict(config.rope_parameters)
     theta = rope.pop("rope_theta")
-    slides = "sliding_attention" in config.layer_types
-    causal = _uniform_causality(config)
+    slides = config.sliding_window is not None
+    is_uniform = len(set(config.is_causal)) == 1  # else the layers follow z-lab's rule: sliding means causal
     return {
         # The readers choose their class by it.
         "architectures": ["DFlash2DraftModel" if config.is_dflash2 else "DFlashDraftModel"],
@@ -154,24 +122,17 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
         "num_hidden_layers": config.num_hidden_layers,
         "layer_types": config.layer_types,
         "use_sliding_window": slides,
-        "sliding_window": config.sliding_window if slides else None,
+        "sliding_window": config.sliding_window,
         "max_window_layers": config.num_hidden_layers,
-        **({} if causal is None else {"is_causal": causal}),
+        **({"is_causal": config.is_causal[0]} if is_uniform else {}),
         "rope_theta": theta,
-        "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
+        "rope_scaling": None if rope == {"rope_type": "default"} else rope,
         "tie_word_embeddings": False,
         "use_cache": True,
     }
 
 
 def _refuse(config: DFlashConfig) -> Iterator[str]:
-    yield from refuse_fields(config, *FOREIGN_FIELDS, *OWN_FIELDS)
-    assert config.layer_types is not None
-    by_rule = [kind == "sliding_attention" for kind in config.layer_types]
-    if _uniform_causality(config) is None and config.is_causal != by_rule:
-        yield f"is_causal = {config.is_causal} (only all, none, or exactly the sliding layers)"
-    if config.target_hidden_size != config.hidden_size:
-        yield f"target_hidden_size = {config.target_hidden_size} (its readers take hidden_size)"
     missing = [name for name in DFLASH2_FIELDS if getattr(config, name) is None]
     if config.is_dflash2 and missing:
         yield f"{' = '.join(missing)} = None (its readers know DFlash 2 only with convolution and selector)"
@@ -180,10 +141,7 @@ def _refuse(config: DFlashConfig) -> Iterator[str]:
 ZLAB = CheckpointFormat(
     name="zlab",
     matches=_matches,
-    weights=BODY_WEIGHTS
-    | BODY_BIASES
-    | DFLASH2_WEIGHTS
-    | {"fc.weight": "fc.weight", "hidden_norm.weight": "hidden_norm.weight"},
+    weights=BODY_WEIGHTS | BODY_BIASES | DFLASH2_WEIGHTS | FEATURE_WEIGHTS,
     keys=KEYS,
     section=SECTION,
     read_rest=_read_rest,

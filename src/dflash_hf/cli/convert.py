@@ -1,4 +1,4 @@
-"""`dflash-hf convert`: a draft from one layout to another, bit by bit."""
+"""`dflash-hf convert`: a draft from one format to another, bit by bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import logging
 
-from dflash_hf.checkpoints import Layout, get_format
+from dflash_hf.checkpoints import FormatName, get_format
 from dflash_hf.checkpoints.files import stored_tensors, widest_dtype
 from dflash_hf.cli.pair import check_place, takes_pictures
 from dflash_hf.drafts import load_draft, save_draft
@@ -19,15 +19,15 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="Folder or Hub id of the draft, in any layout.")],
+    source: Annotated[str, typer.Argument(help="Folder or Hub id of the draft, in any format.")],
     destination: Annotated[Path, typer.Argument(help="Folder to write.")],
-    to: Annotated[Layout, typer.Option("--to", help="Layout to write.")],
+    to: Annotated[FormatName, typer.Option("--to", help="Format to write.")],
     target: Annotated[
-        str | None, typer.Option(help="The draft's target, for layouts that need its vocabulary, depth, rows or name.")
+        str | None, typer.Option(help="The draft's target, for formats that need its vocabulary, depth, rows or name.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
 ) -> None:
-    """Save a draft in another layout, so that vLLM, SGLang or Transformers can serve it. Weights stay as they are."""
+    """Save a draft in another format, so that vLLM, SGLang or Transformers can serve it. Weights stay as they are."""
     if destination.exists() and not destination.is_dir():
         raise ValueError(f"expected a folder to write, got the file {destination}; choose another")
     if destination.is_dir() and any(destination.iterdir()) and not force:
@@ -40,10 +40,10 @@ def convert(
     if target is not None:
         check_place("--target", target)
     logging.disable_progress_bar()
-    draft = load_draft(source, dtype=widest_dtype(stored_tensors(source, None, {})))
+    draft = load_draft(source, dtype=widest_dtype(stored_tensors(source)))
     model = None if target is None else _load_target(target, draft, to)
     destination.parent.mkdir(parents=True, exist_ok=True)
-    # Beside it first: a draft that the layout cannot express must not cost the one that is there.
+    # Beside it first: a draft that the format cannot express must not cost the one that is there.
     with TemporaryDirectory(dir=destination.parent, prefix=".convert-") as fresh:
         save_draft(draft, fresh, to, model)
         destination.mkdir(exist_ok=True)
@@ -51,14 +51,14 @@ def convert(
             stale.unlink()
         for file in Path(fresh).iterdir():
             file.replace(destination / file.name)
-    typer.echo(f"{destination}: layout {to}, {draft.num_parameters():,} parameters")
+    typer.echo(f"{destination}: format {to}, {draft.num_parameters():,} parameters")
 
 
-def _load_target(target: str, draft: DFlashDraftModel, layout: Layout) -> PreTrainedModel:
+def _load_target(target: str, draft: DFlashDraftModel, to: FormatName) -> PreTrainedModel:
     """The target; without its weights where its config says all that is needed."""
     config = AutoConfig.from_pretrained(target)
     model_class = AutoModelForImageTextToText if takes_pictures(config) else AutoModelForCausalLM
-    has_vocabulary = get_format(layout).has_vocabulary
+    has_vocabulary = get_format(to).has_vocabulary
     has_own = draft.config.own_embed_tokens or draft.config.own_lm_head
     if has_vocabulary is None or has_vocabulary == has_own:
         with torch.device("meta"):

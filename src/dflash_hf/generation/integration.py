@@ -148,7 +148,7 @@ def prepare(
             f"expected a draft on one device, got {sorted(str(device) for device in devices)}; load it with "
             'device_map={"": device}'
         )
-    knobs.validate_knobs(draft.config.block_size, draft.config.sample_from_anchor)
+    knobs.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
     check_device(knobs.engine, target.device)
     _check_settings(model, config, arguments)
     _check_inputs(target, config, arguments, model_kwargs)

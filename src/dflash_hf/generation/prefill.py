@@ -166,7 +166,6 @@ def _fill(
         generator.observe_prompt(states, positions[:, seen : seen + states.shape[1]])
         seen += states.shape[1]
 
-    assert draft.config.target_layer_ids is not None
     ids, deepstack = draft.config.target_layer_ids, draft.config.tap_after_deepstack
     with (
         outermost(target.model, target.decoder) as is_ours,

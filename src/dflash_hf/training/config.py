@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dflash_hf.errors import require
+
 
 def default_gamma(block_size: int) -> float:
     """Returns the decay constant for a block size: the paper's 4, 5 and 7 at 8, 10 and 16, linear between and beyond.
@@ -55,41 +57,20 @@ class DFlashTrainingConfig:
     disable_tqdm: bool = field(default=False, metadata={"help": "Show no progress bar."})
 
     def __post_init__(self) -> None:
-        checks: list[tuple[bool, str, object, str]] = [
-            (self.optim in ("adamw", "muon"), "optim 'adamw' or 'muon'", self.optim, "use one of them"),
-            (self.learning_rate > 0, "learning_rate > 0", self.learning_rate, "6e-4 is the paper's"),
-            (0 <= self.warmup_ratio < 1, "warmup_ratio in [0, 1)", self.warmup_ratio, "0.04 is the paper's"),
-            (self.num_anchors > 0, "num_anchors > 0", self.num_anchors, "512 is the paper's"),
-            (self.gamma is None or self.gamma > 0, "gamma > 0", self.gamma, "None follows the block size"),
-            (
-                self.block_size is None or self.block_size >= 2,
-                "block_size >= 2",
-                self.block_size,
-                "None is the draft's",
-            ),
-            (self.labels in ("tokens", "target"), "labels 'tokens' or 'target'", self.labels, "use one of them"),
-            (
-                self.mixed_precision in ("no", "bf16"),
-                "mixed_precision 'no' or 'bf16'",
-                self.mixed_precision,
-                "use one",
-            ),
-            (
-                min(self.per_device_train_batch_size, self.gradient_accumulation_steps, self.chunk_blocks) > 0,
-                "positive batch size, gradient_accumulation_steps and chunk_blocks",
-                (self.per_device_train_batch_size, self.gradient_accumulation_steps, self.chunk_blocks),
-                "mend the one that is not",
-            ),
-            (
-                self.max_steps > 0 or self.num_train_epochs > 0,
-                "max_steps or num_train_epochs above 0",
-                (self.max_steps, self.num_train_epochs),
-                "set one of them",
-            ),
-        ]
-        for good, expected, got, action in checks:
-            if not good:
-                raise ValueError(f"expected {expected}, got {got!r}; {action}")
+        choices = {"optim": ("adamw", "muon"), "labels": ("tokens", "target"), "mixed_precision": ("no", "bf16")}
+        for name, allowed in choices.items():
+            require(getattr(self, name) in allowed, f"{name} in {allowed}", getattr(self, name), "use one of them")
+        require(self.learning_rate > 0, "learning_rate > 0", self.learning_rate, "6e-4 is the paper's")
+        require(0 <= self.warmup_ratio < 1, "warmup_ratio in [0, 1)", self.warmup_ratio, "0.04 is the paper's")
+        require(self.num_anchors > 0, "num_anchors > 0", self.num_anchors, "512 is the paper's")
+        require(self.gamma is None or self.gamma > 0, "gamma > 0", self.gamma, "None follows the block size")
+        size = self.block_size
+        require(size is None or size >= 2, "block_size >= 2", size, "None is the draft's")
+        counts = (self.per_device_train_batch_size, self.gradient_accumulation_steps, self.chunk_blocks)
+        what = "positive batch size, gradient_accumulation_steps and chunk_blocks"
+        require(min(counts) > 0, what, counts, "fix the one that is not")
+        steps = (self.max_steps, self.num_train_epochs)
+        require(max(steps) > 0, "max_steps or num_train_epochs above 0", steps, "set one of them")
 
 
 __all__ = ["DFlashTrainingConfig", "default_gamma"]
