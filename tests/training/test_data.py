@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from dflash_hf.training.collators import POOL_BATCHES, bucketed_batches, collate
-from dflash_hf.training.data import Example, truncate
+from dflash_hf.training.data import Example
 from dflash_hf.training.regenerate import regenerate_answers
 
 TEMPLATE = (
@@ -46,10 +46,9 @@ def test_a_template_without_markers_is_refused() -> None:
         Example.from_messages(make_tokenizer(plain), MESSAGES)
 
 
-def test_pairs_and_truncation() -> None:
+def test_pairs() -> None:
     example = Example.from_pair([5, 6], [7, 8, 3])
     assert (example.input_ids, example.loss_mask) == ([5, 6, 7, 8, 3], [0, 0, 1, 1, 1])
-    assert truncate(example, 3) == Example(input_ids=[5, 6, 7], loss_mask=[0, 0, 1])
     assert Example.from_pair([5, 6], []).prompt_length() == 2
     with pytest.raises(ValueError, match="expected a loss_mask of 2 entries"):
         Example(input_ids=[1, 2], loss_mask=[1])

@@ -13,7 +13,6 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import find_target
 from dflash_hf.training import DFlashTrainer, DFlashTrainingConfig, Example, regenerate_answers, walked_acceptance
 from dflash_hf.training.collators import collate
-from dflash_hf.training.data import truncate
 from dflash_hf.training.forward import forward_inputs, target_features
 from helpers.vision import IMAGE, VISION, Grid, vision_prompts, vision_target
 from tiny import tiny_draft
@@ -191,10 +190,3 @@ def test_a_draft_trains_on_text_and_pictures(name: str, tmp_path: Path) -> None:
     reports = trainer.train()
     assert reports[-1].loss < 0.95 * reports[0].loss
     assert trainer.evaluations[24] > 1
-
-
-def test_an_example_with_a_picture_is_not_cut() -> None:
-    example = prompts_of(vision_target("qwen3-vl"), "qwen3-vl")[0]
-    assert truncate(example, 100) is example
-    with pytest.raises(ValueError, match="expected at most 8 tokens in an example with pixel_values"):
-        truncate(example, 8)

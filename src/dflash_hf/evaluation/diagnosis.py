@@ -8,8 +8,8 @@ adopted and the rest tried again on top of it, so that one mistake does not look
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -85,33 +85,17 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain values, for JSON."""
-        return {
-            "healthy": not self.findings,
-            "findings": [check.name for check in self.findings],
-            "acceptance_length": self.acceptance_length,
-            "num_prompts": self.num_prompts,
-            "num_tokens": self.num_tokens,
-            "checks": [
-                {
-                    "name": check.name,
-                    "status": check.status,
-                    "sentence": check.sentence,
-                    "advice": check.advice,
-                    "measured": check.measured,
-                }
-                for check in self.checks
-            ],
-        }
+        return {"healthy": not self.findings, "findings": [check.name for check in self.findings], **asdict(self)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Trial:
-    """Another plausible form of one setting: what it is called, and the change."""
+    """Another plausible form of one setting: what it is called, what to do if it is the right one, and the change."""
 
     check: str
     label: str
-    change: Setup
     advice: str
+    change: Setup
 
 
 def diagnose(
@@ -200,7 +184,7 @@ def _try_settings(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> tuple[Set
     while True:
         best: tuple[Trial, Measurement] | None = None
         results: dict[str, dict[str, float]] = {}
-        for trial in _trials(probe, tokenizer, skip=found):
+        for trial in (trial for trial in _trials(probe, tokenizer) if trial.check not in found):
             result = probe.measure(setup.adopt(trial.change))
             results.setdefault(trial.check, {})[trial.label] = round(result.mean, 3)
             # The more plausible forms come first: a later one has to be better by more than chance.
@@ -241,72 +225,70 @@ def _unchanged(probe: Probe, name: str, base: Measurement, results: dict[str, di
     return Check(name=name, status="ok", sentence=sentence, measured={"as configured": round(base.mean, 3), **tried})
 
 
-def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase, skip: Iterable[str]) -> list[Trial]:
-    """Every other plausible form of every setting that has not been changed yet, the likelier ones first."""
+def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> Iterator[Trial]:
+    """Every other plausible form of every setting, the likelier ones of each first."""
     config = probe.draft.config
-    trials: list[Trial] = []
-
-    def add(check: str, label: str, advice: str, tap_shift: int = 0, **fields: Any) -> None:
-        change = Setup(fields=fields, tap_shift=tap_shift)
-        trials.append(Trial(check=check, label=label, change=change, advice=advice))
-
     for shift in (1, -1):
         ids = [probe.shifted(i, shift) for i in probe.layer_ids]
         advice = f"set target_layer_ids to {ids}: 0-based layers whose output is tapped, hidden_states[i + 1]"
-        add("tap_offset", f"taps {shift:+d}", advice, tap_shift=shift)
+        yield Trial("tap_offset", f"taps {shift:+d}", advice, Setup(tap_shift=shift))
     if probe.deepstack_differs:
         after = not config.tap_after_deepstack
         label = f"taps {'after' if after else 'before'} DeepStack's additions"
-        add("deepstack", label, f"set tap_after_deepstack to {after}", tap_after_deepstack=after)
+        yield _field_trial("deepstack", label, f"set tap_after_deepstack to {after}", tap_after_deepstack=after)
     for token_id in mask_candidates(probe.target, probe.draft, tokenizer):
         advice = f"set mask_token_id to {token_id}, the token that the draft's blocks were filled with in training"
-        add("mask_token", f"mask {token_id}", advice, mask_token_id=token_id)
-    now = list(config.is_causal) if isinstance(config.is_causal, list) else []
-    for flags in ([not flag for flag in now], [False] * len(now), [True] * len(now)):
-        if flags != now and not any(t.change.fields.get("is_causal") == flags for t in trials):
-            add("causality", f"is_causal {_short(flags)}", f"set is_causal to {flags}", is_causal=flags)
-    _add_windows(probe, add)
-    _add_rope(probe, add)
+        yield _field_trial("mask_token", f"mask {token_id}", advice, mask_token_id=token_id)
+    now, count = config.is_causal, config.num_hidden_layers
+    others = {str(flags): flags for flags in ([not flag for flag in now], [False] * count, [True] * count)}
+    for flags in others.values():
+        if flags != now:
+            label = f"is_causal {flags[0] if len(set(flags)) == 1 else flags}"
+            yield _field_trial("causality", label, f"set is_causal to {flags}", is_causal=flags)
+    yield from _window_trials(probe)
+    yield from _rope_trials(probe)
     if probe.draft.dtype in (torch.float16, torch.bfloat16):
         advice = "load the draft with dtype=torch.float32, or bfloat16 where it is float16 now"
-        change = Setup(dtype=torch.float32)
-        trials.append(Trial(check="dtype", label="draft in float32", change=change, advice=advice))
-    return [trial for trial in trials if trial.check not in skip]
+        yield Trial("dtype", "draft in float32", advice, Setup(dtype=torch.float32))
 
 
-def _add_windows(probe: Probe, add: Any) -> None:
+def _field_trial(check: str, label: str, advice: str, **fields: Any) -> Trial:
+    return Trial(check, label, advice, Setup(fields=fields))
+
+
+def _window_trials(probe: Probe) -> Iterator[Trial]:
     """Without a window where layers slide; with one where none does. Only where the texts are longer than it."""
     config = probe.draft.config
-    count = config.num_hidden_layers
-    if config.sliding_window is not None:
-        if probe.longest > config.sliding_window:
-            kinds = ["full_attention"] * count
-            advice = "set every entry of layer_types to 'full_attention'"
-            flags = {"is_causal": config.is_causal}
-            add("sliding_window", "no window", advice, layer_types=kinds, sliding_window=None, **flags)
+    own = config.sliding_window
+    window = own or getattr(probe.target.config, "sliding_window", None) or 2048
+    if probe.longest <= window:
         return
-    window = getattr(probe.target.config, "sliding_window", None) or 2048
-    if probe.longest > window:
-        kinds = ["sliding_attention"] * count
-        advice = f"set layer_types to 'sliding_attention' with sliding_window {window}"
-        add("sliding_window", f"window {window}", advice, layer_types=kinds, sliding_window=window)
+    if own is not None:
+        fields = {"layer_types": ["full_attention"] * config.num_hidden_layers, "is_causal": config.is_causal}
+        advice = "set every entry of layer_types to 'full_attention'"
+        yield _field_trial("sliding_window", "no window", advice, sliding_window=None, **fields)
+        return
+    kinds = ["sliding_attention"] * config.num_hidden_layers
+    advice = f"set layer_types to 'sliding_attention' with sliding_window {window}"
+    yield _field_trial("sliding_window", f"window {window}", advice, layer_types=kinds, sliding_window=window)
 
 
-def _add_rope(probe: Probe, add: Any) -> None:
+def _rope_trials(probe: Probe) -> Iterator[Trial]:
     """The target's RoPE, whole and with the draft's type kept, where it differs from the draft's."""
-    config = probe.draft.config
-    own: dict[str, Any] = dict(config.rope_parameters or {})
+    own = probe.draft.config.rope_parameters
     theirs: dict[str, Any] = dict(getattr(probe.target.config, "rope_parameters", None) or {})
     if "full_attention" in theirs:  # one entry per kind of layer
         theirs = dict(theirs["full_attention"])
     theta = theirs.get("rope_theta")
-    if theta is not None and theta != own.get("rope_theta"):
+    if theta is None:
+        return
+    if theta != own.get("rope_theta"):
         advice = f"set rope_parameters['rope_theta'] to {theta:g}, the target's"
-        add("rope", f"theta {theta:g}", advice, rope_parameters={**own, "rope_theta": theta})
+        yield _field_trial("rope", f"theta {theta:g}", advice, rope_parameters={**own, "rope_theta": theta})
     kind = theirs.get("rope_type", "default")
-    if kind != own.get("rope_type", "default") and kind in ROPE_TYPES and theta is not None:
+    if kind != own.get("rope_type", "default") and kind in ROPE_TYPES:
         advice = f"set rope_parameters to the target's, {theirs}"
-        add("rope", f"the target's {kind} RoPE", advice, rope_parameters=theirs)
+        yield _field_trial("rope", f"the target's {kind} RoPE", advice, rope_parameters=theirs)
 
 
 def mask_candidates(target: Target, draft: DFlashDraftModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -319,27 +301,23 @@ def mask_candidates(target: Target, draft: DFlashDraftModel, tokenizer: PreTrain
 
 
 def _check_vocabulary(target: Target, draft: DFlashDraftModel, tokenizer: PreTrainedTokenizerBase) -> Check:
-    """Whether tokenizer, target and draft can mean the same ids."""
-    rows = target.vocab_size
+    """Finds out if tokenizer, target and draft can mean the same ids."""
+    rows, size = target.vocab_size, len(tokenizer)
     beyond = sorted(i for i in tokenizer.all_special_ids if i >= rows)
     eos: int | list[int] | None = target.model.generation_config.eos_token_id
-    ends: list[int] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     wrong: list[str] = []
-    if len(tokenizer) > rows:
-        wrong.append(f"the tokenizer has {len(tokenizer)} ids, the target's embedding {rows} rows")
+    if size > rows:
+        wrong.append(f"the tokenizer has {size} ids, the target's embedding {rows} rows")
     if beyond:
         wrong.append(f"special ids {beyond} lie outside the target's embedding")
-    if ends and draft.config.mask_token_id in ends:
+    if draft.config.mask_token_id in ([eos] if isinstance(eos, int | None) else eos):
         wrong.append(f"the mask token {draft.config.mask_token_id} is an end-of-sequence token")
-    if wrong:
-        advice = "use the tokenizer and the draft that belong to this target"
-        return Check(name="vocabulary", status="finding", sentence="; ".join(wrong), advice=advice)
-    sentence = f"{len(tokenizer)} ids of the tokenizer within {rows} rows of the embedding"
-    return Check(name="vocabulary", status="ok", sentence=sentence)
+    advice = "use the tokenizer and the draft that belong to this target"
+    return _judged("vocabulary", wrong, advice, f"{size} ids of the tokenizer within {rows} rows of the embedding")
 
 
 def _check_weights(draft: DFlashDraftModel) -> Check:
-    """Whether weights look trained: no NaN or infinity, no empty projection, no norm as it is initialised."""
+    """Finds out if weights look trained: no NaN or infinity, no empty projection, no norm as it is initialised."""
     wrong: list[str] = []
     for name, tensor in draft.named_parameters():
         if not bool(torch.isfinite(tensor).all()):
@@ -349,11 +327,18 @@ def _check_weights(draft: DFlashDraftModel) -> Check:
     unit = [n for n, m in draft.named_modules() if isinstance(m, DFlashRMSNorm) and bool((m.weight == 1).all())]
     if unit:
         wrong.append(f"{', '.join(unit)} are ones everywhere, as before any training")
-    if wrong:
-        advice = "the checkpoint was not (wholly) trained, or lost weights on the way; export or download it again"
-        return Check(name="weights", status="finding", sentence="; ".join(wrong), advice=advice)
-    count = sum(1 for _ in draft.parameters())
-    return Check(name="weights", status="ok", sentence=f"{count} tensors, all finite, no norm as initialised")
+    advice = "the checkpoint was not (wholly) trained, or lost weights on the way; export or download it again"
+    fine = f"{sum(1 for _ in draft.parameters())} tensors, all finite, no norm as initialised"
+    return _judged("weights", wrong, advice, fine)
+
+
+def _judged(
+    name: str, wrong: Sequence[str], advice: str, fine: str, measured: dict[str, float] | None = None
+) -> Check:
+    """The check of something that is either fine or a finding."""
+    if not wrong:
+        return Check(name=name, status="ok", sentence=fine, measured=measured or {})
+    return Check(name=name, status="finding", sentence="; ".join(wrong), advice=advice, measured=measured or {})
 
 
 def _check_prompts(
@@ -382,13 +367,7 @@ def _check_prompts(
         # Other texts, not the same ones: only a gain that no choice of texts explains counts.
         bad = results[best].mean > 1.25 * base.mean + 0.5
         sentence = f"{best} {measured[best]:.2f} tokens per verify, as the prompts are {base.mean:.2f}"
-        return Check(
-            name=name,
-            status="finding" if bad else "ok",
-            sentence=sentence,
-            advice=advice.format(best=best) if bad else "",
-            measured=measured,
-        )
+        return _judged(name, [sentence] * bad, advice.format(best=best), sentence, measured)
 
     advice = "the draft was trained on texts without the chat template; use it on those, or one trained with it"
     if any(picture_names(prompt) for prompt in prompts):
@@ -405,19 +384,13 @@ def _check_prompts(
 
 
 def _check_fit(probe: Probe, setup: Setup, findings: list[str]) -> Check:
-    """Whether the draft predicts this target at all, once its settings are as good as they get."""
+    """Finds out if the draft predicts this target at all, once its settings are as good as they get."""
     reached = probe.measure(setup).mean
-    measured = {"best setup": round(reached, 3)}
-    if reached >= NEAR_RANDOM or "weights" in findings:
-        sentence = f"{reached:.2f} tokens per verify over all anchors, with the best settings found"
-        return Check(name="other_target", status="ok", sentence=sentence, measured=measured)
-    sentence = f"{reached:.2f} tokens per verify with the best settings found: next to nothing is accepted"
+    bad = reached < NEAR_RANDOM and "weights" not in findings
+    wrong = [f"{reached:.2f} tokens per verify with the best settings found: next to nothing is accepted"] * bad
     advice = "the draft was trained for another target (or other weights of it), or hardly at all; load the right one"
-    return Check(name="other_target", status="finding", sentence=sentence, advice=advice, measured=measured)
-
-
-def _short(flags: list[bool]) -> str:
-    return str(flags[0]) if len(set(flags)) == 1 else str(flags)
+    fine = f"{reached:.2f} tokens per verify over all anchors, with the best settings found"
+    return _judged("other_target", wrong, advice, fine, {"best setup": round(reached, 3)})
 
 
 __all__ = ["PROMPTS", "Check", "Diagnosis", "Prompt", "Trial", "diagnose", "mask_candidates", "write_answers"]

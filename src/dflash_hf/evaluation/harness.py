@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Comparison:
         num_tokens (`int`): Tokens of the answer.
         plain_seconds, draft_seconds (`float`): Wall time of each `generate` call, prefill included.
         stats (`SpeculativeStats`): Of the run with the draft.
-        pictures (`tuple[str, ...]`): Names of the prompt's pictures.
+        images (`tuple[str, ...]`): Names of the prompt's images.
     """
 
     kind: str
@@ -40,20 +40,17 @@ class Comparison:
     plain_seconds: float
     draft_seconds: float
     stats: SpeculativeStats
-    pictures: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain values, for JSON."""
+        own = {column.name: getattr(self, column.name) for column in fields(self) if column.name != "stats"}
         # The statistics first: their draft_seconds is a part of the one here.
         return {
             **self.stats.to_dict(),
-            "kind": self.kind,
-            "pictures": list(self.pictures),
-            "text": self.text,
-            "identical": self.identical,
-            "num_tokens": self.num_tokens,
-            "plain_seconds": self.plain_seconds,
-            "draft_seconds": self.draft_seconds,
+            **own,
+            "images": list(self.images),
+            "pictures": list(self.images),  # the name that images had, for one release
             "ratio": self.plain_seconds / self.draft_seconds,
         }
 
@@ -140,12 +137,12 @@ def compare(
         settings: For `generate`.
 
     Raises:
-        ValueError: When sampling with `proposal="sample"`, which is exact in law and not token for token.
+        ValueError: When sampling with `proposal="sample"`, which keeps the distribution and not the tokens.
     """
     if settings.get("do_sample") and draft.generation_config.proposal == "sample":
         raise ValueError(
-            "expected proposal 'shared_noise' or 'argmax' to compare sampled texts, got 'sample', which keeps the law "
-            "and not the text; change draft.generation_config.proposal"
+            "expected proposal 'shared_noise' or 'argmax' to compare sampled texts, got 'sample', which keeps the "
+            "distribution and not the text; change draft.generation_config.proposal"
         )
     inputs = encode_prompt(processor, prompt, target.device)
     columns = inputs["input_ids"].shape[1]
@@ -174,7 +171,7 @@ def compare(
         plain_seconds=plain_seconds,
         draft_seconds=draft_seconds,
         stats=draft.last_stats,
-        pictures=tuple(picture_names(prompt)),
+        images=tuple(picture_names(prompt)),
     )
 
 
@@ -192,14 +189,14 @@ def _one_by_one(
     model: Any, draft: DFlashDraftModel, inputs: dict[str, Tensor], settings: dict[str, Any], seed: int
 ) -> Tensor:
     """Samples with the draft at block size 1: no proposals, the same noise."""
-    knobs = draft.generation_config
-    before = knobs.block_size, knobs.verify_width
-    knobs.block_size, knobs.verify_width = 1, None
+    options = draft.generation_config
+    before = options.block_size, options.verify_width
+    options.block_size, options.verify_width = 1, None
     torch.manual_seed(seed)
     try:
         return model.generate(**inputs, **settings, assistant_model=draft)
     finally:
-        knobs.block_size, knobs.verify_width = before
+        options.block_size, options.verify_width = before
 
 
 def pool(rows: Sequence[Comparison]) -> dict[str, Any]:

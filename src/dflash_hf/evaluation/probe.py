@@ -123,7 +123,6 @@ class Probe:
     """
 
     def __init__(self, target: Target, draft: DFlashDraftModel, examples: Sequence[Example]) -> None:
-        assert draft.config.target_layer_ids is not None
         self.target = target
         self.draft = draft
         self.examples = list(examples)

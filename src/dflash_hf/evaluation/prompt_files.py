@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_hf.errors import one_line, shown
+from dflash_hf.errors import one_line, require, shown
+from dflash_hf.training.messages import SOURCES
 
 MAX_BYTES = 16 * 2**20  # of a file: as `[],[],...` it takes 20 times as much when parsed
 MAX_PROMPTS = 100_000
-SOURCES = ("path", "url", "image", "base64")  # of a picture
+FIX = "fix the row"
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
 
@@ -82,8 +83,7 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
     Raises:
         ValueError: If the file is too large, or no UTF-8.
     """
-    size = path.stat().st_size
-    if size > MAX_BYTES:
+    if (size := path.stat().st_size) > MAX_BYTES:
         raise ValueError(
             f"expected a file of prompts of at most {MAX_BYTES / 2**20:.0f} MB, got {path} with {size / 2**20:.0f}; "
             "use fewer prompts, and give pictures as files"
@@ -112,8 +112,7 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
             raise ValueError(
                 f"expected JSON in line {number} of {path}, got something else ({one_line(error)}); mend the line"
             ) from error
-        if not isinstance(row, dict):
-            raise ValueError(f"expected a JSON object in line {number} of {path}, got {shown(row)}; mend the line")
+        require(isinstance(row, dict), f"a JSON object in line {number} of {path}", row, "fix the line")
         rows.append((number, row))
     return rows
 
@@ -127,7 +126,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         ValueError: If there is no such file, no prompt in it, or none or a malformed one in one of its lines.
     """
     if not path.is_file():
-        raise ValueError(f"expected a file of prompts as --prompts, got {str(path)!r}, which is none; mend the path")
+        raise ValueError(f"expected a file of prompts as --prompts, got {str(path)!r}, which is none; fix the path")
     if path.suffix != ".jsonl":
         prompts: list[Prompt] = [line for _, line in read_lines(path)]
     else:
@@ -143,61 +142,50 @@ def prompt_of(row: Mapping[str, Any], where: str, folder: Path) -> Prompt:
     Raises:
         ValueError: If it asks nothing, or not in one of the two forms; `where` says in which row.
     """
-    prompt = row.get("messages") or row.get("prompt")
+    messages, prompt = row.get("messages"), row.get("prompt")
+    if messages:
+        _check_messages(messages, where)
+        return find_pictures(messages, folder)
     if not prompt:
         raise ValueError(f"expected messages or prompt in {where}, got the keys {shown(list(row))}; add one of them")
-    if row.get("messages"):
-        _check_messages(prompt, where)
-    else:
-        _check_text(prompt, f"prompt in {where}")
-    return find_pictures(prompt, folder)
+    _check_text(prompt, f"prompt in {where}")
+    return str(prompt)
 
 
 def _check_messages(messages: Any, where: str) -> None:
     """Raises unless it is a conversation as this module's docstring has it."""
-    if not isinstance(messages, list):
-        raise ValueError(f"expected messages, a list of turns, in {where}, got {shown(messages)}; mend the row")
+    require(isinstance(messages, list), f"messages, a list of turns, in {where}", messages, FIX)
     for message in messages:
-        if not isinstance(message, dict):
-            raise ValueError(f"expected turns with role and content in {where}, got {shown(message)}; mend the row")
+        require(isinstance(message, dict), f"turns with role and content in {where}", message, FIX)
         _check_text(message.get("role"), f"role of each turn in {where}")
         content = message.get("content")
         if not isinstance(content, list):
             _check_text(content, f"content of each turn (or a list of parts) in {where}")
             continue
-        if not content:
-            raise ValueError(f"expected content in each turn in {where}, got an empty list; add a part")
+        require(bool(content), f"content in each turn in {where}", content, "add a part")
         for part in content:
             _check_part(part, where)
 
 
 def _check_part(part: Any, where: str) -> None:
     """Raises unless it is a text or a picture."""
-    if not isinstance(part, dict) or part.get("type") not in ("text", "image"):
-        raise ValueError(f"expected parts of type text or image in {where}, got {shown(part)}; mend the row")
+    is_known = isinstance(part, dict) and part.get("type") in ("text", "image")
+    require(is_known, f"parts of type text or image in {where}", part, FIX)
     if part["type"] == "text":
         _check_text(part.get("text"), f"text of each part of type text in {where}", may_be_empty=True)
         return
     sources = {name: part[name] for name in SOURCES if part.get(name) is not None}
-    if not sources:
-        raise ValueError(
-            f"expected each part of type image in {where} to have one of {SOURCES}, got {shown(part)}; say where the "
-            "picture is"
-        )
+    what = f"each part of type image in {where} to have one of {SOURCES}"
+    require(bool(sources), what, part, "say where the picture is")
     for name, source in sources.items():
         _check_text(source, f"{name} of each picture in {where}")
 
 
 def _check_text(text: Any, what: str, may_be_empty: bool = False) -> None:
     """Raises unless it is a text that a tokenizer can read."""
-    if not isinstance(text, str) or not (text or may_be_empty):
-        raise ValueError(f"expected a text as {what}, got {shown(text)}; mend the row")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"expected a text of whole characters as {what}, got a half of one ({one_line(error)}); mend the row"
-        ) from error
+    require(isinstance(text, str) and (bool(text) or may_be_empty), f"a text as {what}", text, FIX)
+    is_whole = not any("\ud800" <= letter <= "\udfff" for letter in text)
+    require(is_whole, f"a text of whole characters as {what}", text, FIX)
 
 
 __all__ = [

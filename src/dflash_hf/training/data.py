@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from dflash_hf.errors import require
 from dflash_hf.training.messages import encode_messages
 
 # What a processor may return beside inputs of the model.
@@ -40,11 +41,8 @@ class Example:
     model_inputs: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if len(self.input_ids) != len(self.loss_mask):
-            raise ValueError(
-                f"expected a loss_mask of {len(self.input_ids)} entries (one per token), got {len(self.loss_mask)}; "
-                "give every token a 0 or a 1"
-            )
+        what = f"a loss_mask of {len(self.input_ids)} entries (one per token)"
+        require(len(self.input_ids) == len(self.loss_mask), what, len(self.loss_mask), "give every token a 0 or a 1")
 
     @classmethod
     def from_pair(cls, prompt: Sequence[int] | Mapping[str, Any], answer_ids: Sequence[int]) -> Example:
@@ -116,22 +114,6 @@ class Example:
         return self.loss_mask.index(1) if 1 in self.loss_mask else len(self.loss_mask)
 
 
-def truncate(example: Example, max_length: int) -> Example:
-    """Cuts a text example at `max_length` tokens.
-
-    Raises:
-        ValueError: If the example has inputs beside its tokens, and would lose tokens that belong to them.
-    """
-    if example.model_inputs and len(example.input_ids) > max_length:
-        raise ValueError(
-            f"expected at most {max_length} tokens in an example with {', '.join(example.model_inputs)}, got "
-            f"{len(example.input_ids)}; drop the example, cutting it could cut an image"
-        )
-    if len(example.input_ids) <= max_length:
-        return example
-    return Example(input_ids=example.input_ids[:max_length], loss_mask=example.loss_mask[:max_length])
-
-
 def example_lengths(examples: Sequence[Example]) -> list[int]:
     """Returns the number of tokens of each example: `examples.lengths` where there is one.
 
@@ -143,12 +125,9 @@ def example_lengths(examples: Sequence[Example]) -> list[int]:
     lengths = getattr(examples, "lengths", None)
     if lengths is None:
         return [len(example.input_ids) for example in examples]
-    if len(lengths) != len(examples):
-        raise ValueError(
-            f"expected lengths of {len(examples)} entries (one per example), got {len(lengths)}; give the number of "
-            "tokens of each example"
-        )
+    what = f"lengths of {len(examples)} entries (one per example)"
+    require(len(lengths) == len(examples), what, len(lengths), "give the number of tokens of each example")
     return list(lengths)
 
 
-__all__ = ["Example", "example_lengths", "truncate"]
+__all__ = ["Example", "example_lengths"]

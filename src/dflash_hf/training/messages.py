@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from dflash_hf.errors import shown
 from dflash_hf.processing_qwen3_vl import check_pixels
 
 # Keys of an image block that say where its picture is, as Transformers' processors look them up.
@@ -42,9 +43,8 @@ def check_messages(messages: Any) -> None:
 
 
 def _kind(value: Any) -> str:
-    """What a value is, and itself if it is short."""
-    shown = repr(value)
-    return f"{type(value).__name__} {shown}" if len(shown) <= 40 else f"{type(value).__name__} {shown[:36]} ..."
+    """What a value is, and itself, in part where it is long."""
+    return f"{type(value).__name__} {shown(value)}"
 
 
 def prepare_multimodal_messages(messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> list[dict[str, Any]]:

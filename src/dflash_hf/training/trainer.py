@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +29,8 @@ from dflash_hf.training.loss import BlockLoss, block_labels, block_loss, decay_w
 from dflash_hf.training.optimizer import make_optimizers, make_schedulers
 from dflash_hf.training.resume import append_record, load_checkpoint, save_checkpoint
 from dflash_hf.training.walking import walked_acceptance
+
+METRICS_FILE = "metrics.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,17 +162,7 @@ class DFlashTrainer:
             # One batch at a time: its pictures may be large.
             result = self._batch_loss(batch.to(self.device), anchors.to(self.device))
             self.accelerator.backward((result.loss + result.selector_loss) / total.clamp_min(1e-9))
-            sums.append(
-                BlockLoss(
-                    loss=result.loss.detach(),
-                    selector_loss=result.selector_loss.detach(),
-                    weight=result.weight,
-                    correct=result.correct,
-                    count=result.count,
-                    blocks=result.blocks,
-                    accepted=result.accepted,
-                )
-            )
+            sums.append(replace(result, loss=result.loss.detach(), selector_loss=result.selector_loss.detach()))
         limit = self.args.max_grad_norm or math.inf
         norm = self.accelerator.clip_grad_norm_(self.draft.parameters(), limit)
         for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
@@ -193,7 +185,7 @@ class DFlashTrainer:
         self.evaluations[self.step] = walked.acceptance_length
         if self.accelerator.is_main_process:
             record: dict[str, object] = {"step": self.step, "walked_acceptance": round(walked.acceptance_length, 4)}
-            append_record(Path(self.args.output_dir) / "metrics.jsonl", record)
+            append_record(Path(self.args.output_dir) / METRICS_FILE, record)
         return walked.acceptance_length
 
     def save_checkpoint(self) -> None:
@@ -237,7 +229,6 @@ class DFlashTrainer:
         labels = block_labels(batch.input_ids, batch.loss_mask, anchors)
         with_head = self.args.labels == "target"
         config = self.draft.config
-        assert config.target_layer_ids is not None
         with self._autocast():
             options = {"after_deepstack": config.tap_after_deepstack, "with_head": with_head}
             features = target_features(self.target, config.target_layer_ids, batch, **options)
@@ -284,20 +275,9 @@ class DFlashTrainer:
 
     def _record(self, report: StepReport, seconds: float) -> None:
         """Appends a report to metrics.jsonl."""
-        if not self.accelerator.is_main_process:
-            return
-        record: dict[str, object] = {
-            "step": report.step,
-            "loss": round(report.loss, 4),
-            "block_acceptance": round(report.block_acceptance, 4),
-            "accuracy": report.accuracy,
-            "learning_rate": report.learning_rate,
-            "grad_norm": round(report.grad_norm, 4),
-            "seconds": round(seconds, 1),
-        }
-        if report.selector_loss is not None:
-            record["selector_loss"] = round(report.selector_loss, 4)
-        append_record(Path(self.args.output_dir) / "metrics.jsonl", record)
+        if self.accelerator.is_main_process:
+            known = {name: value for name, value in asdict(report).items() if value is not None}
+            append_record(Path(self.args.output_dir) / METRICS_FILE, {**known, "seconds": round(seconds, 1)})
 
     def _progress(self) -> Progress:
         """A progress bar with the newest numbers beside it."""
@@ -313,7 +293,7 @@ class DFlashTrainer:
 
 
 def _check_trainable(draft: DFlashDraftModel) -> None:
-    """Refuses drafts of other layouts: here slot `k` is trained on token `k`, with the target's embedding and head.
+    """Refuses drafts of other formats: here slot `k` is trained on token `k`, with the target's embedding and head.
 
     Raises:
         ValueError: Naming the fields.

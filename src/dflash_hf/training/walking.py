@@ -98,7 +98,6 @@ def accepted_at_anchors(
         return torch.zeros_like(batch.input_ids)
     batch = batch.to(device)
     config = draft.config
-    assert config.target_layer_ids is not None
     features = target_features(target, config.target_layer_ids, batch, after_deepstack=config.tap_after_deepstack).taps
     return accepted_with_features(draft, target, batch, features, block_size, verify_width, chunk_anchors)
 
