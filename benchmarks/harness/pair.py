@@ -21,7 +21,7 @@ from transformers import (
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.cli.demo import read_prompts
-from dflash_hf.evaluation.prompt_files import as_messages, picture_names
+from dflash_hf.evaluation.prompt_files import as_messages, image_names
 
 from .machine import ROOT
 
@@ -138,7 +138,7 @@ class Pair:
     @property
     def picture_kinds(self) -> tuple[str, ...]:
         """Kinds whose prompts have pictures."""
-        return tuple(kind for kind, prompts in self.held_out.items() if any(map(picture_names, prompts)))
+        return tuple(kind for kind, prompts in self.held_out.items() if any(map(image_names, prompts)))
 
     def _random_inputs(self, kind: str, first: int, count: int) -> Inputs:
         generator = torch.Generator().manual_seed(first)

@@ -19,6 +19,7 @@ else:  # what may be given
     Filled = Optional
     PerLayer = bool | list[bool] | None
 FILLED_IN: Any = None
+AttentionKind = tuple[int | None, bool, bool]  # of a layer: its window, whether it is causal, and from the anchor
 
 # Kind of RoPE -> the numbers it cannot do without.
 ROPE_TYPES = {
@@ -91,8 +92,8 @@ class DFlashConfig(PreTrainedConfig):
         num_target_layers (`int`, *optional*): Depth of the target the draft was trained for; `None` means not stated.
         target_layer_ids (`list[int]`, *optional*): 0-based target layers whose outputs are tapped; -1 is what the
             first layer is given (the embeddings).
-        tap_after_deepstack (`bool`): Whether a tap of a layer after which DeepStack adds features of a picture has
-            them in it: in the rows of picture tokens only. Drafts are trained without, as by SpecForge; SGLang taps
+        tap_after_deepstack (`bool`): Whether a tap of a layer after which DeepStack adds features of an image has
+            them in it: in the rows of image tokens only. Drafts are trained without, as by SpecForge; SGLang taps
             without, vLLM with them.
         raw_input_embeddings (`bool`): Look rows up in the embedding weight instead of calling the target's embedding
             module, which for some targets scales or normalises (Muse needs the raw rows, Gemma the scaled ones).
@@ -290,7 +291,7 @@ class DFlashConfig(PreTrainedConfig):
         require(model_type == cls.model_type, f"model_type {cls.model_type!r}", model_type, elsewhere)
         return super().from_dict(config_dict, **kwargs)
 
-    def attention_kind(self, layer_idx: int) -> tuple[int | None, bool, bool]:
+    def attention_kind(self, layer_idx: int) -> AttentionKind:
         """Returns `(window, causal, from_anchor)` of one layer: what [`positions.visible`] needs to know about it."""
         slides = self.layer_types[layer_idx] == "sliding_attention"
         return self.sliding_window if slides else None, self.is_causal[layer_idx], self.window_from_anchor and slides
@@ -300,4 +301,4 @@ class DFlashConfig(PreTrainedConfig):
         return block_size if self.sample_from_anchor else block_size - 1
 
 
-__all__ = ["DFlashConfig"]
+__all__ = ["AttentionKind", "DFlashConfig"]

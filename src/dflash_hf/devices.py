@@ -94,12 +94,12 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Whether weights of a module or its parts are brought in for each call."""
+    """Returns True if weights of a module or its parts are brought in for each call."""
     return any(getattr(hook, "offload", False) for part in module.modules() for hook in _hooks(part))
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a call of the module runs code of `torch.compile`, in whichever of its three forms it was asked for."""
+    """Returns True if a call of the module runs code of `torch.compile`, in whichever of its three forms."""
     parts = list(module.modules())
     if any(hasattr(kind, "_torchdynamo_orig_callable") for kind in {type(part) for part in parts}):
         return True

@@ -24,14 +24,13 @@ from dflash_hf.attention import RaggedMask, attend, mask_repeats
 from dflash_hf.cache import RaggedCache
 from dflash_hf.cache_size import LayerShape
 from dflash_hf.checkpoints.loading import DFlashPreTrainedModel
-from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig
 from dflash_hf.devices import brought_in, execution_device
 from dflash_hf.dflash2 import CandidateSelector, GroupedDynamicConvolution, convolved, follow_path
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.new_context import ContextWeights, NewContext, stack_weights
 from dflash_hf.positions import visible
 
-AttentionKind = tuple[int | None, bool, bool]
 Mask = Tensor | BlockMask | RaggedMask
 CosSin = tuple[Tensor, Tensor]
 # What a block attends with and to: queries [B, K, H, E], keys and values [B, G, R, E], and the mask.

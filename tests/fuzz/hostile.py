@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.drafts import load_draft
-from dflash_hf.evaluation.prompt_files import picture_names, read_prompts, text_of
+from dflash_hf.evaluation.prompt_files import image_names, read_prompts, text_of
 from dflash_hf.generation_config import TYPES, DFlashGenerationConfig
 from fuzz.hostile_files import (
     BASES,
@@ -106,7 +106,7 @@ def _read(name: str, folder: Path) -> DFlashDraftModel | None:
         return load_draft(folder)
     for prompt in read_prompts(folder / f"prompts.{name}"):
         text_of(prompt).encode()
-        picture_names(prompt)
+        image_names(prompt)
     return None
 
 

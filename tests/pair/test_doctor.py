@@ -28,7 +28,7 @@ from dflash_hf.evaluation import diagnosis as doctor_module
 from dflash_hf.evaluation.diagnosis import Diagnosis, diagnose, write_answers
 from dflash_hf.evaluation.harness import encode_prompt
 from dflash_hf.evaluation.probe import Measurement, Probe, Setup, variant
-from dflash_hf.evaluation.prompt_files import picture_names, read_prompts
+from dflash_hf.evaluation.prompt_files import image_names, read_prompts
 from dflash_hf.target import find_target
 from dflash_hf.training.data import Example
 
@@ -133,7 +133,7 @@ def test_taps_before_and_after_deepstack_are_tried_where_they_differ() -> None:
     target = AutoModelForImageTextToText.from_pretrained(folder / "target")
     draft = DFlashDraftModel.from_pretrained(folder / "draft")
     processor = AutoProcessor.from_pretrained(folder / "target")
-    shown = [p for p in read_prompts(folder / "held_out.jsonl") if not isinstance(p, str) and picture_names(p)][:2]
+    shown = [p for p in read_prompts(folder / "held_out.jsonl") if not isinstance(p, str) and image_names(p)][:2]
     inputs = [encode_prompt(processor, prompt, target.device) for prompt in shown]
     probe = Probe(find_target(target), draft, write_answers(target, inputs, 32))
     assert probe.deepstack_differs
@@ -315,7 +315,7 @@ def test_prompt_files(tmp_path: Path) -> None:
     assert read_prompts(text) == ["one", "two"]
     rows.write_text('{"prompt": "one"}\n{"messages": [{"role": "user", "content": "two"}], "answer": "x"}\n')
     assert read_prompts(rows) == ["one", [{"role": "user", "content": "two"}]]
-    with pytest.raises(ValueError, match=r"expected a file of prompts .* which is none; mend the path"):
+    with pytest.raises(ValueError, match=r"expected a file of prompts .* which is none; fix the path"):
         read_prompts(tmp_path / "none.txt")
     for content, message in (("", "got none"), ("{", "line 1"), ('{"answer": "x"}', "expected messages or prompt")):
         rows.write_text(content)

@@ -21,7 +21,7 @@ from dflash_hf.cli.pair import load_pair
 from dflash_hf.evaluation.diagnosis import diagnose, write_answers
 from dflash_hf.evaluation.harness import compare, encode_prompt
 from dflash_hf.evaluation.probe import Probe, Setup
-from dflash_hf.evaluation.prompt_files import picture_names
+from dflash_hf.evaluation.prompt_files import image_names
 from dflash_hf.evaluation.prompt_files import read_prompts as read_doctor_prompts
 from dflash_hf.target import find_target
 from helpers.vision_pair import KINDS, write_vision_pair
@@ -75,10 +75,10 @@ def test_paths_of_pictures_are_relative_to_the_file(folder: Path) -> None:
         [row["messages"] for row in read_prompts(folder / "held_out.jsonl", 3)],
         read_doctor_prompts(folder / "held_out.jsonl"),
     ):
-        assert [len(picture_names(prompt)) for prompt in prompts] == [len(s) for k in KINDS.values() for s in k]
+        assert [len(image_names(prompt)) for prompt in prompts] == [len(s) for k in KINDS.values() for s in k]
         part = prompts[3][0]["content"][1]
         assert part == {"type": "image", "path": str(folder / "pictures" / "004.png")}
-        assert picture_names(prompts[3]) == ["003.png", "004.png"]
+        assert image_names(prompts[3]) == ["003.png", "004.png"]
 
 
 def test_prompts_are_encoded_as_the_processor_does(folder: Path) -> None:
@@ -103,13 +103,13 @@ def test_pictures_need_a_processor_its_template_and_a_readable_file(folder: Path
     prompt = read_prompts(folder / "held_out.jsonl", 1)[0]["messages"]
     with pytest.raises(ValueError, match=r"expected a processor .* got \w+; leave"):
         encode_prompt(processor.tokenizer, prompt, target.device)
-    with pytest.raises(ValueError, match="without the template; leave the pictures out"):
+    with pytest.raises(ValueError, match="without the template; leave the images out"):
         encode_prompt(processor, prompt, target.device, template=False)
     whole = (folder / "pictures" / "000.png").read_bytes()
     for content in (b"no picture", whole[: len(whole) // 2], b""):
         (tmp_path / "bad.png").write_bytes(content)
         prompt[0]["content"][0]["path"] = str(tmp_path / "bad.png")
-        with pytest.raises(ValueError, match=r"expected pictures that can be read, got bad.png"):
+        with pytest.raises(ValueError, match=r"expected images that can be read, got bad.png"):
             encode_prompt(processor, prompt, target.device)
 
 
@@ -120,8 +120,8 @@ def test_answers_are_compared_and_say_what_they_are_about(folder: Path, known: P
             assert result.identical
             assert result.num_tokens == NEW
             assert result.stats.acceptance_length >= least
-            assert list(result.pictures) == picture_names(row["messages"])
-            assert result.to_dict()["pictures"] == list(result.pictures)
+            assert list(result.images) == image_names(row["messages"])
+            assert result.to_dict()["images"] == result.to_dict()["pictures"] == list(result.images)
 
 
 def test_the_demo_names_the_pictures(known: Path) -> None:
@@ -130,7 +130,7 @@ def test_the_demo_names_the_pictures(known: Path) -> None:
     assert "[000.png] Question 0 about count?" in result.stdout
     assert all(f"{kind} (1)" in result.stdout for kind in KINDS)
     rows = last_json(run("demo", "--pair", str(known), "--max-new-tokens", str(NEW), "--json"))["rows"]
-    assert [row["pictures"] for row in rows if row["kind"] == "compare"][1] == ["005.png", "006.png"]
+    assert [row["images"] for row in rows if row["kind"] == "compare"][1] == ["005.png", "006.png"]
 
 
 def test_the_demo_shows_the_pair_for_pictures_beside_the_one_for_texts(known: Path, tmp_path: Path) -> None:
@@ -158,9 +158,9 @@ def test_generate_takes_pictures_in_their_order(folder: Path) -> None:
 
 def test_pictures_that_cannot_be_used_are_one_sentence(folder: Path) -> None:
     missing = run("generate", "What?", "--image", "/nowhere.png", *pair_options(folder))
-    assert (missing.exit_code, "expected a picture's file, got '/nowhere.png'" in missing.stderr) == (2, True)
+    assert (missing.exit_code, "expected an image file, got '/nowhere.png'" in missing.stderr) == (2, True)
     unreadable = run("generate", "What?", "--image", str(folder / "held_out.jsonl"), *pair_options(folder))
-    assert (unreadable.exit_code, "expected pictures that can be read" in unreadable.stderr) == (2, True)
+    assert (unreadable.exit_code, "expected images that can be read" in unreadable.stderr) == (2, True)
     texts = run("generate", "What?", "--image", str(folder / "pictures" / "000.png"), *pair_options(TOY))
     assert (texts.exit_code, "expected a processor" in texts.stderr) == (2, True)
 

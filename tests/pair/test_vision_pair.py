@@ -24,7 +24,7 @@ from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import load_pair
 from dflash_hf.evaluation.diagnosis import diagnose
 from dflash_hf.evaluation.harness import encode_prompt
-from dflash_hf.evaluation.prompt_files import picture_names
+from dflash_hf.evaluation.prompt_files import image_names
 
 VISION = Path(__file__).resolve().parents[2] / "demos" / "toy" / "vision"
 GREEDY: dict[str, Any] = {"max_new_tokens": 192, "do_sample": False}
@@ -42,18 +42,18 @@ def prompts(per_kind: int) -> list[Row]:
     return read_prompts(VISION / "held_out.jsonl", per_kind)
 
 
-def with_pictures(count: int) -> list[Row]:
+def with_images(count: int) -> list[Row]:
     """Prompts of one user turn with so many pictures."""
     rows = [row for row in prompts(COMPARED) if len(row["messages"]) == 1]
-    found = [row for row in rows if len(picture_names(row["messages"])) == count]
+    found = [row for row in rows if len(image_names(row["messages"])) == count]
     assert found, f"no held-out prompt of one turn has {count} pictures"
     return found
 
 
 def mixed_rows() -> list[Row]:
     """Prompts without a picture, with one, with two, and a conversation, if there is one."""
-    chats = [row for row in prompts(COMPARED) if len(row["messages"]) > 1 and picture_names(row["messages"])]
-    return [with_pictures(1)[0], with_pictures(0)[0], with_pictures(2)[0], with_pictures(1)[-1], *chats[:1]]
+    chats = [row for row in prompts(COMPARED) if len(row["messages"]) > 1 and image_names(row["messages"])]
+    return [with_images(1)[0], with_images(0)[0], with_images(2)[0], with_images(1)[-1], *chats[:1]]
 
 
 def encode(row: Row) -> dict[str, Tensor]:
@@ -95,7 +95,7 @@ def test_answers_are_identical_and_acceptance_is_above_the_floors() -> None:
         seen[row["kind"]] += 1
         if seen[row["kind"]] <= COMPARED:
             assert torch.equal(target.generate(**inputs, **GREEDY), out), row
-    shown = {row["kind"] for row in prompts(1) if picture_names(row["messages"])}
+    shown = {row["kind"] for row in prompts(1) if image_names(row["messages"])}
     lengths = {kind: sum(counts) / len(counts) for kind, counts in verifies.items()}
     for kinds, floor in ((shown, 5.0), (verifies.keys() - shown, 4.0)):
         pooled = [count for kind in kinds for count in verifies[kind]]
@@ -140,7 +140,7 @@ def follow(first: Tensor, inputs: dict[str, Tensor], row: Row, follow_up: Row) -
 def test_a_second_turn_goes_on_from_a_kept_cache(count: int) -> None:
     """The first turn has a picture; the second has `count` more of them."""
     target, draft, _ = pair()
-    row, follow_up = with_pictures(1)[0], with_pictures(count)[-1]
+    row, follow_up = with_images(1)[0], with_images(count)[-1]
     inputs = encode(row)
     first = target.generate(**inputs, **GREEDY)
     both = follow(first, inputs, row, follow_up)
@@ -169,13 +169,13 @@ def test_the_demo_command_answers_texts_and_pictures() -> None:
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout.splitlines()[-1])
     assert record["all"]["identical"] is True
-    names = [tuple(row["pictures"]) for row in record["rows"]]
-    assert names[-len(prompts(1)) :] == [tuple(picture_names(row["messages"])) for row in prompts(1)]
+    names = [tuple(row["images"]) for row in record["rows"]]
+    assert names[-len(prompts(1)) :] == [tuple(image_names(row["messages"])) for row in prompts(1)]
     assert all(row["num_target_forwards"] < row["num_tokens"] for row in record["rows"])
 
 
 def test_the_generate_command_asks_the_bundled_pair_about_a_picture() -> None:
-    part, question = with_pictures(1)[0]["messages"][0]["content"]
+    part, question = with_images(1)[0]["messages"][0]["content"]
     result = run("generate", question["text"], "--image", part["path"])
     assert result.exit_code == 0, result.output
     assert f"[{Path(part['path']).name}] {question['text']}" in " ".join(result.stdout.split())

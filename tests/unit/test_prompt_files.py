@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_hf.cli.demo import read_prompts as read_held_out
-from dflash_hf.evaluation.prompt_files import MAX_BYTES, MAX_PROMPTS, picture_names, read_prompts, text_of
+from dflash_hf.evaluation.prompt_files import MAX_BYTES, MAX_PROMPTS, image_names, read_prompts, text_of
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -37,7 +37,7 @@ BAD: list[tuple[Any, str]] = [
     (user([{"type": "video", "path": "x"}]), "expected parts of type text or image"),
     (user([{"type": "text"}]), "expected a text as text of each part"),
     (user([{"type": "image"}]), "expected each part of type image .* to have one of"),
-    (user([{"type": "image", "path": 7}]), "expected a text as path of each picture .*, got 7"),
+    (user([{"type": "image", "path": 7}]), "expected a text as path of each image .*, got 7"),
     (user("\ud800"), "expected a text of whole characters as content"),
     ({"messages": "hello"}, "expected messages, a list of turns"),
     ({"messages": {"role": "user"}}, "expected messages, a list of turns"),
@@ -74,7 +74,7 @@ def test_what_is_read(tmp_path: Path) -> None:
     file = write(tmp_path, b'\xef\xbb\xbf{"prompt": "one"}', "", "  ", '{"prompt": "a\u2028b"}\r', user(parts))
     first, second, third = read_prompts(file)
     assert (first, second) == ("one", "a\u2028b")
-    assert picture_names(third) == ["a.png", "b.png"]
+    assert image_names(third) == ["a.png", "b.png"]
     assert text_of(third) == ""
     assert not isinstance(third, str)
     assert third[0]["content"][0]["path"] == str(tmp_path / "a.png")

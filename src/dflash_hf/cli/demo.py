@@ -15,7 +15,7 @@ from transformers import TextStreamer
 from dflash_hf.cli.pair import BUNDLED, VISION, load_pair
 from dflash_hf.cli.table import comparison_table, prompt_line
 from dflash_hf.evaluation.harness import Comparison, compare, pool, tokenizer_of, warm_up
-from dflash_hf.evaluation.prompt_files import picture_names, prompt_of, read_rows
+from dflash_hf.evaluation.prompt_files import image_names, prompt_of, read_rows
 
 
 def demo(
@@ -51,7 +51,7 @@ def _answer(
 ) -> list[Comparison]:
     """Loads a pair, streams an answer to its first prompt (with a picture, if one has), and compares all of them."""
     target, draft, processor = load_pair(str(folder / "target"), str(folder / "draft"))
-    shown = next((prompt for prompt in prompts if picture_names(prompt["messages"])), prompts[0])["messages"]
+    shown = next((prompt for prompt in prompts if image_names(prompt["messages"])), prompts[0])["messages"]
     warm_up(target, draft, processor, shown)
     if not as_json:
         console.print(prompt_line(shown), highlight=False)

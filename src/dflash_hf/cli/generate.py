@@ -14,7 +14,7 @@ from transformers import TextStreamer
 from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION, load_pair
 from dflash_hf.cli.table import comparison_table, prompt_line
 from dflash_hf.evaluation.harness import compare, tokenizer_of, warm_up
-from dflash_hf.evaluation.prompt_files import with_pictures
+from dflash_hf.evaluation.prompt_files import with_images
 
 
 def generate(
@@ -40,7 +40,7 @@ def generate(
 ) -> None:
     """Answer a prompt with a draft, stream it, and compare with the same call without the draft."""
     console = Console(stderr=as_json)
-    asked = with_pictures(prompt, image or [])
+    asked = with_images(prompt, image or [])
     bundled = BUNDLED_VISION if image else BUNDLED
     model, assistant, processor = load_pair(
         target or str(bundled / "target"), draft or str(bundled / "draft"), dtype, device

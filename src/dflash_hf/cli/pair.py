@@ -34,9 +34,7 @@ def check_place(option: str, place: str) -> None:
     """
     looks_local = place.startswith((".", "~", "/")) or place.count("/") > 1
     if looks_local and not Path(place).exists():
-        raise ValueError(
-            f"expected a folder or a Hub id as {option}, got {place!r}, which is not there; mend the path"
-        )
+        raise ValueError(f"expected a folder or a Hub id as {option}, got {place!r}, which is not there; fix the path")
 
 
 def takes_pictures(config: PreTrainedConfig) -> bool:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_hf.evaluation.harness import Comparison, pool
-from dflash_hf.evaluation.prompt_files import Prompt, as_messages, picture_names, text_of
+from dflash_hf.evaluation.prompt_files import Prompt, as_messages, image_names, text_of
 
 
 def comparison_table(rows: Sequence[Comparison]) -> Table:
@@ -40,7 +40,7 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
 def prompt_line(prompt: Prompt) -> Text:
     """Returns what is asked: the names of all pictures so far, and the text of the last message."""
     line = Text()
-    for name in picture_names(prompt):
+    for name in image_names(prompt):
         line.append(f"[{name}] ", style="cyan")
     return line.append(text_of(as_messages(prompt)[-1:]), style="bold")
 

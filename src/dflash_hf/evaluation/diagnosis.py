@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dflash_hf.configuration_dflash import ROPE_TYPES
 from dflash_hf.evaluation.harness import Processor, encode_prompt, tokenizer_of
 from dflash_hf.evaluation.probe import Measurement, Probe, Setup
-from dflash_hf.evaluation.prompt_files import Prompt, picture_names
+from dflash_hf.evaluation.prompt_files import Prompt, image_names
 from dflash_hf.modeling_dflash import DFlashDraftModel, DFlashRMSNorm
 from dflash_hf.target import Target, check_pair, check_target, find_target
 from dflash_hf.training.data import Example
@@ -113,7 +113,7 @@ def diagnose(
         draft (`DFlashDraftModel`): Its draft.
         processor (tokenizer or processor): The target's.
         prompts (sequence of texts or conversations, *optional*): What to measure on: the more, the smaller the
-            differences that count as clear; with pictures where the target takes them. By default a few built-in
+            differences that count as clear; with images where the target takes them. By default a few built-in
             texts, if there is a chat template.
         max_new_tokens (`int`): Longest answer in tokens.
 
@@ -205,7 +205,7 @@ def _try_settings(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> tuple[Set
 # Measured settings in the order of the report -> what there is to say where nothing could be tried.
 EXPLAINED = {
     "tap_offset": "no neighbouring layers to tap",
-    "deepstack": "no tap is where DeepStack adds features of a picture, or no prompt has one",
+    "deepstack": "no tap is where DeepStack adds features of an image, or no prompt has one",
     "mask_token": "no other special or unused token to try",
     "causality": "nothing to flip",
     "sliding_window": "no text is longer than a window to try; give longer prompts to see a difference",
@@ -370,8 +370,8 @@ def _check_prompts(
         return _judged(name, [sentence] * bad, advice.format(best=best), sentence, measured)
 
     advice = "the draft was trained on texts without the chat template; use it on those, or one trained with it"
-    if any(picture_names(prompt) for prompt in prompts):
-        skipped = "the chat template says where the pictures are"
+    if any(image_names(prompt) for prompt in prompts):
+        skipped = "the chat template says where the images are"
         checks = [Check(name="chat_template", status="skipped", sentence=skipped)]
     else:
         checks = [judge("chat_template", {"without the template": measure(template=False)}, advice)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.generation.streamers import BaseStreamer
 
-from dflash_hf.evaluation.prompt_files import Prompt, as_messages, picture_names, text_of
+from dflash_hf.evaluation.prompt_files import Prompt, as_messages, image_names, text_of
 from dflash_hf.generation.stats import SpeculativeStats
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
@@ -72,7 +72,7 @@ def encode_prompt(
     under `template=False` neither does, and a conversation is its messages' texts, one per line.
 
     Args:
-        processor (tokenizer or processor): Anything with `apply_chat_template`; pictures need a processor.
+        processor (tokenizer or processor): Anything with `apply_chat_template`; images need a processor.
         prompt (`str` or list of messages): What to answer.
         device (`torch.device`): Where the tensors go.
         template (`bool`): Whether to apply the chat template.
@@ -80,17 +80,17 @@ def encode_prompt(
 
     Returns:
         `dict[str, torch.Tensor]`: `input_ids` and `attention_mask`, both `[1, S]`, and of a processor all that it
-        makes of the pictures.
+        makes of the images.
 
     Raises:
-        ValueError: If there are pictures and no processor, or no template that says where they go, or a picture
+        ValueError: If there are images and no processor, or no template that says where they go, or an image
             cannot be read.
     """
     tokenizer = tokenizer_of(processor)
-    if picture_names(prompt) and (processor is tokenizer or not template):
+    if image_names(prompt) and (processor is tokenizer or not template):
         raise ValueError(
-            f"expected a processor and its chat template for a prompt with pictures, got {type(processor).__name__}"
-            f"{'' if template else ' without the template'}; leave the pictures out, or take a target for pictures"
+            f"expected a processor and its chat template for a prompt with images, got {type(processor).__name__}"
+            f"{'' if template else ' without the template'}; leave the images out, or take a target for images"
         )
     if not template or (isinstance(prompt, str) and processor.chat_template is None):
         encoded: Any = tokenizer(text_of(prompt), return_tensors="pt")
@@ -105,9 +105,9 @@ def encode_prompt(
                 return_dict=True,
                 **options,
             )
-        except (OSError, SyntaxError) as error:  # Pillow's: not a picture, or one that is cut off or broken
+        except (OSError, SyntaxError) as error:  # Pillow's: not an image, or one that is cut off or broken
             raise ValueError(
-                f"expected pictures that can be read, got {', '.join(picture_names(prompt))}, of which one cannot "
+                f"expected images that can be read, got {', '.join(image_names(prompt))}, of which one cannot "
                 f"({error}); leave it out or save it anew"
             ) from error
     names = ("input_ids", "attention_mask") if processor is tokenizer else tuple(encoded)
@@ -171,7 +171,7 @@ def compare(
         plain_seconds=plain_seconds,
         draft_seconds=draft_seconds,
         stats=draft.last_stats,
-        images=tuple(picture_names(prompt)),
+        images=tuple(image_names(prompt)),
     )
 
 

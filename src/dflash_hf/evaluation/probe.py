@@ -95,7 +95,7 @@ class Measurement:
         return sum(g * w for g, w in zip(self.groups, self.weights, strict=True)) / total if total else 1.0
 
     def beats(self, other: Measurement, margin: float = 0.03, errors: float = 3.0) -> bool:
-        """Whether this setup is clearly better on the same texts.
+        """Returns True if this setup is clearly better on the same texts.
 
         Args:
             other (`Measurement`): Of the other setup.
@@ -151,7 +151,7 @@ class Probe:
 
     @property
     def deepstack_differs(self) -> bool:
-        """Whether it is not the same on these texts to tap before and after DeepStack's additions."""
+        """True if it is not the same on these texts to tap before and after DeepStack's additions."""
         return any(self._differ(states, self.layer_ids) for _, states in self.texts)
 
     @property

@@ -1,7 +1,7 @@
-"""Prompts: a text, or a conversation in Transformers' form whose messages may have pictures in them.
+"""Prompts: a text, or a conversation in Transformers' form whose messages may have images in them.
 
 A message's `content` is a text or a list of parts, `{"type": "text", "text": ...}` and `{"type": "image", ...}` with
-the picture under `"path"`, `"url"`, `"image"` or `"base64"`, as `apply_chat_template` of a processor reads it.
+the image under `"path"`, `"url"`, `"image"` or `"base64"`, as `apply_chat_template` of a processor reads it.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ def text_of(prompt: Prompt) -> str:
     return "\n".join(texts)
 
 
-def picture_names(prompt: Prompt) -> list[str]:
-    """Returns what to call a prompt's pictures, in their order: the name of the file, else `"picture"`."""
+def image_names(prompt: Prompt) -> list[str]:
+    """Returns what to call a prompt's images, in their order: the name of the file, else `"image"`."""
     contents = [message["content"] for message in as_messages(prompt)]
     parts = [part for content in contents if not isinstance(content, str) for part in content]
     places = [part.get("path", part.get("url")) for part in parts if part["type"] == "image"]
-    return ["picture" if place is None else Path(place).name for place in places]
+    return ["image" if place is None else Path(place).name for place in places]
 
 
-def with_pictures(text: str, files: Sequence[Path]) -> Prompt:
-    """Returns a prompt with picture files before its text; the text alone where there is none.
+def with_images(text: str, files: Sequence[Path]) -> Prompt:
+    """Returns a prompt with image files before its text; the text alone where there is none.
 
     Raises:
         ValueError: If a file is not there.
     """
     for file in files:
         if not file.is_file():
-            raise ValueError(f"expected a picture's file, got {str(file)!r}, which is not there; mend the path")
+            raise ValueError(f"expected an image file, got {str(file)!r}, which is not there; fix the path")
     if not files:
         return text
     parts: list[dict[str, Any]] = [{"type": "image", "path": str(file)} for file in files]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
-def find_pictures(prompt: Prompt, folder: Path) -> Prompt:
-    """Returns the prompt with relative paths of pictures taken from a folder, that of the file it was read from."""
+def find_images(prompt: Prompt, folder: Path) -> Prompt:
+    """Returns the prompt with relative paths of images taken from a folder, that of the file it was read from."""
     if isinstance(prompt, str):
         return prompt
     messages = as_messages(prompt)
@@ -86,7 +86,7 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
     if (size := path.stat().st_size) > MAX_BYTES:
         raise ValueError(
             f"expected a file of prompts of at most {MAX_BYTES / 2**20:.0f} MB, got {path} with {size / 2**20:.0f}; "
-            "use fewer prompts, and give pictures as files"
+            "use fewer prompts, and give images as files"
         )
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -110,7 +110,7 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
             row: Any = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"expected JSON in line {number} of {path}, got something else ({one_line(error)}); mend the line"
+                f"expected JSON in line {number} of {path}, got something else ({one_line(error)}); fix the line"
             ) from error
         require(isinstance(row, dict), f"a JSON object in line {number} of {path}", row, "fix the line")
         rows.append((number, row))
@@ -120,7 +120,7 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
 def read_prompts(path: Path) -> list[Prompt]:
     """Reads prompts: the lines of a text file, or `"messages"` or else `"prompt"` of the objects of a `.jsonl` one.
 
-    Paths of pictures in messages are relative to the file.
+    Paths of images in messages are relative to the file.
 
     Raises:
         ValueError: If there is no such file, no prompt in it, or none or a malformed one in one of its lines.
@@ -137,7 +137,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def prompt_of(row: Mapping[str, Any], where: str, folder: Path) -> Prompt:
-    """Returns what a row of a `.jsonl` file asks, with relative paths of pictures taken from `folder`.
+    """Returns what a row of a `.jsonl` file asks, with relative paths of images taken from `folder`.
 
     Raises:
         ValueError: If it asks nothing, or not in one of the two forms; `where` says in which row.
@@ -145,7 +145,7 @@ def prompt_of(row: Mapping[str, Any], where: str, folder: Path) -> Prompt:
     messages, prompt = row.get("messages"), row.get("prompt")
     if messages:
         _check_messages(messages, where)
-        return find_pictures(messages, folder)
+        return find_images(messages, folder)
     if not prompt:
         raise ValueError(f"expected messages or prompt in {where}, got the keys {shown(list(row))}; add one of them")
     _check_text(prompt, f"prompt in {where}")
@@ -168,7 +168,7 @@ def _check_messages(messages: Any, where: str) -> None:
 
 
 def _check_part(part: Any, where: str) -> None:
-    """Raises unless it is a text or a picture."""
+    """Raises unless it is a text or an image."""
     is_known = isinstance(part, dict) and part.get("type") in ("text", "image")
     require(is_known, f"parts of type text or image in {where}", part, FIX)
     if part["type"] == "text":
@@ -176,9 +176,9 @@ def _check_part(part: Any, where: str) -> None:
         return
     sources = {name: part[name] for name in SOURCES if part.get(name) is not None}
     what = f"each part of type image in {where} to have one of {SOURCES}"
-    require(bool(sources), what, part, "say where the picture is")
+    require(bool(sources), what, part, "say where the image is")
     for name, source in sources.items():
-        _check_text(source, f"{name} of each picture in {where}")
+        _check_text(source, f"{name} of each image in {where}")
 
 
 def _check_text(text: Any, what: str, may_be_empty: bool = False) -> None:
@@ -192,12 +192,12 @@ __all__ = [
     "Message",
     "Prompt",
     "as_messages",
-    "find_pictures",
-    "picture_names",
+    "find_images",
+    "image_names",
     "prompt_of",
     "read_lines",
     "read_prompts",
     "read_rows",
     "text_of",
-    "with_pictures",
+    "with_images",
 ]

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from dflash_hf.configuration_dflash import AttentionKind
 from dflash_hf.positions import visible
 
-AttentionKind = tuple[int | None, bool, bool]
 Mask = Tensor | BlockMask
 
 
@@ -160,4 +160,4 @@ class BlockMaskRule:
         return {kind: self.block_mask(kind) if flex else self.dense(kind) for kind in set(kinds)}
 
 
-__all__ = ["Anchors", "AttentionKind", "BlockMaskRule", "Mask", "all_anchors", "sample_anchors", "valid_anchors"]
+__all__ = ["Anchors", "BlockMaskRule", "Mask", "all_anchors", "sample_anchors", "valid_anchors"]

@@ -1,4 +1,4 @@
-"""A dataset of chats, with pictures or without, whose examples are built when they are asked for."""
+"""A dataset of chats, with images or without, whose examples are built when they are asked for."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dflash_hf.training.messages import check_messages, prepare_multimodal_messa
 
 
 class ChatDataset(Sequence[Example]):
-    """Chats as examples: no picture is decoded before its row is asked for, and none is kept.
+    """Chats as examples: no image is decoded before its row is asked for, and none is kept.
 
     `ChatDataset(rows, processor)` trains on the assistant turns of the rows. For the target's own answers:
     `prompts = ChatDataset(rows, processor, answers=[[]] * len(rows))`,
     `answers = regenerate_answers(target, prompts, ...)`, `ChatDataset(rows, processor, answers=answers)`.
 
     Args:
-        rows (sequence of mappings): `messages` (contents are strings or lists of blocks) and, where there are pictures
+        rows (sequence of mappings): `messages` (contents are strings or lists of blocks) and, where there are images
             outside of the messages, `images` or `image`, `None` for none; a `datasets.Dataset` is one. See
-            [`prepare_multimodal_messages`] for what a picture may be and where it goes.
+            [`prepare_multimodal_messages`] for what an image may be and where it goes.
         processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, a processor for both.
         answers (sequence of sequences of `int`, *optional*): The target's own answer to each row, its end token
             included, instead of the row's last assistant turn. Without it the template has to mark assistant turns.
@@ -69,12 +69,12 @@ class ChatDataset(Sequence[Example]):
         at = range(len(self))[index]
         try:
             return self._build(at)
-        except Exception as error:  # a file that is no picture, a missing key: whatever it is, told with its row
+        except Exception as error:  # a file that is no image, a missing key: whatever it is, told with its row
             if isinstance(error, ValueError) and str(error).startswith("expected"):
                 raise ValueError(f"{error} (row {at})") from error
             reason = f"{error}" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
             raise ValueError(
-                f"expected a chat that can be read, got one with this: {reason}; mend it (row {at})"
+                f"expected a chat that can be read, got one with this: {reason}; fix it (row {at})"
             ) from error
 
     def _build(self, index: int) -> Example:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ def collate(
     """Pads examples to the longest of them; text and any number of images may be mixed.
 
     Inputs per token are padded with the rows, by 0 (text). The others are joined along their first dimension, padded
-    with zeros in the others: that is how processors lay out pictures of several rows, of different sizes too.
+    with zeros in the others: that is how processors lay out images of several rows, of different sizes too.
     """
     shape = (len(examples), max(len(example.input_ids) for example in examples))
     input_ids = torch.full(shape, pad_token_id, dtype=torch.long, device="cpu")
@@ -111,9 +111,14 @@ def bucketed_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: 
     pool = batch_size * POOL_BATCHES
     batches: list[list[int]] = []
     for start in range(0, len(order), pool):
-        chosen = sorted(order[start : start + pool], key=lambda index: lengths[index])
-        batches += [chosen[at : at + batch_size] for at in range(0, len(chosen), batch_size)]
+        batches += sorted_batches(order[start : start + pool], lengths, batch_size)
     return [batches[at] for at in torch.randperm(len(batches), generator=generator, device="cpu").tolist()]
 
 
-__all__ = ["POOL_BATCHES", "Batch", "bucketed_batches", "collate"]
+def sorted_batches(indices: Iterable[int], lengths: Sequence[Any], batch_size: int) -> list[list[int]]:
+    """Sorts indices of examples by their lengths (or whatever stands for them) and cuts them into batches."""
+    order = sorted(indices, key=lambda index: lengths[index])
+    return [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
+
+
+__all__ = ["POOL_BATCHES", "Batch", "bucketed_batches", "collate", "sorted_batches"]

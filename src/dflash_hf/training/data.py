@@ -1,4 +1,4 @@
-"""Training examples: token ids and which of them the target wrote, with what else its forward takes (pictures ...).
+"""Training examples: token ids and which of them the target wrote, with what else its forward takes (images ...).
 
 Answers must be the target's own: `regenerate_answers` writes them with the target, greedily.
 """
@@ -84,12 +84,12 @@ class Example:
 
         Args:
             processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, a processor for
-                chats with and without pictures.
+                chats with and without images.
             messages (sequence of mappings): The conversation; see [`prepare_multimodal_messages`].
-            images (sequence): Pictures of the image blocks that have none of their own.
+            images (sequence): Images of the image blocks that have none of their own.
 
         Raises:
-            ValueError: If the template does not mark what the assistant writes, or pictures and their places do not
+            ValueError: If the template does not mark what the assistant writes, or images and their places do not
                 match.
         """
         encoded, mask = encode_messages(processing_class, messages, images)

@@ -14,10 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from dflash_hf.configuration_dflash import AttentionKind
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.taps import Taps
 from dflash_hf.target import Target
-from dflash_hf.training.anchors import Anchors, AttentionKind, BlockMaskRule
+from dflash_hf.training.anchors import Anchors, BlockMaskRule
 from dflash_hf.training.collators import Batch
 
 

@@ -1,4 +1,4 @@
-"""Chats with pictures as a processor takes them, and which of their tokens are the assistant's.
+"""Chats with images as a processor takes them, and which of their tokens are the assistant's.
 
 Any processor with a chat template works; nothing here knows a family. Shapes: `S` tokens.
 """
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from dflash_hf.errors import shown
 from dflash_hf.processing_qwen3_vl import check_pixels
 
-# Keys of an image block that say where its picture is, as Transformers' processors look them up.
+# Keys of an image block that say where its image is, as Transformers' processors look them up.
 SOURCES = ("image", "url", "path", "base64")
 
 
@@ -48,19 +48,19 @@ def _kind(value: Any) -> str:
 
 
 def prepare_multimodal_messages(messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns messages whose contents are lists of blocks, every picture in the turn it belongs to.
+    """Returns messages whose contents are lists of blocks, every image in the turn it belongs to.
 
-    Name and behaviour are TRL's: plain strings become text blocks; blocks `{"type": "image"}` without a picture of
+    Name and behaviour are TRL's: plain strings become text blocks; blocks `{"type": "image"}` without an image of
     their own take `images` in order; where there is no image block at all, `images` go before the text of the first
     user turn. Keys whose value is `None` (tables fill up with them) are left out.
 
     Args:
         messages (sequence of mappings): `role` and `content`, a string or a list of blocks; not changed.
-        images (sequence): What a processor takes as a picture (PIL image, array, path, URL), or a mapping with `bytes`
+        images (sequence): What a processor takes as an image (PIL image, array, path, URL), or a mapping with `bytes`
             or `path`, as the `datasets` library gives undecoded images.
 
     Raises:
-        ValueError: If there are not as many pictures as places for them, or one has no pixels.
+        ValueError: If there are not as many images as places for them, or one has no pixels.
     """
     prepared: list[dict[str, Any]] = []
     for message in messages:
@@ -77,7 +77,7 @@ def prepare_multimodal_messages(messages: Sequence[Mapping[str, Any]], images: S
     if len(empty) != len(images):
         raise ValueError(
             f"expected as many images as image blocks without one of their own ({len(empty)}), got {len(images)}; "
-            "give every picture its place in the messages"
+            "give every image its place in the messages"
         )
     for block, image in zip(empty, images, strict=True):
         block["image"] = image
@@ -87,7 +87,7 @@ def prepare_multimodal_messages(messages: Sequence[Mapping[str, Any]], images: S
 
 
 def _as_source(image: Any) -> Any:
-    """A picture as processors take it: paths as strings, undecoded bytes in base64; refused without pixels."""
+    """An image as processors take it: paths as strings, undecoded bytes in base64; refused without pixels."""
     check_pixels(image)
     if isinstance(image, Mapping):
         image = base64.b64encode(image["bytes"]).decode() if image.get("bytes") is not None else image["path"]
@@ -101,7 +101,7 @@ def encode_messages(
 ) -> tuple[Mapping[str, Any], list[int]]:
     """Applies the chat template to a whole conversation.
 
-    The mask holds after pictures are expanded to many tokens: its answers are those that the tokenizer alone marks.
+    The mask holds after images are expanded to many tokens: its answers are those that the tokenizer alone marks.
 
     Args:
         processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, a processor for both.
@@ -112,7 +112,7 @@ def encode_messages(
         that the assistant writes, else 0.
 
     Raises:
-        ValueError: If there are pictures and no processor, not as many pictures as places, or the template does not
+        ValueError: If there are images and no processor, not as many images as places, or the template does not
             mark what the assistant writes.
     """
     tokenizer = getattr(processing_class, "tokenizer", None)
@@ -130,7 +130,7 @@ def encode_messages(
     template = getattr(processing_class, "chat_template", None)
     if isinstance(template, dict):
         template = template["default"]
-    # The text before the pictures are expanded.
+    # The text before the images are expanded.
     plain = tokenizer.apply_chat_template(
         prepared, chat_template=template, return_assistant_tokens_mask=True, return_dict=True
     )
@@ -142,7 +142,7 @@ def encode_messages(
     mask: list[int] = torch.as_tensor(encoded["assistant_masks"], device="cpu")[0].tolist()
     if _answers(ids, mask) == _answers(plain["input_ids"], plain["assistant_masks"]):
         return encoded, mask
-    # Older Transformers shift the mask by what the pictures added.
+    # Older Transformers shift the mask by what the images added.
     place = tokenizer.convert_tokens_to_ids(getattr(processing_class, "image_token", None))
     aligned = _aligned(ids, list(plain["input_ids"]), list(plain["assistant_masks"]), place)
     if aligned is None:
@@ -175,9 +175,9 @@ def _answers(ids: Sequence[int], mask: Sequence[int]) -> list[list[int]]:
 
 
 def _aligned(ids: list[int], plain: list[int], mask: list[int], place: int | None) -> list[int] | None:
-    """The mask of `plain` laid over `ids`, which is `plain` with each `place` replaced by a picture's tokens.
+    """The mask of `plain` laid over `ids`, which is `plain` with each `place` replaced by an image's tokens.
 
-    The pieces of text between pictures are found from the last one to the first, each as far right as it fits.
+    The pieces of text between images are found from the last one to the first, each as far right as it fits.
     """
     aligned = [0] * len(ids)
     stop = len(ids)

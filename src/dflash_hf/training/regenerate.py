@@ -1,4 +1,4 @@
-"""The target's own answers to prompts with and without pictures, greedily, in left-padded batches."""
+"""The target's own answers to prompts with and without images, greedily, in left-padded batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from dflash_hf.training.collators import collate
+from dflash_hf.training.collators import collate, sorted_batches
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.forward import forward_inputs
 
@@ -30,7 +30,7 @@ def regenerate_answers(
 
     Args:
         target (`PreTrainedModel`): The target.
-        prompts (sequence): Prompts, generation prompt included: ids, what a processor gives for one prompt (pictures
+        prompts (sequence): Prompts, generation prompt included: ids, what a processor gives for one prompt (images
             included), or an [`Example`] without an answer. Only those of a batch are held at a time, so a sequence may
             build them when asked; see [`ChatDataset`].
         max_new_tokens (`int`): Longest answer in tokens.
@@ -46,24 +46,22 @@ def regenerate_answers(
     Raises:
         ValueError: If there are not as many guesses as prompts, or a prompt holds an answer.
     """
-    if guesses is not None and len(guesses) != len(prompts):
+    guesses = [()] * len(prompts) if guesses is None else guesses
+    if len(guesses) != len(prompts):
         raise ValueError(
             f"expected {len(prompts)} guesses (one per prompt), got {len(guesses)}; an empty guess is none"
         )
     lengths = prompt_lengths(prompts)
-    answers: list[list[int] | None] = [None] * len(prompts)
-    if guesses is not None:
-        confirmed = _confirmed_guesses(target, prompts, lengths, guesses, pad_token_id, batch_size)
-        for index, right in enumerate(confirmed):
-            if right and len(guesses[index]) <= max_new_tokens:
-                answers[index] = list(guesses[index])
+    confirmed = _confirmed_guesses(target, prompts, lengths, guesses, pad_token_id, batch_size)
+    answers = [
+        list(guess) if right and len(guess) <= max_new_tokens else None
+        for guess, right in zip(guesses, confirmed, strict=True)
+    ]
     ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
     # A batch runs as long as its longest answer, for which a guess is the best sign there is.
-    expected = [len(guess) for guess in guesses] if guesses is not None else [0] * len(prompts)
+    expected = [(len(guess), length) for guess, length in zip(guesses, lengths, strict=True)]
     missing = [i for i, answer in enumerate(answers) if answer is None]
-    order = sorted(missing, key=lambda i: (expected[i], lengths[i]))
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
+    for chosen in sorted_batches(missing, expected, batch_size):
         batch = collate([as_prompt(prompts[i]) for i in chosen], pad_token_id, padding_side="left").to(target.device)
         output = target.generate(  # type: ignore[operator]
             input_ids=batch.input_ids,
@@ -110,11 +108,10 @@ def _confirmed_guesses(
     pad_token_id: int,
     batch_size: int,
 ) -> list[bool]:
-    """Whether the target's argmax at every position of each guess is the guess itself."""
+    """Returns for each guess True if it is the target's argmax at every position."""
     confirmed = [False] * len(prompts)
-    order = sorted((i for i, guess in enumerate(guesses) if guess), key=lambda i: lengths[i] + len(guesses[i]))
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
+    whole = [length + len(guess) for length, guess in zip(lengths, guesses, strict=True)]
+    for chosen in sorted_batches((i for i, guess in enumerate(guesses) if guess), whole, batch_size):
         batch = collate([as_prompt(prompts[i]).with_answer(guesses[i]) for i in chosen], pad_token_id)
         batch = batch.to(target.device)
         output = target(**forward_inputs(target, batch), use_cache=False)

@@ -63,7 +63,7 @@ class DFlashTrainer:
     Args:
         target (`PreTrainedModel`): Frozen here (`requires_grad_(False)`, `eval()`) and never changed otherwise.
         draft (`DFlashDraftModel`): Trained in place, in float32 unless it is of another dtype.
-        train_dataset (sequence of [`Example`]): Prompts with the target's own answers, with and without pictures. It
+        train_dataset (sequence of [`Example`]): Prompts with the target's own answers, with and without images. It
             may build them when asked; with `lengths` (tokens of each example) none is built before it is needed.
         args ([`DFlashTrainingConfig`]): Options.
         eval_dataset (sequence of [`Example`], *optional*): Held-out examples whose acceptance is walked.
@@ -159,7 +159,7 @@ class DFlashTrainer:
         assert isinstance(total, Tensor)
         sums: list[BlockLoss] = []
         for batch, anchors in work:
-            # One batch at a time: its pictures may be large.
+            # One batch at a time: its images may be large.
             result = self._batch_loss(batch.to(self.device), anchors.to(self.device))
             self.accelerator.backward((result.loss + result.selector_loss) / total.clamp_min(1e-9))
             sums.append(replace(result, loss=result.loss.detach(), selector_loss=result.selector_loss.detach()))

@@ -15,7 +15,7 @@ from torch import Tensor
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import Target
 from dflash_hf.training.anchors import Anchors, all_anchors
-from dflash_hf.training.collators import Batch, collate
+from dflash_hf.training.collators import Batch, collate, sorted_batches
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.forward import run_blocks, target_features
 from dflash_hf.training.loss import block_labels
@@ -165,10 +165,8 @@ def walked_acceptance(
     was_training = draft.training
     draft.eval()
     committed: list[list[int]] = [[] for _ in examples]
-    lengths = example_lengths(examples)
-    order = sorted(range(len(examples)), key=lambda index: lengths[index])
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
+    done = 0
+    for chosen in sorted_batches(range(len(examples)), example_lengths(examples), batch_size):
         part = [examples[i] for i in chosen]
         accepted = accepted_at_anchors(draft, target, part, block_size=block_size, verify_width=verify_width)
         for index, example, row in zip(chosen, part, accepted.tolist(), strict=True):
@@ -176,8 +174,9 @@ def walked_acceptance(
             mask = example.loss_mask
             last = next((at - 1 for at in range(first, len(mask)) if not mask[at]), len(mask) - 1)
             committed[index] = walk(row, first, last)
+        done += len(chosen)
         if on_batch is not None:
-            on_batch(start + len(chosen))
+            on_batch(done)
     draft.train(was_training)
     return WalkedAcceptance(committed=committed)
 
