@@ -63,20 +63,6 @@ def with_images(text: str, files: Sequence[Path]) -> Prompt:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
-def find_images(prompt: Prompt, folder: Path) -> Prompt:
-    """Returns the prompt with relative paths of images taken from a folder, that of the file it was read from."""
-    if isinstance(prompt, str):
-        return prompt
-    messages = as_messages(prompt)
-    for message in messages:
-        if not isinstance(message["content"], str):
-            message["content"] = [
-                {**part, "path": str(folder / part["path"])} if part.get("path") is not None else dict(part)
-                for part in message["content"]
-            ]
-    return messages
-
-
 def read_lines(path: Path) -> list[tuple[int, str]]:
     """Returns the lines of a text file that have something in them, with their numbers from 1.
 
@@ -145,11 +131,18 @@ def prompt_of(row: Mapping[str, Any], where: str, folder: Path) -> Prompt:
     messages, prompt = row.get("messages"), row.get("prompt")
     if messages:
         _check_messages(messages, where)
-        return find_images(messages, folder)
+        return [{**message, "content": _located(message["content"], folder)} for message in messages]
     if not prompt:
         raise ValueError(f"expected messages or prompt in {where}, got the keys {shown(list(row))}; add one of them")
     _check_text(prompt, f"prompt in {where}")
     return str(prompt)
+
+
+def _located(content: str | list[dict[str, Any]], folder: Path) -> str | list[dict[str, Any]]:
+    """A message's content with relative paths of images taken from a folder, that of the file it was read from."""
+    if isinstance(content, str):
+        return content
+    return [{**part, "path": str(folder / part["path"])} if part.get("path") else part for part in content]
 
 
 def _check_messages(messages: Any, where: str) -> None:
@@ -192,7 +185,6 @@ __all__ = [
     "Message",
     "Prompt",
     "as_messages",
-    "find_images",
     "image_names",
     "prompt_of",
     "read_lines",

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -149,14 +150,10 @@ class DFlashTrainer:
         """
         self.draft.train()
         work = [(batch, self._anchors(step, batch, at)) for at, batch in enumerate(self._step_batches(step))]
-        total = sum(
-            (block_labels(batch.input_ids, batch.loss_mask, anchors).mask * self.weights).sum()
-            for batch, anchors in work
-        )
-        assert isinstance(total, Tensor)
+        labels = [block_labels(batch.input_ids, batch.loss_mask, anchors) for batch, anchors in work]
+        weights = sum(((label.mask * self.weights).sum() for label in labels), torch.zeros((), device="cpu"))
         # Gradients are averaged over processes, hence the mean of the weights and not their sum.
-        total = self.accelerator.reduce(total.to(self.device), reduction="mean")
-        assert isinstance(total, Tensor)
+        total: Any = self.accelerator.reduce(weights.to(self.device), reduction="mean")
         sums: list[BlockLoss] = []
         for batch, anchors in work:
             # One batch at a time: its images may be large.
