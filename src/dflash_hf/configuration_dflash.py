@@ -220,9 +220,8 @@ class DFlashConfig(PreTrainedConfig):
             value = rope.get(name)
             # Transformers computes with all of them; of the numbers only mscale and its like may be 0.
             smallest = 0 if name.startswith("mscale") else 1e-12
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            what = f"a positive number as {one_line(name)} of the RoPE"
-            require(is_number and smallest <= value < 1e12, what, value, "fix it")
+            is_right = isinstance(value, int | float) and not isinstance(value, bool) and smallest <= value < 1e12
+            require(is_right, f"a positive number as {one_line(name)} of the RoPE", value, "fix it")
 
     def _check_layers(self) -> None:
         """Raises unless the fields about attention, layers, taps and the block agree with each other."""

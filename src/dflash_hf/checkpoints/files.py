@@ -97,20 +97,22 @@ def stored_tensors(
     Raises:
         ValueError: If a file is damaged, a shard is missing, an index and its shards disagree, or a folder has no
             safetensors files of the expected names.
-        OSError: If a Hub repository has none, as Transformers raises it.
+        OSError: If a Hub repository has none, or cannot be reached.
     """
     hub = hub or {}
     whole = find_file(path, _add_variant(SAFE_WEIGHTS_NAME, variant), hub)
     if whole is not None:
         return _headers(whole)
-    name, folder = _add_variant(SAFE_WEIGHTS_INDEX_NAME, variant), Path(path) / (hub.get("subfolder") or "")
-    index = find_file(path, name, hub, must_exist=not folder.is_dir())
+    index = find_file(path, _add_variant(SAFE_WEIGHTS_INDEX_NAME, variant), hub)
     if index is None:
-        files = sorted(file.name for file in folder.iterdir())
-        raise ValueError(
-            f"expected safetensors weights in {folder} ({SAFE_WEIGHTS_NAME}, or shards with their index), got "
-            f"{shown(files)}; convert the checkpoint: reading a pickle file can run code, so none is loaded"
+        folder = Path(path) / (hub.get("subfolder") or "")
+        is_local = folder.is_dir()
+        files = shown(sorted(file.name for file in folder.iterdir())) if is_local else "none that can be reached"
+        sentence = (
+            f"expected safetensors weights in {folder} ({SAFE_WEIGHTS_NAME}, or shards with their index), got {files}"
+            "; convert the checkpoint: reading a pickle file can run code, so none is loaded"
         )
+        raise ValueError(sentence) if is_local else OSError(sentence)
     content = read_json(index)
     shards = content.get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
@@ -144,18 +146,10 @@ def widest_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
     return functools.reduce(torch.promote_types, kinds) if kinds else None
 
 
-def find_file(path: PathOrRepo, name: str, hub: Mapping[str, Any], must_exist: bool = False) -> Path | None:
-    """Returns the file of that name, or `None` where there is none (offline: where none is cached).
-
-    Raises:
-        OSError: If it has to exist and does not, as Transformers raises it.
-    """
+def find_file(path: PathOrRepo, name: str, hub: Mapping[str, Any]) -> Path | None:
+    """Returns the file of that name, or `None` where there is none (offline: where none is cached)."""
     file = cached_file(
-        path,
-        name,
-        _raise_exceptions_for_missing_entries=must_exist,
-        _raise_exceptions_for_connection_errors=must_exist,
-        **hub,
+        path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False, **hub
     )
     return None if file is None else Path(file)
 

@@ -59,7 +59,8 @@ class DFlashTrainingConfig:
     def __post_init__(self) -> None:
         choices = {"optim": ("adamw", "muon"), "labels": ("tokens", "target"), "mixed_precision": ("no", "bf16")}
         for name, allowed in choices.items():
-            require(getattr(self, name) in allowed, f"{name} in {allowed}", getattr(self, name), "use one of them")
+            what = f"{name} {' or '.join(map(repr, allowed))}"
+            require(getattr(self, name) in allowed, what, getattr(self, name), "use one of them")
         require(self.learning_rate > 0, "learning_rate > 0", self.learning_rate, "6e-4 is the paper's")
         require(0 <= self.warmup_ratio < 1, "warmup_ratio in [0, 1)", self.warmup_ratio, "0.04 is the paper's")
         require(self.num_anchors > 0, "num_anchors > 0", self.num_anchors, "512 is the paper's")
