@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from dflash_hf.scopes import Hook, hooked, undo_stale, undoing
 from fuzz.cases import Case, Turn
 from fuzz.check import Conversation, check_left, sequences_of
 from fuzz.interrupts import check_unchanged
-from fuzz.targets import left_behind, target_of
+from fuzz.targets import forget, left_behind, target_of
 from helpers.interrupt import Tracer, traced
 
 CASES = {
@@ -38,6 +39,12 @@ CASES = {
         turns=(Turn(new=3, engine="tape"), Turn(typed=2, new=7, engine="tape", width="auto")),
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def forget_models() -> Iterator[None]:
+    yield
+    forget()
 
 
 def interrupt(case: Case, num_points: int | None) -> None:
@@ -78,7 +85,7 @@ def interrupt(case: Case, num_points: int | None) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_interrupt_at_some_lines(name: str) -> None:
-    interrupt(CASES[name], 60)
+    interrupt(CASES[name], 40)
 
 
 @pytest.mark.slow

@@ -113,6 +113,13 @@ def draft_of(target: str, kind: str) -> Oracle:
     return draft
 
 
+def forget() -> None:
+    """Forgets all models, and gives Transformers its rules back: other tests of the process want them as they are."""
+    draft_of.cache_clear()
+    target_of.cache_clear()
+    _rules.undo()
+
+
 def arm(draft: Oracle, truth: list[list[int]], seed: int, rule: str | None) -> None:
     """Tells a draft the text, and how sure it is: less so where its probabilities count."""
     draft.arm(truth, seed)
@@ -139,5 +146,5 @@ def left_behind(target: PreTrainedModel) -> dict[str, Any]:
 
 __all__ = [
     *("DRAFTS", "IMAGES", "LEARNED", "NUM_POSITIONS", "ROUNDED", "TEXT", "TIE", "Oracle"),
-    *("arm", "draft_of", "left_behind", "target_of"),
+    *("arm", "draft_of", "forget", "left_behind", "target_of"),
 ]

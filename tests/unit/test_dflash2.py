@@ -128,7 +128,11 @@ def test_low_precision_scores_are_compared_in_float32() -> None:
         ({**DFLASH2, "conv_group_size": 0}, "conv_group_size from 1 to"),
         ({**DFLASH2, "selector_rank": -1}, "selector_rank from 1 to .*, got -1"),
         ({**DFLASH2, "selector_top_k": 0}, "selector_top_k from 1 to .*, got 0"),
-        ({**DFLASH2, "selector_top_k": 200_000}, "selector_top_k up to 151936, got 200000"),
+        ({**DFLASH2, "selector_top_k": 200_000}, "selector_top_k from 1 to 1024, got 200000"),
+        (
+            {**DFLASH2, "selector_top_k": 200, "vocab_size": 100, "mask_token_id": 9},
+            "selector_top_k up to 100, got 200",
+        ),
         ({**DFLASH2, "vocab_size": None}, "vocab_size beside selector_top_k, got None"),
     ],
 )
