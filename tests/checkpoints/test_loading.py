@@ -133,6 +133,12 @@ def test_auto_dtype_is_the_configs_and_then_the_weights(folder: Path, stored: to
     assert torch.equal(draft.rotary_emb.inv_freq, draft.rotary_emb.frequencies(draft.config)[0])
 
 
+def test_a_dtype_with_torchs_name_before_it(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "torch.bfloat16"}))
+    assert load_draft(folder).dtype == torch.bfloat16
+
+
 def test_device_map(folder: Path) -> None:
     draft = DFlashDraftModel.from_pretrained(folder, device_map="cpu")
     assert draft.device == torch.device("cpu")

@@ -155,9 +155,9 @@ def _draft_config(
     dtypes = {raw[name] for name in ("dtype", "torch_dtype") if isinstance(raw.get(name), str)}
     require(len(dtypes) <= 1, "one value as dtype and torch_dtype", sorted(dtypes), "fix one of them")
     dtype = raw.get("dtype", raw.get("torch_dtype"))
+    dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype  # which Transformers does not know
     floats = [str(known).removeprefix("torch.") for known in FLOAT_DTYPES.values()]
-    is_float = dtype is None or (isinstance(dtype, str) and dtype.removeprefix("torch.") in floats)
-    require(is_float, f"dtype in {floats}", dtype, "fix it")
+    require(dtype is None or dtype in floats, f"dtype in {floats}", dtype, "fix it")
     return make_config({**values, "dtype": dtype, **{name: kwargs.pop(name) for name in FIELDS if name in kwargs}})
 
 
