@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -213,12 +214,9 @@ class ChatModel:
         """
         self.check_message(conversation, text, images)
         answer = Answer(drafted=settings.use_draft, block_size=self.block_size)
-        conversation.turns.append(Turn(text=text, images=images, answer=answer))
-        try:
-            inputs = self.encode(conversation, settings.max_new_tokens)
-        except BaseException:
-            conversation.turns.pop()
-            raise
+        turns = [*conversation.turns, Turn(text=text, images=images, answer=answer)]
+        inputs = self.encode(replace(conversation, turns=turns), settings.max_new_tokens)
+        conversation.turns = turns
         conversation.stop = threading.Event()
         return self._run(conversation, answer, inputs, settings)
 
