@@ -65,9 +65,9 @@ LEVELS = {
     "dflash_hf.generation.integration": 7,
     "dflash_hf.generation.iterate": 7,
     "dflash_hf.chat": 7,
-    "dflash_hf.cli": 7,
-    "demos": 7,
-    "benchmarks": 7,
+    "dflash_hf.cli": 8,
+    "demos": 8,
+    "benchmarks": 8,
 }
 KERNEL_BENCHMARK = "benchmarks.harness.kernel_cases"
 MAX_FILE_LINES = 500
@@ -383,6 +383,11 @@ BAD: list[tuple[Rule, Sources, str]] = [
     ),
     (imports_go_down, {"dflash_hf.training.loss": "import dflash_hf.cli.main", "dflash_hf.cli.main": ""}, "level 6"),
     (imports_go_down, {"dflash_hf.positions": "from dflash_hf import DFlashConfig", "dflash_hf": ""}, "level 7"),
+    (
+        imports_go_down,
+        {"dflash_hf.chat.model": "from dflash_hf.cli.pair import load_pair", "dflash_hf.cli.pair": ""},
+        "level 7 imports",
+    ),
     (imports_go_down, {"dflash_hf.utils": ""}, "has no level"),
     (
         no_import_cycles,

@@ -47,7 +47,7 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The chat on a random pair that sees pictures and never ends an answer by itself; it can be held."""
+    """The chat on a random pair that sees images and never ends an answer by itself; it can be held."""
     port = free_port()
     folder = tmp_path_factory.mktemp("endless")
     pair = write_pair(folder / "pair")
@@ -67,15 +67,11 @@ def held(endless: Server) -> Iterator[Server]:
 
 @pytest.fixture
 def forgetful(endless: Server, tmp_path: Path) -> Iterator[Server]:
-    """The chat on the pair of `endless`, which looks for old uploads all the time, and has room for three."""
+    """The chat on the pair of `endless`, with a clock of its own for uploads, and room for three."""
     port = free_port()
-    code = (
-        "import sys, dflash_hf.chat.uploads as uploads; uploads.SWEPT_EVERY = 0.2; "
-        "uploads.Uploads.__init__.__defaults__ = (3, *uploads.Uploads.__init__.__defaults__[1:]); "
-        "from dflash_hf.cli.main import app; app(['chat', '--web', *sys.argv[1:]])"
-    )
     options = ["--target", str(endless.pair / "target"), "--draft", str(endless.pair / "draft"), "--port", str(port)]
-    server = start(["-c", code, *options], tmp_path / "log", endless.pair, port)
+    script = [str(ROOT / "tests" / "helpers" / "forgetful_chat.py"), str(tmp_path / "later")]
+    server = start([*script, *options], tmp_path / "log", endless.pair, port)
     yield server
     stop(server)
 
@@ -122,7 +118,7 @@ def open_page(chromium: Browser) -> Iterator[Callable[..., Page]]:
     outside = [url for url in seen if urlsplit(url).scheme not in ("data", "blob") and "127.0.0.1" not in url[:20]]
     assert seen, "the browser asked for nothing: this check looks elsewhere"
     assert not outside, f"the page asked for {outside}"
-    # A refused upload is a failed request, and the small picture of one that was deleted; the page says the rest.
+    # A refused upload is a failed request, and the small image of one that was deleted; the page says the rest.
     expected = r"status of 4(00|13)|status of 403 .*/gradio_api/file=.*/dflash-chat-"
     complaints = [text for text in complaints if not re.search(expected, text)]
     assert not complaints, complaints

@@ -18,7 +18,7 @@ SENTENCE_WORDS = ("Traceback", "Error:", 'File "')
 
 
 def bomb(path: Path, width: int, height: int) -> None:
-    """Writes a small PNG whose header promises a large picture."""
+    """Writes a small PNG whose header promises a large image."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -29,7 +29,7 @@ def bomb(path: Path, width: int, height: int) -> None:
 
 
 def write_bad(name: str, folder: Path) -> tuple[Path, str]:
-    """Writes a picture that is to be refused; returns it and a part of the sentence."""
+    """Writes an image that is to be refused; returns it and a part of the sentence."""
     path = folder / f"{name}.png"
     if name == "broken":
         path.write_bytes(b"this is no picture")
@@ -53,7 +53,7 @@ def write_bad(name: str, folder: Path) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize("name", ["broken", "cut", "empty", "bomb", "large", "thin"])
-def test_bad_picture_is_refused_in_a_sentence(
+def test_bad_image_is_refused_in_a_sentence(
     name: str, endless: Server, open_chat: Callable[..., Chat], tmp_path: Path
 ) -> None:
     path, part = write_bad(name, tmp_path)
@@ -63,7 +63,7 @@ def test_bad_picture_is_refused_in_a_sentence(
     sentence = chat.notice()
     assert part in sentence
     assert not any(word in chat.page.content() for word in SENTENCE_WORDS)
-    # The text is still there, the picture is not, and sending it again works.
+    # The text is still there, the image is not, and sending it again works.
     chat.page.wait_for_function("document.querySelector('#df-box textarea').value === 'what is this'")
     chat.page.wait_for_function("document.querySelectorAll('#df-box .thumbnail-item').length === 0")
     chat.page.click("#df-box .submit-button")
@@ -86,11 +86,11 @@ def test_what_was_not_refused_stays_in_the_box(
     chat.page.fill("#df-box textarea", "what is this")
     chat.page.click("#df-box .submit-button")
     assert len(chat.wait("done")) == 16
-    assert chat.page.locator(".df-pictures img").count() == 1
+    assert chat.page.locator(".df-images img").count() == 1
 
 
 def write_odd(name: str, folder: Path) -> Path:
-    """Writes a picture that is odd, and fine."""
+    """Writes an image that is odd, and fine."""
     image = picture(48, 32)
     if name == "animated":
         path = folder / "animated.gif"
@@ -116,12 +116,12 @@ def write_odd(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["animated", "cmyk", "pixel", "deep", "turned", "transparent"])
-def test_odd_picture_is_answered(name: str, endless: Server, open_chat: Callable[..., Chat], tmp_path: Path) -> None:
+def test_odd_image_is_answered(name: str, endless: Server, open_chat: Callable[..., Chat], tmp_path: Path) -> None:
     chat = open_chat(endless)
     chat.set_length(16)
     assert len(chat.ask("what is this", write_odd(name, tmp_path))) == 16
     if name == "animated":
-        assert chat.page.text_content(".df-pictures figcaption") == "first of 4 frames"
+        assert chat.page.text_content(".df-images figcaption") == "first of 4 frames"
 
 
 def test_file_that_is_too_large_is_refused_before_it_is_kept(

@@ -1,4 +1,4 @@
-"""What a person does: ask, with pictures and without, see why it is fast, stop, go on, race.
+"""What a person does: ask, with images and without, see why it is fast, stop, go on, race.
 
 Nothing here rests on a clock: where a test needs an answer that is half written, it holds the chat there.
 """
@@ -40,8 +40,8 @@ def plain_answers(pair: Path, length: int, *questions: tuple[str, list[Path]]) -
     encoder: Any = (AutoProcessor if sees else AutoTokenizer).from_pretrained(pair / "target")
     messages: list[dict[str, Any]] = []
     texts: list[str] = []
-    for text, pictures in questions:
-        images = [{"type": "image", "image": Image.open(path).convert("RGB")} for path in pictures]
+    for text, files in questions:
+        images = [{"type": "image", "image": Image.open(path).convert("RGB")} for path in files]
         messages.append({"role": "user", "content": [*images, {"type": "text", "text": text}] if sees else text})
         inputs = encoder.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
@@ -124,7 +124,7 @@ def test_speed_is_shown_while_the_answer_is_written(held: Server, open_chat: Cal
     assert chat.page.locator("#df-statistics .df-stats[data-live]").count() == 0
 
 
-def test_picture_and_follow_up_are_answered_as_plain_generate_does(
+def test_image_and_follow_up_are_answered_as_plain_generate_does(
     endless: Server, open_chat: Callable[..., Chat], tmp_path: Path
 ) -> None:
     files = [tmp_path / "one.png", tmp_path / "two.png"]
@@ -133,12 +133,12 @@ def test_picture_and_follow_up_are_answered_as_plain_generate_does(
     chat = open_chat(endless)
     chat.set_length(32)
     turns = [("what is this", [files[0]]), ("and its colour", []), ("and these", files)]
-    answers = [chat.ask(text, *pictures) for text, pictures in turns]
+    answers = [chat.ask(text, *images) for text, images in turns]
 
     assert answers == plain_answers(endless.pair, 32, *turns)
-    assert answers != plain_answers(endless.pair, 32, *[(text, []) for text, _ in turns]), "pictures change nothing"
+    assert answers != plain_answers(endless.pair, 32, *[(text, []) for text, _ in turns]), "images change nothing"
     assert "prompt tokens from the cache" in chat.meta()
-    shown = chat.page.locator(".df-turn").nth(2).locator(".df-pictures img")
+    shown = chat.page.locator(".df-turn").nth(2).locator(".df-images img")
     assert shown.count() == 2
     assert all(shown.nth(i).evaluate("image => image.complete && image.naturalWidth > 0") for i in range(2))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dflash_hf.chat.stream import RunStreamer
+from dflash_hf.chat.model import RunStreamer
 
 
 def held_put(allowed: Callable[[], int | None]) -> Callable[[RunStreamer, Any], None]:

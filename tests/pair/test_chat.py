@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dflash_hf.chat.conversation import Answer, Conversation, Settings
-from dflash_hf.chat.model import ChatModel, Race
-from dflash_hf.chat.stream import RunStreamer
+from dflash_hf.chat.model import ChatModel, RunStreamer
+from dflash_hf.cli.pair import load_pair
 from helpers.held_chat import held_put
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 
 @cache
 def model() -> ChatModel:
-    return ChatModel.load(str(TOY / "target"), str(TOY / "draft"))
+    return ChatModel(*load_pair(str(TOY / "target"), str(TOY / "draft")))
 
 
 def ask(conversation: Conversation, text: str, **settings: object) -> Answer:
@@ -37,13 +37,14 @@ def test_answers_are_plain_generate_s_and_the_figures_are_the_run_s_own() -> Non
         expected = ask(plain, question, use_draft=False)
         answer = ask(drafted, question)
         assert answer.text == expected.text
-        assert answer.num_tokens == expected.num_tokens
+        assert answer.ids == expected.ids
         stats = answer.stats
         assert stats is not None
-        assert answer.num_tokens == stats.num_new_tokens
-        assert answer.acceptance_length == stats.acceptance_length
-        assert answer.acceptance_per_position() == stats.acceptance_per_position()
-        assert answer.histogram() == stats.acceptance_histogram()[1:]
+        assert len(answer.ids) == stats.num_new_tokens
+        counted = answer.counted
+        assert counted.acceptance_length == stats.acceptance_length
+        assert counted.acceptance_per_position() == stats.acceptance_per_position()
+        assert counted.acceptance_histogram() == stats.acceptance_histogram()
         bonus = sum(
             committed > accepted
             for committed, accepted in zip(stats.num_committed[0], stats.num_accepted[0], strict=True)
@@ -87,7 +88,7 @@ def test_leaving_an_answer_ends_its_run(monkeypatch: pytest.MonkeyPatch) -> None
         assert not run.is_alive(), "it waits for a reader that has gone"
     # Another question to the same conversation must not call the old run back.
     assert ask(conversation, QUESTIONS[0]).state == "done"
-    assert conversation.turns[0].answer.num_tokens <= 3 < conversation.turns[1].answer.num_tokens
+    assert len(conversation.turns[0].answer.ids) <= 3 < len(conversation.turns[1].answer.ids)
 
 
 def test_refused_messages_leave_the_conversation_as_it_was() -> None:
@@ -106,13 +107,12 @@ def test_race_is_identical_and_counts_both() -> None:
     with pytest.raises(ValueError, match="empty conversation"):
         model().race(conversation, 320)
     answer = ask(conversation, QUESTIONS[0], temperature=1.0)
-    *_, race = model().race(conversation, 320)
-    assert isinstance(race, Race)
-    assert race.identical
-    assert race.plain.num_tokens == race.drafted.num_tokens == len(race.plain.ids)
-    texts = ["".join(run.text + run.bonus for run in lane.runs) for lane in (race.plain, race.drafted)]
+    *_, (plain, drafted) = model().race(conversation, 320)
+    assert (plain.state, drafted.state, plain.first_difference(drafted)) == ("done", "done", 0)
+    assert plain.ids == drafted.ids
+    texts = ["".join(run.text + run.bonus for run in lane.runs) for lane in (plain, drafted)]
     assert texts[0] == texts[1] == ask(Conversation(), QUESTIONS[0]).text
-    assert len(race.drafted.runs) < len(race.plain.runs)
+    assert len(drafted.runs) < len(plain.runs)
     assert conversation.turns[0].answer is answer
 
 
@@ -134,5 +134,5 @@ def test_terminal_chat_answers_and_counts() -> None:
     )
     assert run.returncode == 0, run.stderr
     assert answer.text in run.stdout
-    assert f"{answer.num_tokens} tokens, {len(answer.runs)} forwards" in run.stdout.replace("\n", " ")
+    assert f"{len(answer.ids)} tokens, {len(answer.runs)} forwards" in run.stdout.replace("\n", " ")
     assert "nowhere.png, which is not there" in run.stdout.replace("\n", " ")

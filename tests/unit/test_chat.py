@@ -1,8 +1,9 @@
-"""The parts of the chat that need no model: pictures, text from ids, pages and their conversations, HTML."""
+"""The parts of the chat that need no model: images, text from ids, pages and their conversations, HTML."""
 
 import io
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,42 +11,38 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from dflash_hf.chat import render
-from dflash_hf.chat.conversation import Answer, Conversation, Run, Settings, Turn
-from dflash_hf.chat.examples import find_examples
-from dflash_hf.chat.jobs import Job
-from dflash_hf.chat.model import Lane, Race
-from dflash_hf.chat.pictures import KEPT_PIXELS, MAX_FILE_BYTES, PictureError, read_picture
-from dflash_hf.chat.sessions import MAX_SESSIONS, Sessions
-from dflash_hf.chat.stream import RunStreamer, RunText, Stopped
+from dflash_hf.chat.conversation import MAX_SESSIONS, Answer, Conversation, Run, Sessions, Settings, Turn
+from dflash_hf.chat.image_files import KEPT_PIXELS, MAX_FILE_BYTES, ImageError, read_image
+from dflash_hf.chat.model import RunStreamer, RunText, Stopped, in_turn
+from dflash_hf.chat.render import find_examples, render
 from dflash_hf.cli.chat import converse
 from helpers.processors import picture, qwen_tokenizer
 
 
 def answered(text: str) -> Turn:
     run = Run(text=text, bonus="", num_tokens=1, num_accepted=0, seconds=0.1)
-    return Turn(text="question", pictures=[], answer=Answer(drafted=True, block_size=4, runs=[run], state="done"))
+    return Turn(text="question", images=[], answer=Answer(drafted=True, block_size=4, runs=[run], state="done"))
 
 
-# ---- pictures
+# ---- images
 
 
-def test_pictures_become_upright_rgb(tmp_path: Path) -> None:
+def test_images_become_upright_rgb(tmp_path: Path) -> None:
     image = picture(48, 32)
     exif = Image.Exif()
     exif[0x0112] = 6
     image.save(tmp_path / "turned.png", exif=exif)
-    assert read_picture(tmp_path / "turned.png").image.size == (32, 48)
+    assert read_image(tmp_path / "turned.png").image.size == (32, 48)
 
     seen_through = Image.new("RGBA", (4, 4), (255, 0, 0, 0))
     seen_through.save(tmp_path / "alpha.png")
-    assert read_picture(tmp_path / "alpha.png").image.getpixel((0, 0)) == (255, 255, 255)
+    assert read_image(tmp_path / "alpha.png").image.getpixel((0, 0)) == (255, 255, 255)
 
     Image.new("I;16", (4, 4), 32768).save(tmp_path / "deep.png")
-    assert set(read_picture(tmp_path / "deep.png").image.getpixel((1, 1))) <= {127, 128}
+    assert set(read_image(tmp_path / "deep.png").image.getpixel((1, 1))) <= {127, 128}
 
     image.convert("CMYK").save(tmp_path / "cmyk.tiff")
-    found = read_picture(tmp_path / "cmyk.tiff").image
+    found = read_image(tmp_path / "cmyk.tiff").image
     assert found.mode == "RGB"
     assert max(abs(a - b) for a, b in zip(found.tobytes(), image.tobytes(), strict=True)) <= 2
 
@@ -53,29 +50,29 @@ def test_pictures_become_upright_rgb(tmp_path: Path) -> None:
 def test_first_frame_of_an_animation_is_read_and_said(tmp_path: Path) -> None:
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "green")]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
-    found = read_picture(tmp_path / "a.gif")
+    found = read_image(tmp_path / "a.gif")
     assert found.note == "first of 3 frames"
     assert found.image.getpixel((0, 0)) == (255, 0, 0)
 
 
-def test_large_picture_is_kept_small_and_a_larger_one_is_never_decoded(tmp_path: Path) -> None:
+def test_large_image_is_kept_small_and_a_larger_one_is_never_decoded(tmp_path: Path) -> None:
     Image.new("L", (4000, 3000)).save(tmp_path / "large.png")
-    kept = read_picture(tmp_path / "large.png").image
+    kept = read_image(tmp_path / "large.png").image
     assert 0.99 * KEPT_PIXELS < kept.width * kept.height <= KEPT_PIXELS
     assert kept.width / kept.height == pytest.approx(4 / 3, rel=1e-2)
     Image.new("1", (9000, 9000)).save(tmp_path / "larger.png")
     with pytest.raises(ValueError, match=r"at most 64 megapixels, got larger\.png with 9000 × 9000 \(81\)"):
-        read_picture(tmp_path / "larger.png")
+        read_image(tmp_path / "larger.png")
     (tmp_path / "heavy.png").write_bytes(bytes(MAX_FILE_BYTES + 1))
     with pytest.raises(ValueError, match=r"at most 20 MB"):
-        read_picture(tmp_path / "heavy.png")
+        read_image(tmp_path / "heavy.png")
 
 
 @pytest.mark.parametrize("content", [b"", b"GIF89a", b"%!PS-Adobe-3.0 EPSF-3.0\n", b"<svg xmlns='x'/>"])
-def test_what_is_no_picture_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_what_is_no_image_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.png").write_bytes(content)
-    with pytest.raises(ValueError, match=r"^expected a .*picture.*, got x\.png"):
-        read_picture(tmp_path / "x.png")
+    with pytest.raises(ValueError, match=r"^expected an image .*, got x\.png"):
+        read_image(tmp_path / "x.png")
 
 
 # ---- text from ids
@@ -104,41 +101,49 @@ def test_bytes_that_are_no_character_come_out_in_the_end() -> None:
 # ---- runs and pages
 
 
+def streamer(stop: threading.Event) -> RunStreamer:
+    tokenizer: Any = qwen_tokenizer()
+    return RunStreamer(Answer(drafted=False, block_size=4), stop, tokenizer)
+
+
+def last_of(free: threading.Lock, runs: RunStreamer, call: Callable[[], None]) -> Answer:
+    *_, answer = in_turn(free, runs, call, 0.01)
+    return answer
+
+
 def test_stop_ends_a_run_and_the_wait_for_one() -> None:
     free, stop = threading.Lock(), threading.Event()
-    streamer = RunStreamer(stop)
+    runs = streamer(stop)
 
     def run() -> None:
-        streamer.put(None)
+        runs.put(None)
         stop.set()
-        streamer.put(None)
+        runs.put(None)
 
-    with Job(free, stop, run) as job:
-        assert job.over.wait(30)
-    assert job.state == "stopped"
-    with free, Job(free, stop, lambda: pytest.fail("it did not wait")) as job:
-        assert job.over.wait(30)
-    assert job.state == "stopped"
+    assert last_of(free, runs, run).state == "stopped"
+    with free:
+        assert last_of(free, streamer(stop), lambda: pytest.fail("it did not wait")).state == "stopped"
 
 
 def test_leaving_ends_the_run_and_errors_become_sentences() -> None:
-    free, stop = threading.Lock(), threading.Event()
+    free, stop, over = threading.Lock(), threading.Event(), threading.Event()
 
     def forever() -> None:
         if stop.wait(60):
+            over.set()
             raise Stopped
 
-    with Job(free, stop, forever) as job:
-        assert not job.over.is_set()
-    assert job.over.wait(30)
-    assert job.state == "stopped"
+    running = in_turn(free, streamer(stop), forever, 0.01)
+    assert next(running).state in ("waiting", "running")
+    assert not over.is_set()
+    running.close()
+    assert over.wait(30)
 
     def fail() -> None:
         raise KeyError("secret")
 
-    with Job(free, threading.Event(), fail) as job:
-        assert job.over.wait(30)
-    assert (job.state, "KeyError" in job.error, "secret" in job.error) == ("failed", True, False)
+    answer = last_of(free, streamer(threading.Event()), fail)
+    assert (answer.state, "KeyError" in answer.error, "secret" in answer.error) == ("failed", True, False)
     assert free.acquire(blocking=False), "the lock was kept"
 
 
@@ -156,7 +161,7 @@ def test_pages_have_conversations_of_their_own() -> None:
         sessions.forget("a")
     with sessions.use("a") as new:
         assert new is not first
-    with pytest.raises(ValueError, match="session"), sessions.use(None):
+    with pytest.raises(ValueError, match="session"), sessions.use(""):
         pass
     for index in range(2 * MAX_SESSIONS):
         with sessions.use(str(index)):
@@ -165,8 +170,8 @@ def test_pages_have_conversations_of_their_own() -> None:
 
 
 def test_unanswered_turns_are_not_part_of_the_conversation() -> None:
-    failed = Turn(text="failed", pictures=[], answer=Answer(drafted=True, block_size=4, state="failed"))
-    asked = Turn(text="now", pictures=[], answer=Answer(drafted=True, block_size=4))
+    failed = Turn(text="failed", images=[], answer=Answer(drafted=True, block_size=4, state="failed"))
+    asked = Turn(text="now", images=[], answer=Answer(drafted=True, block_size=4))
     conversation = Conversation(turns=[answered("yes"), failed, asked])
     assert [m["content"] for m in conversation.messages(in_parts=False)] == ["question", "yes", "now"]
     assert conversation.messages(in_parts=True)[2]["content"] == [{"type": "text", "text": "now"}]
@@ -183,21 +188,21 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
 
 def test_nothing_that_was_written_is_markup() -> None:
     text = "<script>x</script> & \"quoted\" 'too' ${1} {{value}} `y`"
-    turn = Turn(text=text, pictures=[], answer=answered(text).answer)
+    turn = Turn(text=text, images=[], answer=answered(text).answer)
     turn.answer.runs.append(Run(text=text, bonus=text, num_tokens=2, num_accepted=1, seconds=0.2))
-    for page in (render.turn_block(turn), render.notice(text), render.header(text, text, 4)):
+    for page in (render("turns", [turn]), render("notice", text), render("header", text, text, 4)):
         assert not any(raw in page for raw in ("<script", "${", "{{", "`", 'd="q'))
 
 
 def test_race_that_differs_says_where() -> None:
-    lanes = Lane(drafted=False, ids=[1, 2, 3], seconds=2.0), Lane(drafted=True, ids=[1, 2, 4], seconds=1.0)
-    race = Race(plain=lanes[0], drafted=lanes[1], state="done")
-    assert "not identical" in render.race_lanes(race)
-    assert "token 3" in render.race_lanes(race)
-    race.drafted.ids = [1, 2]
-    assert race.first_difference == 3
-    race.drafted.ids = [1, 2, 3]
-    assert "all 3 tokens are the same" in render.race_lanes(race)
+    plain = Answer(drafted=False, block_size=4, ids=[1, 2, 3], seconds=2.0, state="done")
+    drafted = Answer(drafted=True, block_size=4, ids=[1, 2, 4], seconds=1.0, state="done")
+    assert "not identical" in render("race", plain, drafted)
+    assert "token 3" in render("race", plain, drafted)
+    drafted.ids = [1, 2]
+    assert plain.first_difference(drafted) == 3
+    drafted.ids = [1, 2, 3]
+    assert "all 3 tokens are the same" in render("race", plain, drafted)
 
 
 def test_examples_are_the_pair_s_own_prompts(tmp_path: Path) -> None:
@@ -214,10 +219,10 @@ def test_examples_are_the_pair_s_own_prompts(tmp_path: Path) -> None:
     rows = [row("talk", "hi"), row("see", "what", "pictures/a.png"), row("see", "second", "pictures/a.png")]
     rows += [row("out", "x", "../outside.png"), row("gone", "x", "pictures/b.png"), row("long", "x", turns=3)]
     (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = find_examples(str(tmp_path / "target"), takes_pictures=True)
-    assert [(example.text, len(example.pictures)) for example in found] == [("what", 1), ("hi", 0)]
-    assert [e.text for e in find_examples(str(tmp_path / "target"), takes_pictures=False)] == ["hi"]
-    assert find_examples("Qwen/Qwen3-VL-8B-Instruct", takes_pictures=True) == []
+    found = find_examples(str(tmp_path / "target"), takes_images=True)
+    assert list(found.items()) == [("what", [tmp_path / "pictures" / "a.png"]), ("hi", [])]
+    assert list(find_examples(str(tmp_path / "target"), takes_images=False)) == ["hi"]
+    assert find_examples("Qwen/Qwen3-VL-8B-Instruct", takes_images=True) == {}
 
 
 # ---- the terminal
@@ -226,13 +231,13 @@ def test_examples_are_the_pair_s_own_prompts(tmp_path: Path) -> None:
 class Refusing:
     """In place of a model: refuses the first message, and notes what it is asked."""
 
-    def __init__(self, takes_pictures: bool, refusal: type[ValueError] = ValueError) -> None:
-        self.takes_pictures = takes_pictures
+    def __init__(self, takes_images: bool, refusal: type[ValueError] = ValueError) -> None:
+        self.takes_images = takes_images
         self.refusal = refusal
         self.asked: list[tuple[str, int]] = []
 
-    def ask(self, conversation: Conversation, text: str, pictures: list[Any], settings: Settings) -> Any:
-        self.asked.append((text, len(pictures)))
+    def ask(self, conversation: Conversation, text: str, images: list[Any], settings: Settings) -> Any:
+        self.asked.append((text, len(images)))
         if len(self.asked) == 1:
             raise self.refusal("expected less, got [/more]; [bold]shorten it")
         return iter([Answer(drafted=False, block_size=4, state="done")])
@@ -246,22 +251,22 @@ def typed(model: Any, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
     return shown.getvalue()
 
 
-@pytest.mark.parametrize(("refusal", "stay"), [(ValueError, 1), (PictureError, 0)])
-def test_terminal_shows_sentences_as_they_are_and_refused_pictures_do_not_stay(
+@pytest.mark.parametrize(("refusal", "stay"), [(ValueError, 1), (ImageError, 0)])
+def test_terminal_shows_sentences_as_they_are_and_refused_images_do_not_stay(
     refusal: type[ValueError], stay: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picture(8, 8).save(tmp_path / "a.png")
-    model = Refusing(takes_pictures=True, refusal=refusal)
+    model = Refusing(takes_images=True, refusal=refusal)
     shown = typed(model, [f"/image {tmp_path}/a.png", "/image [/nowhere].png", "one", "two"], monkeypatch)
     assert "got [/nowhere].png, which is not there" in shown
     assert "got [/more]; [bold]shorten it" in shown
     assert model.asked == [("one", 1), ("two", stay)]
 
 
-def test_terminal_refuses_a_picture_for_a_target_that_reads_text(
+def test_terminal_refuses_an_image_for_a_target_that_reads_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picture(8, 8).save(tmp_path / "a.png")
-    model = Refusing(takes_pictures=False)
+    model = Refusing(takes_images=False)
     assert "reads text only" in typed(model, [f"/image {tmp_path}/a.png", "one"], monkeypatch)
     assert model.asked == [("one", 0)]

@@ -1,29 +1,28 @@
-"""What the chat refuses or drops so that it stays small and private: names, uploads, conversations, their pictures."""
+"""What the chat refuses or drops so that it stays small and private: names, uploads, conversations, their images."""
 
 import asyncio
-import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
+from starlette.requests import Request
 
-from dflash_hf.chat import sessions as sessions_module
-from dflash_hf.chat.conversation import Answer, Conversation, Turn
-from dflash_hf.chat.guard import BROWSER, COOKIE, MAX_BODY, Guard, own_hosts
-from dflash_hf.chat.model import MAX_CHARACTERS, MAX_PICTURES, ChatModel
-from dflash_hf.chat.pictures import KEPT_PIXELS, Picture, PictureError, read_picture
-from dflash_hf.chat.sessions import MAX_PICTURE_BYTES, MAX_SESSIONS, Sessions
-from dflash_hf.chat.uploads import Uploads
+from dflash_hf.chat import conversation as conversation_module
+from dflash_hf.chat import page as pages
+from dflash_hf.chat.app import COOKIE, MAX_BODY, Uploads, guards
+from dflash_hf.chat.conversation import MAX_IMAGE_BYTES, MAX_SESSIONS, Answer, Conversation, Sessions, Turn
+from dflash_hf.chat.image_files import KEPT_PIXELS, ChatImage, ImageError, read_image
+from dflash_hf.chat.model import MAX_CHARACTERS, MAX_IMAGES, ChatModel
+from dflash_hf.chat.page import Page
 from helpers.processors import picture
 
 # ---- names of this machine
 
 
-def call(guard: Guard, path: str = "/", body: bytes | None = None, kind: str = "http", **headers: str) -> list[Any]:
-    """What the guard sends back for one request."""
+def call(guard: Any, path: str = "/", body: bytes | None = None, kind: str = "http", **headers: str) -> list[Any]:
+    """What is sent back for one request."""
     sent: list[Any] = []
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     if body is not None:
@@ -48,8 +47,11 @@ async def fine(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": []})
 
 
-def guard(folder: Path, host: str = "127.0.0.1", **limits: Any) -> Guard:
-    return Guard(fine, Uploads(folder, **limits), own_hosts(host))
+def guard(folder: Path, host: str = "127.0.0.1", app: Any = fine, **limits: Any) -> Any:
+    """An application behind all that stands before the page."""
+    for middleware in reversed(guards(host, Uploads(folder, **limits))):
+        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
+    return app
 
 
 @pytest.mark.parametrize(
@@ -59,28 +61,26 @@ def guard(folder: Path, host: str = "127.0.0.1", **limits: Any) -> Guard:
         ("127.0.0.1", "localhost:7860", 200),
         ("127.0.0.1", "LOCALHOST", 200),
         ("127.0.0.1", "[::1]:7860", 200),
-        ("127.0.0.1", "127.0.0.2:7860", 403),
+        ("127.0.0.1", "127.0.0.2:7860", 400),
         ("127.0.0.2", "127.0.0.2:7860", 200),
-        ("127.0.0.1", "evil.example:7860", 403),
-        ("127.0.0.1", "localhost.evil.example", 403),
-        ("127.0.0.1", "[::2]:7860", 403),
-        ("127.0.0.1", "", 403),
-        ("localhost", "evil.example", 403),
+        ("127.0.0.1", "evil.example:7860", 400),
+        ("127.0.0.1", "localhost.evil.example", 400),
+        ("127.0.0.1", "[::2]:7860", 400),
+        ("127.0.0.1", "", 400),
+        ("localhost", "evil.example", 400),
         ("0.0.0.0", "chat.example:7860", 200),
     ],
 )
 def test_on_loopback_only_its_own_names_are_answered(host: str, called: str, status: int, tmp_path: Path) -> None:
     sent = call(guard(tmp_path, host), host=called)
     assert sent[0]["status"] == status
-    if status == 403:
-        body = sent[1]["body"].decode()
-        assert body.startswith("expected a request to ")
-        assert body.endswith("; open the address that the chat printed when it started")
+    if status == 400:
+        assert sent[1]["body"] == b"Invalid host header"
         assert (b"content-type", b"text/plain; charset=utf-8") in sent[0]["headers"]
 
 
 def test_without_a_name_and_over_a_web_socket_nothing_is_answered(tmp_path: Path) -> None:
-    assert call(guard(tmp_path))[0]["status"] == 403
+    assert call(guard(tmp_path))[0]["status"] == 400
     assert call(guard(tmp_path), kind="websocket", host="localhost") == [{"type": "websocket.close", "code": 1008}]
 
 
@@ -135,19 +135,18 @@ def test_nobody_says_which_browser_it_is(tmp_path: Path) -> None:
     seen: list[Any] = []
 
     async def note(scope: Any, receive: Any, send: Any) -> None:
-        seen.append([value for name, value in scope["headers"] if name == BROWSER.encode()])
+        seen.append(Request(scope).state.browser)
         await fine(scope, receive, send)
 
-    chat = Guard(note, Uploads(tmp_path), own_hosts("127.0.0.1"))
-    call(chat, host="localhost", cookie=f"{COOKIE}=mine", x_dflash_browser="theirs")
-    assert seen == [[b"mine"]]
+    chat = guard(tmp_path, app=note)
+    call(chat, host="localhost", cookie=f"{COOKIE}=mine", browser="theirs")
+    call(chat, "/?browser=theirs", host="localhost", cookie=f"{COOKIE}=mine")
+    assert seen == ["mine", "mine"]
 
 
-def test_conversation_needs_both_names(page: Any) -> None:
+def test_conversation_needs_both_names(page: Page) -> None:
     for browser, turns in (("b", 0), ("c", 0), ("b", 1)):
-        request = SimpleNamespace(session_hash="a", headers={BROWSER: browser})
-        from dflash_hf.chat import page as pages
-
+        request = SimpleNamespace(session_hash="a", state=SimpleNamespace(browser=browser))
         with page.sessions.use(pages._name_of(request)) as conversation:
             assert len(conversation.turns) == turns
             if browser == "b" and not turns:
@@ -182,19 +181,21 @@ def test_uploads_are_limited_in_number_and_bytes_together(tmp_path: Path) -> Non
     assert upload(40) == (200, "")
     status, sentence = upload(41)
     assert status == 413
-    assert sentence.startswith("expected at most 0 MB of uploaded files on this server, got ")
+    assert sentence.startswith("expected at most 2 uploaded files on this server, of 100 bytes, got 2 of 101; ")
     assert sentence.endswith("; try again in some minutes: uploads are deleted after 15")
     (tmp_path / "two.png").write_bytes(b"")
     status, sentence = upload(1)
     assert status == 413
-    assert sentence.startswith("expected at most 2 uploaded files on this server, got one more; try again")
+    assert sentence.startswith(
+        "expected at most 2 uploaded files on this server, of 100 bytes, got 3 of 61; try again"
+    )
     assert call(small, "/gradio_api/queue/join", bytes(1), host="localhost")[0]["status"] == 200
 
 
 def test_uploads_that_are_coming_in_count_until_they_end(tmp_path: Path) -> None:
     uploads = Uploads(tmp_path, max_files=2, max_bytes=100)
     with uploads.admit(60):
-        with pytest.raises(ValueError, match="MB of uploaded files"), uploads.admit(41):
+        with pytest.raises(ValueError, match="of 100 bytes, got 2 of 101"), uploads.admit(41):
             pass
         with uploads.admit(40), pytest.raises(ValueError, match="at most 2 uploaded files"), uploads.admit(0):
             pass
@@ -206,8 +207,9 @@ def test_uploads_that_are_coming_in_count_until_they_end(tmp_path: Path) -> None
         pass
 
 
-def test_upload_that_does_not_say_its_length_is_refused(tmp_path: Path) -> None:
-    scope = {"type": "http", "path": "/gradio_api/upload", "method": "POST", "headers": [(b"host", b"localhost")]}
+@pytest.mark.parametrize("path", ["/gradio_api/upload", "/gradio_api/queue/join"])
+def test_request_that_does_not_say_its_length_is_refused(path: str, tmp_path: Path) -> None:
+    scope = {"type": "http", "path": path, "method": "POST", "headers": [(b"host", b"localhost")]}
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -217,41 +219,35 @@ def test_upload_that_does_not_say_its_length_is_refused(tmp_path: Path) -> None:
     assert sent[0]["status"] == 411
 
 
-def test_old_uploads_are_swept_and_new_ones_are_not(tmp_path: Path) -> None:
-    uploads = Uploads(tmp_path, live=60)
-    long_ago = time.time() - 3600
-    for name in ("old/a.png", "kept/b.png", "both/c.png", "both/d.png", "tmp-of-an-upload-that-broke-off"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(b"x")
-    for name in ("old/a.png", "both/c.png", "tmp-of-an-upload-that-broke-off", "old", "kept", "both"):
-        os.utime(tmp_path / name, (long_ago, long_ago))
-    (tmp_path / "coming").mkdir()
-    uploads.sweep()
-    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
-    assert left >= {"kept", "kept/b.png", "both", "both/d.png", "coming"}
-    assert not left & {"old/a.png", "both/c.png", "tmp-of-an-upload-that-broke-off"}
-    os.utime(tmp_path / "old", (long_ago, long_ago))  # it was new again while its file was deleted
-    uploads.sweep()
-    assert not (tmp_path / "old").exists()
+def test_rests_of_uploads_that_broke_off_are_deleted_and_uploads_are_not(tmp_path: Path) -> None:
+    uploads = Uploads(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "a.png").write_bytes(b"x")
+    with uploads.admit(1):
+        with uploads.admit(1):
+            (tmp_path / "tmp-of-an-upload-that-broke-off").write_bytes(b"x")
+        assert len(list(tmp_path.iterdir())) == 3, "another one is still coming: it could be its own"
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["kept", "kept/a.png"]
 
 
 # ---- conversations
 
 
-def filled(conversation: Conversation, *pictures: Picture) -> None:
+def filled(conversation: Conversation, *images: ChatImage) -> None:
     conversation.turns.append(
-        Turn(text="see", pictures=list(pictures), answer=Answer(drafted=False, block_size=4, state="done"))
+        Turn(text="see", images=list(images), answer=Answer(drafted=False, block_size=4, state="done"))
     )
 
 
-def blank(num_bytes: int) -> Picture:
-    """A picture of so many bytes that is not there."""
+def blank(num_bytes: int) -> ChatImage:
+    """An image of so many bytes that is not there."""
     image = SimpleNamespace(width=num_bytes // 3, height=1)
-    return Picture(name="x.png", image=image, thumbnail="")
+    return ChatImage(name="x.png", image=image, thumbnail="")
 
 
-def test_pictures_of_all_conversations_are_limited_and_who_loses_them_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions_module, "MAX_PICTURE_BYTES", 90)
+def test_images_of_all_conversations_are_limited_and_who_loses_them_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversation_module, "MAX_IMAGE_BYTES", 90)
     sessions = Sessions()
     for page in ("first", "text", "second"):
         with sessions.use(page) as conversation:
@@ -260,7 +256,7 @@ def test_pictures_of_all_conversations_are_limited_and_who_loses_them_is_told(mo
         pass
     with sessions.use("third") as conversation:
         filled(conversation, blank(60))
-    refusal = r"^expected a conversation that is still held here, got one .* may take .* MB; send the message again"
+    refusal = r"^expected a conversation that is still held here, got one .* images of .* MB; send the message again"
     with pytest.raises(ValueError, match=refusal), sessions.use("second"):
         pass
     with sessions.use("second") as again:
@@ -272,7 +268,7 @@ def test_pictures_of_all_conversations_are_limited_and_who_loses_them_is_told(mo
 
 
 def test_conversation_that_is_being_answered_is_never_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions_module, "MAX_PICTURE_BYTES", 90)
+    monkeypatch.setattr(conversation_module, "MAX_IMAGE_BYTES", 90)
     sessions = Sessions()
     with sessions.use("answered") as answered:
         filled(answered, blank(60))
@@ -295,7 +291,7 @@ def test_surplus_conversations_are_told_and_closed_or_empty_ones_are_not() -> No
         with sessions.use(str(index)):
             pass
     sessions.forget("closed")
-    refusal = f"at most {MAX_SESSIONS} are held at once; send the message again"
+    refusal = f"at most {MAX_SESSIONS} are held at once, .*; send the message again"
     with pytest.raises(ValueError, match=refusal), sessions.use("asked"):
         pass
     for page in ("closed", "empty"):
@@ -304,7 +300,7 @@ def test_surplus_conversations_are_told_and_closed_or_empty_ones_are_not() -> No
 
 
 def test_one_conversation_always_has_room() -> None:
-    assert 2 * MAX_PICTURES * 3 * KEPT_PIXELS < MAX_PICTURE_BYTES
+    assert 2 * MAX_IMAGES * 3 * KEPT_PIXELS < MAX_IMAGE_BYTES
 
 
 def test_forgetting_says_whether_a_run_ends_by_it() -> None:
@@ -333,59 +329,49 @@ def bitmap(path: Path, width: int, height: int) -> Path:
 
 
 @pytest.mark.parametrize(("width", "height"), [(0, 2), (2, 0), (0, 0)])
-def test_picture_without_pixels_is_refused_in_a_sentence(width: int, height: int, tmp_path: Path) -> None:
-    with pytest.raises(PictureError, match=r"^expected a picture .*, got x\.bmp, which is none or is damaged; choose"):
-        read_picture(bitmap(tmp_path / "x.bmp", width, height))
+def test_image_without_pixels_is_refused_in_a_sentence(width: int, height: int, tmp_path: Path) -> None:
+    with pytest.raises(ImageError, match=r"^expected an image .*, got x\.bmp, which is none or is damaged; choose"):
+        read_image(bitmap(tmp_path / "x.bmp", width, height))
 
 
-def ask(page: Any, text: str, files: list[Path]) -> dict[str, Any]:
+def ask(page: Page, text: str, files: list[Path]) -> dict[Any, Any]:
     """What the page changes for a message that is refused."""
-    from dflash_hf.chat import page as pages
-
     message = {"text": text, "files": [str(path) for path in files]}
-    [values] = page._ask(message, True, 0.0, 16, SimpleNamespace(session_hash="a", headers={BROWSER: "b"}))
-    return dict(zip(pages.PARTS, values, strict=True))
+    request = SimpleNamespace(session_hash="a", state=SimpleNamespace(browser="b"))
+    return {part: value for change in page._ask(message, True, 0.0, 16, request) for part, value in change.items()}
 
 
 @pytest.fixture
-def page(tmp_path: Path) -> Any:
+def page(tmp_path: Path) -> Page:
     """A page whose model is never asked."""
-    pytest.importorskip("gradio")
-    from dflash_hf.chat import page as pages
-
     model: Any = object.__new__(ChatModel)
-    model.processor = object()
-    page: Any = object.__new__(pages.Page)
-    page.model, page.sessions, page.uploads = model, Sessions(), Uploads(tmp_path)
-    return page
+    model.takes_images, model.max_length, model.block_size = True, 4096, 8
+    return Page(model, ("target", "draft"), tmp_path)
 
 
-def test_message_is_refused_before_any_of_its_pictures_is_read(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dflash_hf.chat import page as pages
+def test_message_is_refused_before_any_of_its_images_is_read(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "read_image", lambda path: pytest.fail(f"{path} was read"))
+    changed = ask(page, "which", [Path(__file__)] * (MAX_IMAGES + 1))
+    assert f"at most {MAX_IMAGES} images" in changed[page.sentence]
 
-    monkeypatch.setattr(pages, "read_picture", lambda path: pytest.fail(f"{path} was read"))
-    assert f"at most {MAX_PICTURES} pictures" in ask(page, "which", [Path(__file__)] * (MAX_PICTURES + 1))["sentence"]
 
-
-def test_pictures_stay_where_the_text_is_refused(page: Any, tmp_path: Path) -> None:
-    import gradio as gr
-
+def test_images_stay_where_the_text_is_refused(page: Page, tmp_path: Path) -> None:
     picture(8, 8).save(tmp_path / "a.png")
     changed = ask(page, "x" * (MAX_CHARACTERS + 1), [tmp_path / "a.png"])
-    assert "200,001" in changed["sentence"]
-    assert changed["box"] == gr.skip()
+    assert "200,001" in changed[page.sentence]
+    assert page.box not in changed
 
 
-def test_only_the_refused_picture_leaves_the_box(page: Any, tmp_path: Path) -> None:
+def test_only_the_refused_image_leaves_the_box(page: Page, tmp_path: Path) -> None:
     picture(8, 8).save(tmp_path / "good.png")
     (tmp_path / "bad.png").write_bytes(b"x")
     files = [tmp_path / name for name in ("good.png", "bad.png", "deleted.png")]
     files.append(Path(__file__))  # no upload
     changed = ask(page, "see", files)
-    assert "expected deleted.png to be an upload" in changed["sentence"].lower()
-    assert changed["box"]["value"] == {"text": "see", "files": [str(path) for path in files[:2]]}
+    assert "expected deleted.png to be an upload" in changed[page.sentence].lower()
+    assert changed[page.box]["value"] == {"text": "see", "files": [str(path) for path in files[:2]]}
     changed = ask(page, "see", files[:2])
-    assert "bad.png" in changed["sentence"]
-    assert changed["box"]["value"] == {"text": "see", "files": [str(tmp_path / "good.png")]}
-    page.model.processor = None
-    assert ask(page, "see", files[:1])["box"]["value"]["files"] == [], "no picture can be sent to this target"
+    assert "bad.png" in changed[page.sentence]
+    assert changed[page.box]["value"] == {"text": "see", "files": [str(tmp_path / "good.png")]}
+    page.model.takes_images = False
+    assert ask(page, "see", files[:1])[page.box]["value"]["files"] == [], "no image can be sent to this target"

@@ -1,1 +1,1 @@
-"""The chat of `dflash-hf chat`: conversations about pictures, in a terminal or on a web page."""
+"""The chat of `dflash-hf chat`: conversations about images, in a terminal or on a web page."""

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections import OrderedDict
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
-from transformers import Cache
+from transformers import DynamicCache
 
-from dflash_hf.chat.pictures import Picture
+from dflash_hf.chat.image_files import ChatImage
 from dflash_hf.generation.stats import SpeculativeStats
 
-State = Literal["waiting", "running", "done", "stopped", "failed"]
+MAX_SESSIONS = 64
+MAX_CACHES = 8
+MAX_IMAGE_BYTES = 2**30  # decoded, of all conversations
+MAX_DROPPED = 1024  # pages that are told, when they return, that their conversation was dropped
+
+State = Literal["waiting", "running", "done", "stopped", "failed"]  # waiting for another conversation's run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How to answer.
-
-    Args:
-        use_draft (`bool`): With the draft, or by plain `generate`.
-        temperature (`float`): 0 is greedy.
-        max_new_tokens (`int`): Longest answer, in tokens.
-
-    Raises:
-        ValueError: If a number is outside what makes sense.
-    """
+    """How to answer; `ValueError` for numbers that make no sense."""
 
     use_draft: bool = True
-    temperature: float = 0.0
+    temperature: float = 0.0  # 0 is greedy
     max_new_tokens: int = 256
 
     def __post_init__(self) -> None:
@@ -40,56 +40,35 @@ class Settings:
 
     def for_generate(self) -> dict[str, Any]:
         """Returns the keywords for `generate`; what the target's own config says about sampling does not count."""
-        if self.temperature == 0:
-            return {"max_new_tokens": self.max_new_tokens, "do_sample": False}
         sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
-        return {"max_new_tokens": self.max_new_tokens, **sampling}
+        return {"max_new_tokens": self.max_new_tokens, **(sampling if self.temperature else {"do_sample": False})}
 
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """Tokens that were committed together: by the prefill, by one verify, or by one plain forward.
+    """Tokens that were committed together: by the prefill, by one verify, or by one plain forward."""
 
-    Args:
-        text (`str`): Their text, without the bonus token's.
-        bonus (`str`): Text of the target's own token, which comes last.
-        num_tokens (`int`): How many there are, the bonus included.
-        num_accepted (`int`): Proposals of the draft among them.
-        seconds (`float`): When they arrived, from the start of the call.
-    """
-
-    text: str
-    bonus: str
-    num_tokens: int
-    num_accepted: int
-    seconds: float
+    text: str  # without the bonus token's
+    bonus: str  # text of the target's own token, which comes last
+    num_tokens: int  # the bonus included
+    num_accepted: int  # proposals of the draft among them
+    seconds: float  # when they arrived, from the start of the call
 
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """An answer, as far as it has come.
-
-    Args:
-        drafted (`bool`): Whether a draft was used.
-        block_size (`int`): Most tokens that one forward of the target can commit.
-        runs (`list[Run]`): What arrived, in order; the first is the prefill's token.
-        state (`str`): `"waiting"` (for another conversation's run), `"running"`, `"done"`, `"stopped"`, `"failed"`.
-        seconds (`float`): Time since the call of `generate`, at the end the call's.
-        num_prompt_tokens (`int`): Tokens of the conversation before it.
-        num_cached_tokens (`int`): Those of them that were in the cache already.
-        stats (`SpeculativeStats`, *optional*): The run's own, once it has ended with a draft.
-        error (`str`): Why it failed.
-    """
+    """An answer, as far as it has come."""
 
     drafted: bool
-    block_size: int
-    runs: list[Run] = field(default_factory=list[Run])
+    block_size: int  # most tokens that one forward of the target can commit
+    ids: list[int] = field(default_factory=list[int])  # an end-of-sequence token included
+    runs: list[Run] = field(default_factory=list[Run])  # in order; the first is the prefill's token
     state: State = "waiting"
-    seconds: float = 0.0
+    seconds: float = 0.0  # since the call of `generate`, at the end the call's
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    stats: SpeculativeStats | None = None
-    error: str = ""
+    num_cached_tokens: int = 0  # of the prompt, that were in the cache already
+    stats: SpeculativeStats | None = None  # the run's own, once it has ended with a draft
+    error: str = ""  # why it failed
 
     @property
     def text(self) -> str:
@@ -97,34 +76,23 @@ class Answer:
         return "".join(run.text + run.bonus for run in self.runs)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens so far, an end-of-sequence token included."""
-        return sum(run.num_tokens for run in self.runs)
-
-    @property
-    def verifies(self) -> list[Run]:
-        """The runs that a verify committed: all but the prefill's."""
-        return self.runs[1:]
-
-    @property
-    def acceptance_length(self) -> float:
-        """Mean tokens per verify, the bonus included; 0 before the first."""
-        return sum(run.num_tokens for run in self.verifies) / len(self.verifies) if self.verifies else 0.0
+    def counted(self) -> SpeculativeStats:
+        """The figures of the verifies so far; at the end they are those of `stats`."""
+        return SpeculativeStats(
+            num_committed=[[run.num_tokens for run in self.runs[1:]]],
+            num_accepted=[[run.num_accepted for run in self.runs[1:]]],
+            num_proposed=self.block_size - 1,
+        )
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens by time since the call, prefill included; 0 before the first."""
-        return self.num_tokens / self.seconds if self.seconds else 0.0
+        return len(self.ids) / self.seconds if self.seconds else 0.0
 
-    def acceptance_per_position(self) -> list[float]:
-        """Share of verifies that accepted the proposal at each position: `block_size - 1` values, joint as vLLM's."""
-        counts = [run.num_accepted for run in self.verifies]
-        return [sum(n > i for n in counts) / len(counts) if counts else 0.0 for i in range(self.block_size - 1)]
-
-    def histogram(self) -> list[int]:
-        """Verifies by the number of tokens that they committed, from 1 to `block_size`."""
-        counts = [run.num_tokens for run in self.verifies]
-        return [counts.count(length) for length in range(1, self.block_size + 1)]
+    def first_difference(self, other: Answer) -> int:
+        """Number, from 1, of the first token that differs; 0 if they are identical."""
+        pairs = enumerate(itertools.zip_longest(self.ids, other.ids), 1)
+        return next((number for number, (own, their) in pairs if own != their), 0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,66 +100,117 @@ class Turn:
     """A message and its answer."""
 
     text: str
-    pictures: list[Picture]
+    images: list[ChatImage]
     answer: Answer
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Conversation:
-    """One person's conversation.
+    """One person's conversation."""
 
-    Args:
-        turns (`list[Turn]`): Finished ones; the newest may be running.
-        cache (`Cache`, *optional*): Of the target, with the draft's context attached, after the last drafted answer.
-        cached_ids (`torch.Tensor` of shape `[1, C]`, *optional*): The tokens of its columns.
-        stop (`threading.Event`): Set to end the run in progress; every run has its own.
-        left (`bool`): The person began a new one, or went, while a run was in progress.
-    """
-
-    turns: list[Turn] = field(default_factory=list[Turn])
-    cache: Cache | None = None
-    cached_ids: Tensor | None = None
-    stop: threading.Event = field(default_factory=threading.Event)
-    left: bool = False
-
-    def messages(self, in_parts: bool) -> list[dict[str, Any]]:
-        """The conversation for a chat template, from its beginning to the newest question.
-
-        Turns without an answer are left out, the newest excepted.
-
-        Args:
-            in_parts (`bool`): Contents as lists of parts, pictures before the text, as a processor's template takes
-                them; otherwise as strings, for a tokenizer's.
-        """
-        messages: list[dict[str, Any]] = []
-        for turn in self.turns:
-            is_last = turn is self.turns[-1]
-            if not turn.answer.text and not is_last:
-                continue
-            pictures = [{"type": "image", "image": picture.image} for picture in turn.pictures]
-            messages.append({"role": "user", "content": _content(turn.text, pictures, in_parts)})
-            if not is_last:
-                messages.append({"role": "assistant", "content": _content(turn.answer.text, [], in_parts)})
-        return messages
+    turns: list[Turn] = field(default_factory=list[Turn])  # finished ones; the newest may be running
+    cache: DynamicCache | None = None  # after the last drafted answer, with the draft's context attached
+    cached_ids: Tensor | None = None  # `[1, C]`, the tokens of its columns
+    stop: threading.Event = field(default_factory=threading.Event)  # ends the run in progress; every run has its own
+    left: bool = False  # the person began a new one, or went, while a run was in progress
 
     @property
-    def pictures(self) -> list[Picture]:
-        """All pictures that the target sees at the next answer."""
-        last = self.turns[-1:]
-        return [picture for turn in self.turns if turn.answer.text or turn in last for picture in turn.pictures]
+    def read_turns(self) -> list[Turn]:
+        """Those that the target reads at the next answer: the newest, and before it those with an answer."""
+        return [turn for turn in self.turns[:-1] if turn.answer.text] + self.turns[-1:]
+
+    def messages(self, in_parts: bool) -> list[dict[str, Any]]:
+        """The conversation up to the newest question, for a processor's template (`in_parts`) or a tokenizer's."""
+        messages: list[dict[str, Any]] = []
+        for turn in self.read_turns:
+            for role, text, images in (("user", turn.text, turn.images), ("assistant", turn.answer.text, [])):
+                parts = [
+                    *({"type": "image", "image": image.image} for image in images),
+                    {"type": "text", "text": text},
+                ]
+                messages.append({"role": role, "content": parts if in_parts else text})
+        return messages[:-1]
 
     @property
     def num_bytes(self) -> int:
-        """Memory that its pictures take."""
-        return sum(picture.num_bytes for turn in self.turns for picture in turn.pictures)
-
-    def forget(self) -> None:
-        """Drops the cache; the next turn prefills the whole conversation."""
-        self.cache, self.cached_ids = None, None
+        """Memory that its images take."""
+        return sum(image.num_bytes for turn in self.turns for image in turn.images)
 
 
-def _content(text: str, pictures: list[dict[str, Any]], in_parts: bool) -> Any:
-    return [*pictures, {"type": "text", "text": text}] if in_parts else text
+class Sessions:
+    """Which browser page has which conversation, the least recently used first.
+
+    Those too many, or with too many images together, are dropped, and their pages are told when they return. What is
+    being answered stays. (Gradio's `gr.State` tells nobody, drops that too, and counts no bytes.)
+    """
+
+    def __init__(self) -> None:
+        self._by_page: OrderedDict[str, Conversation] = OrderedDict()
+        self._busy: set[str] = set()
+        self._dropped: OrderedDict[str, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def use(self, page: str) -> Generator[Conversation]:
+        """Gives out a page's conversation, a new one for a new page, for one run at a time.
+
+        Raises `ValueError` if the page has a run already, or says no name, or once if its conversation was dropped.
+        """
+        if not page:
+            raise ValueError("expected a page with a session, got none; open the chat in a browser")
+        with self._lock:
+            if page in self._busy:
+                raise ValueError("expected one run at a time, got another while one is going on; stop that one first")
+            if page in self._dropped:
+                del self._dropped[page]
+                raise ValueError(
+                    "expected a conversation that is still held here, got one that was dropped as the least recently "
+                    f"used: at most {MAX_SESSIONS} are held at once, and images of {MAX_IMAGE_BYTES / 2**20:.0f} MB; "
+                    "send the message again to begin a new one"
+                )
+            self._busy.add(page)
+            conversation = self._by_page.setdefault(page, Conversation())
+            self._by_page.move_to_end(page)
+            self._drop_surplus()
+        try:
+            yield conversation
+        finally:
+            with self._lock:
+                self._busy.discard(page)
+                self._drop_surplus()
+
+    def stop(self, page: str) -> None:
+        """Ends a page's run, if there is one."""
+        with self._lock:
+            if page in self._by_page:
+                self._by_page[page].stop.set()
+
+    def forget(self, page: str) -> bool:
+        """Ends a page's run and drops its conversation: the page was closed or starts anew.
+
+        Returns whether a run was in progress; its conversation is then marked as `left`.
+        """
+        with self._lock:
+            self._dropped.pop(page, None)
+            conversation = self._by_page.pop(page, Conversation())
+            conversation.left = page in self._busy
+            conversation.stop.set()
+            return conversation.left
+
+    def _drop_surplus(self) -> None:
+        idle = [page for page in self._by_page if page not in self._busy]
+        for page in idle:
+            num_bytes = sum(held.num_bytes for held in self._by_page.values())
+            if len(self) > MAX_SESSIONS or (num_bytes > MAX_IMAGE_BYTES and self._by_page[page].num_bytes):
+                self._dropped |= {page: None} if self._by_page.pop(page).turns else {}  # nobody misses an empty one
+        while len(self._dropped) > MAX_DROPPED:
+            self._dropped.popitem(last=False)
+        kept = [self._by_page[page] for page in idle if page in self._by_page]
+        for held in [held for held in kept if held.cache is not None][:-MAX_CACHES]:
+            held.cache = held.cached_ids = None
+
+    def __len__(self) -> int:
+        return len(self._by_page)
 
 
-__all__ = ["Answer", "Conversation", "Run", "Settings", "State", "Turn"]
+__all__ = ["Answer", "Conversation", "Run", "Sessions", "Settings", "State", "Turn"]

@@ -1,119 +1,159 @@
 """The pair that a chat talks to: prompts, answers run by run, and the race against plain `generate`.
 
-One run at a time: models share a machine's cores or its accelerator, and a time taken beside another run says nothing.
-Whoever comes second waits, and can stop waiting.
+One run at a time, each in a thread of its own: models share a machine's cores or its accelerator, and a time taken
+beside another run says nothing. Whoever comes second waits, and can stop waiting.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from dflash_hf.chat.conversation import Answer, Conversation, Run, Settings, State, Turn
-from dflash_hf.chat.jobs import Job
-from dflash_hf.chat.pictures import PictureError
-from dflash_hf.chat.stream import Arrival, RunStreamer, RunText
-from dflash_hf.cli.pair import load_pair
+from dflash_hf.chat.image_files import ChatImage, ImageError
+from dflash_hf.evaluation.harness import Processor, encode_prompt, tokenizer_of
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
 MAX_CHARACTERS = 200_000
-MAX_PICTURES = 16  # of a conversation
-TICK = 0.08  # seconds between two looks at a run
-RACE_TICK = 0.3
+MAX_IMAGES = 16  # of a conversation
+TICK, RACE_TICK = 0.08, 0.5  # seconds between two looks at a run; a page must not slow down what it times
+MANY_RUNS = 100  # that make looks half as frequent
+BROKEN = "\ufffd"  # what tokenizers show for bytes that are no character
+WINDOW, CONTEXT = 64, 8  # tokens that are decoded at most, and those of them that are there for the others
 
 logger: Any = logging.get_logger(__name__)
 
 
-@dataclass(slots=True, kw_only=True)
-class Lane:
-    """One of the two runs of a race.
+class Stopped(Exception):
+    """Raised inside `generate` to end it: the person asked for that, or nobody reads the answer any more."""
 
-    Args:
-        drafted (`bool`): Whether it is the one with the draft.
-        runs (`list[Run]`): Its text as it arrived; filled when the lane is through.
-        ids (`list[int]`): Its tokens.
-        num_tokens (`int`): Tokens so far.
-        seconds (`float`): Time since its call, at the end the call's.
-        state (`str`): `"waiting"`, `"running"` or `"done"`.
+
+class RunText:
+    """Turns growing ids into text, without special tokens: a character that spans tokens appears with its last one."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []  # the newest, with some before them: a token's text may depend on those
+        self.given = ""
+
+    def add(self, ids: list[int]) -> str:
+        """Returns the text that these ids add, up to the last whole character."""
+        self.ids = self.ids + ids
+        text = str(self.tokenizer.decode(self.ids, skip_special_tokens=True))
+        whole = text.rstrip(BROKEN)
+        new, self.given = whole[len(self.given) :], whole
+        if len(self.ids) > WINDOW and whole == text:
+            self.ids = self.ids[-CONTEXT:]
+            self.given = str(self.tokenizer.decode(self.ids, skip_special_tokens=True))
+        return new
+
+
+class RunStreamer(BaseStreamer):
+    """Notes what `generate` commits, for the thread that reads the answer; ends the run once `stop` is set."""
+
+    def __init__(self, answer: Answer, stop: threading.Event, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.answer, self.stop, self.text = answer, stop, RunText(tokenizer)
+        self.started = self.ended = 0.0  # of the call, by `time.perf_counter`; 0 before
+        self._arrived: list[tuple[list[int], float]] | None = None
+
+    def put(self, value: Any) -> None:
+        """Takes the prompt first and drops it, then committed tokens; raises `Stopped` if the run is to end."""
+        if self.stop.is_set():
+            raise Stopped
+        if self._arrived is None:
+            self._arrived = []
+            return
+        self._arrived.append((value.reshape(-1).tolist(), time.perf_counter() - self.started))
+
+    def end(self) -> None:
+        """Nothing to do: the thread that called `generate` knows when it returns."""
+
+    def update(self) -> None:
+        """Brings the answer up to date."""
+        answer, arrived = self.answer, list(self._arrived or [])
+        answer.ids = [token for ids, _ in arrived for token in ids]
+        answer.seconds = (self.ended or time.perf_counter()) - self.started if self.started else 0.0
+        for ids, seconds in arrived[len(answer.runs) :]:
+            # A verify's last token is taken for the target's own until the run's end tells.
+            is_verify = answer.drafted and bool(answer.runs)
+            split = len(ids) - is_verify
+            text, bonus, accepted = self.text.add(ids[:split]), self.text.add(ids[split:]), split if is_verify else 0
+            run = Run(text=text, bonus=bonus, num_tokens=len(ids), num_accepted=accepted, seconds=seconds)
+            answer.runs.append(run)
+        for run, accepted in zip(answer.runs[1:], answer.stats.num_accepted[0] if answer.stats else [], strict=False):
+            if accepted >= run.num_tokens:  # cut at the end: its last token was proposed
+                run.text, run.bonus = run.text + run.bonus, ""
+            run.num_accepted = accepted
+
+
+def in_turn(free: threading.Lock, streamer: RunStreamer, call: Callable[[], None], tick: float) -> Generator[Answer]:
+    """Calls something in a thread once a lock is free; yields the answer while it grows, and once at its end.
+
+    Leaving the iterator tells the call to end, and does not wait: it is left from a server's event loop too, which
+    must not stand still for the rest of a prefill. It yields more seldom the longer the answer, since a page draws all
+    of it anew, and one that is busy drawing hears no buttons. What the call raises becomes the answer's state and
+    error; the stack trace is in the log.
     """
+    answer, stop, over = streamer.answer, streamer.stop, threading.Event()
+    end: tuple[State, str] = "failed", ""
 
-    drafted: bool
-    runs: list[Run] = field(default_factory=list[Run])
-    ids: list[int] = field(default_factory=list[int])
-    num_tokens: int = 0
-    seconds: float = 0.0
-    state: str = "waiting"
+    def work() -> None:
+        nonlocal end
+        try:
+            while not free.acquire(timeout=0.1):
+                if stop.is_set():
+                    raise Stopped
+            try:
+                answer.state = "running"
+                call()
+                end = "done", ""
+            finally:
+                free.release()
+        except Stopped:
+            end = "stopped", ""
+        except ValueError as error:
+            end = "failed", str(error)
+        except Exception as error:
+            logger.error("A run of the chat failed.", exc_info=error)
+            end = "failed", f"The run failed ({type(error).__name__}); the server's log says more. The chat goes on."
+        finally:
+            over.set()
 
-
-@dataclass(slots=True, kw_only=True)
-class Race:
-    """Plain `generate` and the same call with the draft, one after the other, greedy, prefill included.
-
-    Args:
-        plain, drafted (`Lane`): The two runs, in the order in which they are timed.
-        state (`str`): `"waiting"` (for another conversation's run), `"running"`, `"done"`, `"stopped"`, `"failed"`.
-        num_prompt_tokens (`int`): Tokens of the conversation before them.
-        error (`str`): Why it failed.
-    """
-
-    plain: Lane = field(default_factory=lambda: Lane(drafted=False))
-    drafted: Lane = field(default_factory=lambda: Lane(drafted=True))
-    state: State = "waiting"
-    num_prompt_tokens: int = 0
-    error: str = ""
-
-    @property
-    def identical(self) -> bool:
-        """Whether both wrote the same tokens."""
-        return self.plain.ids == self.drafted.ids
-
-    @property
-    def first_difference(self) -> int:
-        """Number, from 1, of the first token that differs; meaningful if they are not identical."""
-        pairs = zip(self.plain.ids, self.drafted.ids, strict=False)
-        same = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
-        return 1 + (min(len(self.plain.ids), len(self.drafted.ids)) if same is None else same)
-
-    @property
-    def ratio(self) -> float:
-        """Plain seconds by drafted seconds."""
-        return self.plain.seconds / self.drafted.seconds if self.drafted.seconds else 0.0
+    threading.Thread(target=work, name="dflash-chat-run", daemon=True).start()
+    try:
+        while not over.wait(tick * (1 + len(answer.runs) / MANY_RUNS)):
+            streamer.update()
+            yield answer
+        streamer.update()
+        answer.state, answer.error = end
+        yield answer
+    finally:
+        if not over.is_set():
+            stop.set()
 
 
 class ChatModel:
-    """A target with its draft, ready to chat.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-        draft (`DFlashDraftModel`): Its draft.
-        tokenizer (`PreTrainedTokenizerBase`): The target's, with a chat template.
-        processor (*optional*): The target's, if it takes pictures.
+    """A target with its draft and its tokenizer or processor, ready to chat; with a processor it sees images.
 
     Raises:
         ValueError: If there is no chat template.
     """
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        draft: DFlashDraftModel,
-        tokenizer: PreTrainedTokenizerBase,
-        processor: Any = None,
-    ) -> None:
+    def __init__(self, target: PreTrainedModel, draft: DFlashDraftModel, encoder: Processor) -> None:
         self.target: Any = target
-        self.draft = draft
-        self.tokenizer = tokenizer
-        self.processor = processor
-        template = getattr(processor, "chat_template", None) or tokenizer.chat_template
-        if template is None:
+        self.draft, self.encoder, self.tokenizer = draft, encoder, tokenizer_of(encoder)
+        self.takes_images = encoder is not self.tokenizer
+        if getattr(encoder, "chat_template", None) is None and self.tokenizer.chat_template is None:
             raise ValueError(
                 f"expected a target with a chat template, got {target.name_or_path} without one; choose one that was "
                 "trained for chats, or use dflash-hf generate"
@@ -123,227 +163,126 @@ class ChatModel:
         self.block_size = draft.generation_config.block_size or draft.config.block_size
         self._free = threading.Lock()
 
-    @classmethod
-    def load(cls, target: str, draft: str, dtype: str = "auto", device: str = "auto") -> ChatModel:
-        """Loads a pair from folders or Hub ids, with the processor if the target takes pictures.
-
-        Raises:
-            ValueError: If something is not there or does not load.
-        """
-        try:
-            model, assistant, encoder = load_pair(target, draft, dtype, device)
-        except ImportError as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(f"expected a processor for {target}, got: {reason}; install what it names") from error
-        if isinstance(encoder, PreTrainedTokenizerBase):
-            return cls(model, assistant, encoder)
-        processor: Any = encoder
-        return cls(model, assistant, processor.tokenizer, processor)
-
-    @property
-    def takes_pictures(self) -> bool:
-        """Whether the target sees pictures."""
-        return self.processor is not None
-
     def warm_up(self) -> None:
         """Answers a short prompt both ways: the first calls pay for loading code."""
         for use_draft in (False, True):
-            conversation = Conversation()
-            answer = self.ask(conversation, "Hello.", [], Settings(use_draft=use_draft, max_new_tokens=4))
-            for _ in answer:
-                pass
+            list(self.ask(Conversation(), "Hello.", [], Settings(use_draft=use_draft, max_new_tokens=4)))
 
-    def check_message(self, conversation: Conversation, text: str, pictures: list[Any]) -> None:
-        """Refuses a message that cannot be answered, before anything is done with it.
+    def check_message(self, conversation: Conversation, text: str, images: Sequence[Any]) -> None:
+        """Raises `ValueError` for a message that is empty or too long, or has images that cannot be seen or too many.
 
-        Raises:
-            ValueError: If it is empty, too long, or has pictures that the target cannot see or too many.
+        Before anything is done with it: the images may be files that nobody has read yet.
         """
-        if not text.strip() and not pictures:
+        if not text.strip() and not images:
             raise ValueError("expected a question, got an empty message; write something")
         if len(text) > MAX_CHARACTERS:
-            raise ValueError(
-                f"expected a message of at most {MAX_CHARACTERS:,} characters, got {len(text):,}; shorten it"
-            )
-        if pictures and not self.takes_pictures:
-            raise PictureError("expected a text, got a picture: this target reads text only; remove the picture")
-        total = len(pictures) + sum(len(turn.pictures) for turn in conversation.turns)
-        if total > MAX_PICTURES:
-            raise ValueError(
-                f"expected at most {MAX_PICTURES} pictures in a conversation, got {total}; start a new chat"
-            )
+            limit = f"expected a message of at most {MAX_CHARACTERS:,} characters"
+            raise ValueError(f"{limit}, got {len(text):,}; shorten it")
+        if images and not self.takes_images:
+            raise ImageError("expected a text, got an image: this target reads text only; remove the image")
+        total = len(images) + sum(len(turn.images) for turn in conversation.turns)
+        if total > MAX_IMAGES:
+            raise ValueError(f"expected at most {MAX_IMAGES} images in a conversation, got {total}; start a new chat")
 
     def encode(self, conversation: Conversation, max_new_tokens: int) -> dict[str, Tensor]:
         """Turns the conversation into inputs of one row, as the processor or tokenizer makes them.
 
         Raises:
-            PictureError: If the processor refuses a picture of the newest question.
+            ImageError: If the processor refuses an image of the newest question.
             ValueError: If it is too long for the target with an answer of `max_new_tokens`.
         """
-        messages = conversation.messages(in_parts=self.takes_pictures)
-        encoder: Any = self.processor if self.takes_pictures else self.tokenizer
         try:
-            encoded = encoder.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-            )
+            inputs = encode_prompt(self.encoder, conversation.messages(self.takes_images), self.target.device)
         except ValueError as error:  # those before it passed, and a text alone is not refused
-            raise PictureError(str(error)) if conversation.turns[-1].pictures else error from error
-        inputs = {name: value.to(self.target.device) for name, value in encoded.items() if isinstance(value, Tensor)}
+            raise ImageError(str(error)) if conversation.turns[-1].images else error from error
         num_tokens, room = inputs["input_ids"].shape[1], self.max_length - max_new_tokens
         if num_tokens > room:
             raise ValueError(
-                f"expected a conversation of at most {max(room, 0):,} tokens (the target reads {self.max_length:,}, "
-                f"of which {max_new_tokens:,} are kept for the answer), got {num_tokens:,}; shorten the message, "
-                "lower the most tokens of an answer, or start a new chat"
+                f"expected a conversation of at most {max(room, 0):,} tokens, beside an answer of {max_new_tokens:,}, "
+                f"got {num_tokens:,}; shorten the message, lower the most tokens of an answer, or start a new chat"
             )
         return inputs
 
-    def ask(self, conversation: Conversation, text: str, pictures: list[Any], settings: Settings) -> Generator[Answer]:
+    def ask(
+        self, conversation: Conversation, text: str, images: list[ChatImage], settings: Settings
+    ) -> Generator[Answer]:
         """Adds a turn and answers it, yielding the answer whenever there is more of it, and once at its end.
 
-        Leaving the iterator ends the run. The turn stays in the conversation with what there is of its answer.
-
-        Args:
-            conversation (`Conversation`): Changed in place. Its `stop` ends the run.
-            text (`str`): The question.
-            pictures (`list[Picture]`): Shown with it.
-            settings (`Settings`): How to answer.
-
-        Raises:
-            ValueError: At the call, if the message is refused; the conversation is as before.
+        Leaving the iterator ends the run, as the conversation's `stop` does. The turn stays in the conversation with
+        what there is of its answer. Raises `ValueError` at the call if the message is refused; the conversation is
+        then as before.
         """
-        self.check_message(conversation, text, pictures)
+        self.check_message(conversation, text, images)
         answer = Answer(drafted=settings.use_draft, block_size=self.block_size)
-        conversation.turns.append(Turn(text=text, pictures=pictures, answer=answer))
-        try:
-            inputs = self.encode(conversation, settings.max_new_tokens)
-        except BaseException:
-            conversation.turns.pop()
-            raise
-        answer.num_prompt_tokens = inputs["input_ids"].shape[1]
+        turns = [*conversation.turns, Turn(text=text, images=images, answer=answer)]
+        inputs = self.encode(replace(conversation, turns=turns), settings.max_new_tokens)
+        conversation.turns = turns
         conversation.stop = threading.Event()
-        return self._answer(conversation, answer, inputs, settings)
+        return self._run(conversation, answer, inputs, settings)
 
-    def _answer(
-        self, conversation: Conversation, answer: Answer, inputs: dict[str, Tensor], settings: Settings
-    ) -> Generator[Answer]:
-        streamer, text = RunStreamer(conversation.stop), RunText(self.tokenizer)
-
-        def call() -> None:
-            # Only now: a run that was left may have been advancing the cache until a moment ago.
-            cache = self._cache_for(conversation, inputs) if settings.use_draft else None
-            answer.num_cached_tokens = 0 if cache is None else int(cache.get_seq_length())
-            self.draft.last_stats = None
-            try:
-                ids, answer.seconds = self._generate(inputs, settings, streamer, cache)
-            finally:
-                answer.stats = self.draft.last_stats
-            if cache is not None:
-                conversation.cache, conversation.cached_ids = cache, ids[:, : int(cache.get_seq_length())]
-
-        with Job(self._free, conversation.stop, call) as job:
-            for arrivals in job.watch(streamer, TICK):
-                if job.state == "running":
-                    answer.state = "running"
-                    answer.seconds = time.perf_counter() - streamer.started
-                answer.runs += [_run(text, arrival, settings.use_draft) for arrival in arrivals]
-                yield answer
-        answer.state, answer.error = ("failed" if job.state == "waiting" else job.state), job.error
-        _settle(answer)
-        yield answer
-
-    def race(self, conversation: Conversation, max_new_tokens: int) -> Generator[Race]:
-        """Answers the newest question again, by plain `generate` and then with the draft, and compares the tokens.
+    def race(self, conversation: Conversation, max_new_tokens: int) -> Generator[tuple[Answer, Answer]]:
+        """Answers the newest question again, by plain `generate` and then with the draft; yields both as they grow.
 
         Greedy: sampled texts of Transformers' own sampler use other random numbers. Neither run has a cache of
-        earlier turns, and nothing else runs meanwhile.
-
-        Raises:
-            ValueError: At the call, if there is no question yet.
+        earlier turns, and nothing else runs meanwhile. Raises `ValueError` at the call if there is no question yet.
         """
         if not conversation.turns:
             raise ValueError("expected a question to race on, got an empty conversation; ask something first")
         inputs = self.encode(conversation, max_new_tokens)
         conversation.stop = threading.Event()
-        return self._race(conversation, inputs, max_new_tokens)
+        plain, drafted = (Answer(drafted=use_draft, block_size=self.block_size) for use_draft in (False, True))
 
-    def _race(self, conversation: Conversation, inputs: dict[str, Tensor], max_new_tokens: int) -> Generator[Race]:
-        race = Race(num_prompt_tokens=inputs["input_ids"].shape[1])
-        lanes = [(lane, RunStreamer(conversation.stop)) for lane in (race.plain, race.drafted)]
+        def run() -> Generator[tuple[Answer, Answer]]:
+            for answer in (plain, drafted):
+                settings = Settings(use_draft=answer.drafted, max_new_tokens=max_new_tokens)
+                with closing(self._run(conversation, answer, inputs, settings)) as running:
+                    for _ in running:
+                        yield plain, drafted
+                if answer.state != "done":
+                    return
+
+        return run()
+
+    def _run(
+        self, conversation: Conversation, answer: Answer, inputs: dict[str, Tensor], settings: Settings
+    ) -> Generator[Answer]:
+        """Fills an answer, that of the newest turn or one of a race, which has no cache."""
+        answer.num_prompt_tokens = inputs["input_ids"].shape[1]
+        streamer = RunStreamer(answer, conversation.stop, self.tokenizer)
+        is_turn = answer is conversation.turns[-1].answer
 
         def call() -> None:
-            for lane, streamer in lanes:
-                settings = Settings(use_draft=lane.drafted, max_new_tokens=max_new_tokens)
-                streamer.begin()
-                lane.state = "running"
-                ids, lane.seconds = self._generate(inputs, settings, streamer)
-                lane.ids, lane.state = ids[0, inputs["input_ids"].shape[1] :].tolist(), "done"
+            # Only now: a run that was left may have been advancing the cache until a moment ago.
+            cache = self._cache_for(conversation, inputs) if is_turn and answer.drafted else None
+            extra: dict[str, Any] = {"assistant_model": self.draft} if answer.drafted else {}
+            if cache is not None:
+                answer.num_cached_tokens, extra["past_key_values"] = cache.get_seq_length(), cache
+            self.draft.last_stats = None
+            streamer.started = time.perf_counter()
+            try:
+                ids = self.target.generate(**inputs, **settings.for_generate(), **extra, streamer=streamer)
+                ids = ids.cpu()  # waits for an accelerator
+            finally:
+                streamer.ended = time.perf_counter()
+                answer.stats = self.draft.last_stats
+            if cache is not None:
+                conversation.cache, conversation.cached_ids = cache, ids[:, : cache.get_seq_length()]
 
-        with Job(self._free, conversation.stop, call) as job:
-            # Seldom, and with nothing but numbers: the page must not slow down what it times.
-            while not job.over.wait(RACE_TICK):
-                race.state = "waiting" if job.state == "waiting" else "running"
-                for lane, streamer in lanes:
-                    lane.num_tokens = streamer.num_tokens
-                    if lane.state == "running":
-                        lane.seconds = time.perf_counter() - streamer.started
-                yield race
-        for lane, streamer in lanes:
-            text = RunText(self.tokenizer)
-            lane.num_tokens = streamer.num_tokens
-            lane.runs = [_run(text, arrival, lane.drafted) for arrival in streamer.drain(0.0)]
-        race.state, race.error = job.state, job.error
-        yield race
-
-    def _generate(
-        self, inputs: dict[str, Tensor], settings: Settings, streamer: RunStreamer, cache: DynamicCache | None = None
-    ) -> tuple[Tensor, float]:
-        """Calls `generate`; returns its ids `[1, S + new]` and the seconds it took."""
-        extra: dict[str, Any] = {"assistant_model": self.draft} if settings.use_draft else {}
-        if cache is not None:
-            extra["past_key_values"] = cache
-        streamer.begin()
-        ids = self.target.generate(**inputs, **settings.for_generate(), **extra, streamer=streamer)
-        ids = ids.cpu()  # waits for an accelerator
-        return ids, time.perf_counter() - streamer.started
+        return in_turn(self._free, streamer, call, TICK if is_turn else RACE_TICK)
 
     def _cache_for(self, conversation: Conversation, inputs: dict[str, Tensor]) -> DynamicCache:
         """The conversation's cache, if the new inputs go on from it, else an empty one.
 
         A template may render earlier turns anew (thinking models drop their thoughts), and families whose positions do
-        not follow from `image_grid_thw` take the new pictures only: both prefill the whole conversation.
+        not follow from `image_grid_thw` take the new images only: both prefill the whole conversation.
         """
         then, now = conversation.cached_ids, inputs["input_ids"].cpu()
-        if isinstance(conversation.cache, DynamicCache) and then is not None:
+        if conversation.cache is not None and then is not None:
             goes_on = then.shape[1] < now.shape[1] and torch.equal(then, now[:, : then.shape[1]])
-            if goes_on and ("image_grid_thw" in inputs or not conversation.pictures):
+            if goes_on and ("image_grid_thw" in inputs or not any(turn.images for turn in conversation.read_turns)):
                 return conversation.cache
             logger.info("The conversation is prefilled anew: its beginning is not what the cache holds.")
         return DynamicCache(config=self.target.config)
 
 
-def _run(text: RunText, arrival: Arrival, drafted: bool) -> Run:
-    """Makes a run of ids; under a draft its last token is taken for the target's own until the run's end tells."""
-    is_verify = drafted and bool(text.ids)
-    accepted, bonus = (arrival.ids[:-1], arrival.ids[-1:]) if is_verify else (arrival.ids, [])
-    return Run(
-        text=text.add(accepted) if accepted else "",
-        bonus=text.add(bonus) if bonus else "",
-        num_tokens=len(arrival.ids),
-        num_accepted=len(accepted) if is_verify else 0,
-        seconds=arrival.seconds,
-    )
-
-
-def _settle(answer: Answer) -> None:
-    """Takes over what the run counted: a run cut at the end has no bonus token, its last one was proposed."""
-    stats = answer.stats
-    if stats is None:
-        return
-    for run, accepted in zip(answer.verifies, stats.num_accepted[0], strict=False):
-        if accepted >= run.num_tokens:
-            run.text, run.bonus = run.text + run.bonus, ""
-        run.num_accepted = accepted
-
-
-__all__ = ["MAX_CHARACTERS", "MAX_PICTURES", "ChatModel", "Lane", "Race"]
+__all__ = ["MAX_CHARACTERS", "MAX_IMAGES", "ChatModel", "RunStreamer", "RunText", "Stopped", "in_turn"]

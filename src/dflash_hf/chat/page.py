@@ -1,12 +1,8 @@
-"""The web page of the chat: components, what happens when, and how it is served. The only module that knows Gradio."""
+"""The web page of the chat: its components, and what happens when. The only module that knows Gradio."""
 
 from __future__ import annotations
 
-import atexit
-import os
-import shutil
-import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,97 +12,75 @@ from gradio import themes
 from starlette.middleware import Middleware
 from transformers.utils import logging
 
-from dflash_hf.chat import render
-from dflash_hf.chat.conversation import Settings
-from dflash_hf.chat.examples import find_examples
-from dflash_hf.chat.guard import BROWSER, Guard, own_hosts
+from dflash_hf.chat.conversation import Conversation, Sessions, Settings
+from dflash_hf.chat.image_files import EXTENSIONS, MAX_FILE_BYTES, ImageError, read_image
 from dflash_hf.chat.model import ChatModel
-from dflash_hf.chat.pictures import EXTENSIONS, MAX_FILE_BYTES, Picture, PictureError, read_picture
-from dflash_hf.chat.sessions import Sessions
-from dflash_hf.chat.uploads import Uploads
+from dflash_hf.chat.render import find_examples, render
 
 HERE = Path(__file__).parent
-SYSTEM = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
-MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
+MINUTES = 15  # that an upload is kept; what was asked about it stays in its conversation
+SWEPT_EVERY = 30  # seconds
+ASK_EXAMPLE = """element.addEventListener("click", (event) => {
+  const example = event.target.closest("[data-df-example]");
+  if (example) trigger("click", { text: example.dataset.dfExample });
+});"""
+NARROW: dict[str, Any] = {"size": "sm", "min_width": 70}
+LENGTH: dict[str, Any] = {"step": 16, "elem_id": "df-length", "min_width": 140}
 
-# What an event can change, in the order in which handlers give new values.
-PARTS = ("box", "past", "newest", "sentence", "stats", "lanes", "start", "halt")
-
+Change = dict[Any, Any]  # new values of components; the others stay as they are
 logger: Any = logging.get_logger(__name__)
 
 
 class Page:
-    """The page over one model. Uploads live in a folder of their own, which goes with the process.
+    """The page over one model, with the names of target and draft, and the folder of uploads."""
 
-    Args:
-        model (`ChatModel`): What answers.
-        names (`tuple[str, str]`): Where target and draft came from.
-    """
-
-    def __init__(self, model: ChatModel, names: tuple[str, str]) -> None:
+    def __init__(self, model: ChatModel, names: tuple[str, str], uploads: Path) -> None:
         self.model = model
+        self.uploads = uploads.resolve()
         self.sessions = Sessions()
-        # Before any component is made: each notes where uploads go.
-        self.uploads = Uploads(Path(tempfile.mkdtemp(prefix="dflash-chat-")))
-        atexit.register(shutil.rmtree, self.uploads.folder, ignore_errors=True)
-        os.environ["GRADIO_TEMP_DIR"] = str(self.uploads.folder)
-        os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-        self.welcome = render.welcome(model.takes_pictures, find_examples(names[0], model.takes_pictures))
-        self.blocks = self._build(names)
-
-    def _build(self, names: tuple[str, str]) -> Any:
-        title = "DFlash chat"
-        longest = max(16, min(1024, self.model.max_length // 2))
-        with gr.Blocks(title=title, analytics_enabled=False, fill_width=True) as page:
-            _html(render.header(*names, self.model.block_size), elem_id="df-header")
+        self.examples = find_examples(names[0], model.takes_images)
+        self.welcome = render("welcome", model.takes_images, self.examples)
+        longest = max(16, min(1024, model.max_length // 2))
+        with gr.Blocks(title="DFlash chat", fill_width=True, delete_cache=(SWEPT_EVERY, 60 * MINUTES)) as self.blocks:
+            _html(render("header", *names, model.block_size), "df-header")
             with gr.Row(elem_id="df-main"):
                 with gr.Column(elem_id="df-chat"):
                     with gr.Column(elem_id="df-scroll"):
-                        past = _html(elem_id="df-history")
-                        newest = _html(self.welcome, elem_id="df-current")
-                    sentence = _html(elem_id="df-notice")
-                    box = self._box()
+                        self.past = _html("", "df-history")
+                        self.newest = _html(self.welcome, "df-current", js_on_load=ASK_EXAMPLE)
+                    self.sentence = _html("", "df-notice")
+                    self.box = self._box()
                     with gr.Row(elem_id="df-settings"):
-                        use_draft = gr.Checkbox(True, label="Draft", elem_id="df-draft", min_width=90)
+                        draft = gr.Checkbox(True, label="Draft", elem_id="df-draft", min_width=90)
                         heat = gr.Slider(0, 1.5, 0, step=0.1, label="Temperature", elem_id="df-heat", min_width=140)
-                        length = gr.Slider(
-                            16,
-                            longest,
-                            min(320, longest),
-                            step=16,
-                            label="Max tokens",
-                            elem_id="df-length",
-                            min_width=140,
-                        )
-                        anew = gr.Button("New chat", elem_id="df-new", size="sm", min_width=90)
+                        length = gr.Slider(16, longest, min(320, longest), label="Max tokens", **LENGTH)
+                        new = gr.Button("New chat", elem_id="df-new", size="sm", min_width=90)
                 with gr.Column(elem_id="df-side"):
-                    _html("<h2>Why it is fast</h2>" + render.LEGEND, elem_classes="df-card-head")
-                    stats = _html(render.statistics(None), elem_id="df-statistics")
+                    _html(render("legend"), "df-legend-card")
+                    self.stats = _html(render("statistics", None), "df-statistics")
                     with gr.Row(elem_id="df-race-head"):
-                        _html("<h2>Race</h2>", elem_classes="df-card-head")
-                        start = gr.Button("Start", elem_id="df-race-start", size="sm", min_width=70)
-                        halt = gr.Button("Stop", elem_id="df-race-stop", size="sm", min_width=70, visible=False)
-                    lanes = _html(render.race_lanes(None), elem_id="df-race")
-            parts = [box, past, newest, sentence, stats, lanes, start, halt]
-            private: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
+                        _html("<h2>Race</h2>", "df-race-title")
+                        self.start = gr.Button("Start", elem_id="df-race-start", **NARROW)
+                        self.halt = gr.Button("Stop", elem_id="df-race-stop", visible=False, **NARROW)
+                    self.lanes = _html(render("race", None, None), "df-race")
+            parts = [self.box, self.past, self.newest, self.sentence, self.stats, self.lanes, self.start, self.halt]
+            queued: dict[str, Any] = {"outputs": parts, "api_visibility": "private", "show_progress": "hidden"}
             # Not "once": the browser would drop a question that is asked while it still closes the run before.
-            many: dict[str, Any] = {**private, "concurrency_limit": 16, "trigger_mode": "multiple"}
-            now: dict[str, Any] = {**private, "queue": False}
-            box.submit(self._ask, [box, use_draft, heat, length], parts, **many)
-            start.click(self._race, [length], parts, **many)
-            for event in (box.stop, halt.click):
-                event(self._stop, None, None, **now)
-            anew.click(self._new, None, parts, **now)
-            page.unload(self._leave)
-        return page
+            self.box.submit(self._ask, [self.box, draft, heat, length], trigger_mode="multiple", **queued)
+            self.newest.click(self._ask_example, [draft, heat, length], **queued)
+            self.start.click(self._race, length, trigger_mode="multiple", **queued)
+            for event in (self.box.stop, self.halt.click):
+                event(self._stop, queue=False, **queued)
+            new.click(self._new, queue=False, **queued)
+            self.blocks.unload(self._leave)
 
     def _box(self) -> Any:
-        pictures = self.model.takes_pictures
+        images = self.model.takes_images
         box: Any = gr.MultimodalTextbox(
             show_label=False,
             elem_id="df-box",
-            placeholder="Ask about a picture, or anything" if pictures else "Ask something",
-            sources=["upload"] if pictures else [],
+            placeholder="Ask about an image, or anything" if images else "Ask something",
+            sources=["upload"] if images else [],
             file_types=list(EXTENSIONS),
             file_count="multiple",
             max_plain_text_length=10**6,  # a long text stays one: it never becomes a file
@@ -117,7 +91,7 @@ class Page:
         async def keep_uploads_only(place: str) -> Any:
             """Gradio would fetch an address that stands in the place of an upload."""
             if "://" in place:
-                raise gr.Error(f"Expected an uploaded picture, got an address: {place}", print_exception=False)
+                raise gr.Error(f"Expected an uploaded image, got an address: {place}", print_exception=False)
             return await keep(place)
 
         box.async_move_resource_to_block_cache = keep_uploads_only
@@ -125,177 +99,137 @@ class Page:
 
     def _ask(
         self, message: dict[str, Any], use_draft: bool, heat: float, length: float, request: gr.Request
-    ) -> Generator[list[Any]]:
-        """Answers a message; yields new values of `PARTS`."""
-        conversation = None
-        text, files = str(message["text"] or ""), [str(path) for path in message["files"]]
-        try:
+    ) -> Generator[Change]:
+        text, files = str(message["text"] or ""), [Path(file) for file in message["files"]]
+
+        def run(conversation: Conversation) -> Generator[Change]:
             settings = Settings(use_draft=bool(use_draft), temperature=float(heat), max_new_tokens=int(length))
-            with self.sessions.use(_name_of(request)) as conversation:
+            try:
                 self.model.check_message(conversation, text, files)  # before any of them is decoded
-                pictures = self._read(files)
-                answers = self.model.ask(conversation, text, pictures, settings)
-                yield _changed(
-                    box=self._buttons(True),
-                    past=render.history(conversation.turns[:-1]),
-                    newest=render.current(conversation),
-                    sentence="",
-                    start=gr.update(interactive=False),
-                )
-                with closing(answers) as running:
-                    for answer in running:
-                        if conversation.left:
-                            break
-                        yield _changed(newest=render.current(conversation), stats=render.statistics(answer))
-                yield _changed(box=self._buttons(False), start=gr.update(interactive=True))
-        except PictureError as error:
-            # What was not refused stays, so that the message can be mended.
-            kept = [path for path in map(Path, files) if error.path not in (None, path) and self._is_there(path)]
-            box = gr.update(value={"text": text, "files": [str(path) for path in kept]})
-            yield _changed(box=box, sentence=render.notice(str(error)))
-        except Exception as error:
-            yield _changed(sentence=render.notice(_sentence(error)))
-        if conversation is not None and conversation.left:
-            yield self._fresh()
+                for file in files:
+                    if not self._is_there(file):
+                        missing = f"expected {file.name} to be an upload, got none of that name: uploads are deleted"
+                        raise ImageError(f"{missing} after {MINUTES} minutes; add it again", file)
+                running = self.model.ask(conversation, text, [read_image(file) for file in files], settings)
+            except ImageError as error:
+                # What was not refused stays, so that the message can be mended.
+                kept = [str(file) for file in files if error.path not in (None, file) and self._is_there(file)]
+                yield {self.box: gr.update(value={"text": text, "files": kept})}
+                raise
+            yield {
+                self.box: gr.update(value={"text": "", "files": []}, submit_btn=False, stop_btn=True),
+                self.past: render("turns", conversation.turns[:-1]),
+                self.newest: render("turns", conversation.turns[-1:]),
+                self.sentence: "",
+                self.start: gr.update(interactive=False),
+            }
+            with closing(running):
+                for answer in running:
+                    newest = render("turns", conversation.turns[-1:])
+                    yield {self.newest: newest, self.stats: render("statistics", answer)}
+            yield {self.box: gr.update(submit_btn=True, stop_btn=False), self.start: gr.update(interactive=True)}
 
-    def _race(self, length: float, request: gr.Request) -> Generator[list[Any]]:
-        """Runs a race; yields new values of `PARTS`."""
-        conversation = None
+        yield from self._changes(run, request)
+
+    def _ask_example(
+        self, use_draft: bool, heat: float, length: float, event: gr.EventData, request: gr.Request
+    ) -> Generator[Change]:
+        message = {"text": event.text, "files": self.examples[event.text]}
+        yield from self._ask(message, use_draft, heat, length, request)
+
+    def _race(self, length: float, request: gr.Request) -> Generator[Change]:
+        def run(conversation: Conversation) -> Generator[Change]:
+            with closing(self.model.race(conversation, int(length))) as running:
+                yield {self.sentence: "", self.start: gr.update(visible=False), self.halt: gr.update(visible=True)}
+                for answers in running:
+                    yield {self.lanes: render("race", *answers)}
+            yield {self.start: gr.update(visible=True), self.halt: gr.update(visible=False)}
+
+        yield from self._changes(run, request)
+
+    def _changes(self, run: Callable[[Conversation], Generator[Change]], request: gr.Request) -> Generator[Change]:
+        """What a run on the page's conversation changes; what it raises becomes a sentence."""
+        conversation = Conversation()
         try:
-            with self.sessions.use(_name_of(request)) as conversation:
-                races = self.model.race(conversation, int(length))
-                yield _changed(sentence="", start=gr.update(visible=False), halt=gr.update(visible=True))
-                with closing(races) as running:
-                    for race in running:
-                        if conversation.left:
-                            break
-                        yield _changed(lanes=render.race_lanes(race))
-                yield _changed(start=gr.update(visible=True), halt=gr.update(visible=False))
+            with self.sessions.use(_name_of(request)) as conversation, closing(run(conversation)) as changes:
+                for change in changes:
+                    if conversation.left:
+                        break
+                    yield change
+        except ValueError as error:
+            yield {self.sentence: render("notice", str(error))}
         except Exception as error:
-            yield _changed(sentence=render.notice(_sentence(error)))
-        if conversation is not None and conversation.left:
+            logger.error("The chat could not answer.", exc_info=error)
+            sentence = f"This could not be answered ({type(error).__name__}); the server's log says more."
+            yield {self.sentence: render("notice", sentence)}
+        if conversation.left:
             yield self._fresh()
 
-    def _buttons(self, busy: bool) -> Any:
-        """The message box during an answer, emptied, with a stop button, and after it."""
-        if busy:
-            return gr.update(value={"text": "", "files": []}, submit_btn=False, stop_btn=True)
-        return gr.update(submit_btn=True, stop_btn=False)
+    def _is_there(self, file: Path) -> bool:
+        """Whether it is an upload that has not been deleted, or an example's."""
+        is_example = any(file in files for files in self.examples.values())
+        return is_example or (file.resolve().is_relative_to(self.uploads) and file.is_file())
 
-    def _read(self, files: list[str]) -> list[Picture]:
-        """Reads uploaded files.
-
-        Raises:
-            PictureError: If one is no upload, has been deleted, or cannot be read.
-        """
-        paths = [Path(file) for file in files]
-        for path in paths:
-            if not self._is_there(path):
-                raise PictureError(
-                    f"expected {path.name} to be an upload, got none of that name: uploads are deleted after "
-                    f"{self.uploads.live / 60:.0f} minutes; add it again",
-                    path,
-                )
-        return [read_picture(path) for path in paths]
-
-    def _is_there(self, path: Path) -> bool:
-        """Whether it is an upload that has not been deleted."""
-        return path.resolve().is_relative_to(self.uploads.folder.resolve()) and path.is_file()
-
-    def _stop(self, request: gr.Request) -> None:
+    def _stop(self, request: gr.Request) -> Any:
         self.sessions.stop(_name_of(request))
+        return gr.skip()
 
-    def _new(self, request: gr.Request) -> list[Any]:
+    def _new(self, request: gr.Request) -> Any:
         """Begins anew. Where a run is in progress, the run says so itself, as the last thing that it says.
 
         The browser hears of a run and of a click over two connections: what a run said last could come after the
         fresh page, and stay there.
         """
-        return _changed() if self.sessions.forget(_name_of(request)) else self._fresh()
-
-    def _fresh(self) -> list[Any]:
-        """The page before the first question."""
-        return _changed(
-            box=gr.update(value={"text": "", "files": []}, submit_btn=True, stop_btn=False),
-            past="",
-            newest=self.welcome,
-            sentence="",
-            stats=render.statistics(None),
-            lanes=render.race_lanes(None),
-            start=gr.update(visible=True, interactive=True),
-            halt=gr.update(visible=False),
-        )
+        return gr.skip() if self.sessions.forget(_name_of(request)) else self._fresh()
 
     def _leave(self, request: gr.Request) -> None:
         self.sessions.forget(_name_of(request))
 
-    def launch(self, host: str, port: int) -> None:
-        """Serves the page until it is interrupted.
+    def _fresh(self) -> Change:
+        """The page before the first question."""
+        return {
+            self.box: gr.update(value={"text": "", "files": []}, submit_btn=True, stop_btn=False),
+            self.past: "",
+            self.newest: self.welcome,
+            self.sentence: "",
+            self.stats: render("statistics", None),
+            self.lanes: render("race", None, None),
+            self.start: gr.update(visible=True, interactive=True),
+            self.halt: gr.update(visible=False),
+        }
 
-        Raises:
-            OSError: If the port is taken, or there is no such host.
-        """
-        guard = Middleware(Guard, uploads=self.uploads, hosts=own_hosts(host))
-        self.uploads.sweep_for_ever()
+    def launch(self, host: str, port: int, guards: list[Middleware]) -> None:
+        """Serves the page behind its guards until it is interrupted; raises `OSError` if it cannot listen there."""
         self.blocks.queue(max_size=32, default_concurrency_limit=16, api_open=False)
         self.blocks.launch(
             server_name=host,
             server_port=port,
             share=False,
-            inbrowser=False,
             quiet=True,
             show_error=True,  # what Gradio refuses itself, in its words
             footer_links=[],
             run_history=False,
-            allowed_paths=[],
             enable_monitoring=False,
             max_file_size=MAX_FILE_BYTES,
             ssr_mode=False,
-            pwa=False,
-            mcp_server=False,
-            strict_cors=True,
-            app_kwargs={"middleware": [guard], "docs_url": None, "redoc_url": None, "openapi_url": None},
-            theme=_theme(),
-            css=(HERE / "page.css").read_text(encoding="utf-8"),
+            app_kwargs={"middleware": guards, "docs_url": None, "redoc_url": None, "openapi_url": None},
+            # The fonts of the system; the rest is in the style sheet.
+            theme=themes.Base(
+                primary_hue="blue", neutral_hue="slate", font=["system-ui", "sans-serif"], font_mono="monospace"
+            ),
+            css_paths=HERE / "page.css",
             js=(HERE / "page.js").read_text(encoding="utf-8"),
         )
 
 
-def _name_of(request: gr.Request) -> str | None:
+def _name_of(request: gr.Request) -> str:
     """What a page's conversation is kept under: its own name and its browser's, so that neither alone is enough."""
-    page = request.session_hash
-    return f"{request.headers[BROWSER]}:{page}" if page else None
+    return f"{request.state.browser}:{request.session_hash}" if request.session_hash else ""
 
 
-def _changed(**parts: Any) -> list[Any]:
-    """New values of `PARTS`; those that are not named stay as they are."""
-    assert parts.keys() <= set(PARTS)
-    skip: Any = gr.skip()
-    return [parts.get(name, skip) for name in PARTS]
-
-
-def _sentence(error: Exception) -> str:
-    """What a person is told; errors that are not refusals go to the log with all that is known."""
-    if isinstance(error, ValueError):
-        return str(error)
-    logger.error("The chat could not answer.", exc_info=error)
-    return f"This could not be answered ({type(error).__name__}); the server's log says more."
-
-
-def _html(value: str = "", **options: Any) -> Any:
+def _html(value: str, elem_id: str, js_on_load: str | None = None) -> Any:
     """HTML of our own, without Gradio's style for prose."""
-    return gr.HTML(value, apply_default_css=False, js_on_load=None, **options)
+    return gr.HTML(value, elem_id=elem_id, apply_default_css=False, js_on_load=js_on_load)
 
 
-def _theme() -> Any:
-    """System fonts and neutral greys; the rest is in `page.css`."""
-    return themes.Base(
-        primary_hue=themes.colors.blue,
-        neutral_hue=themes.colors.slate,
-        font=SYSTEM,
-        font_mono=MONO,
-        radius_size=themes.sizes.radius_md,
-    )
-
-
-__all__ = ["Page"]
+__all__ = ["MINUTES", "Page"]

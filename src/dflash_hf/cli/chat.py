@@ -13,13 +13,13 @@ import typer
 from rich.console import Console
 
 from dflash_hf.chat.conversation import Answer, Conversation, Settings
+from dflash_hf.chat.image_files import ChatImage, ImageError, read_image
 from dflash_hf.chat.model import ChatModel
-from dflash_hf.chat.pictures import Picture, PictureError, read_picture
-from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION
+from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION, load_pair
 
 
 def bundled_pair() -> Path:
-    """The bundled pair that sees pictures, where a clone has it, else the one for text."""
+    """The bundled pair that sees images, where a clone has it, else the one for text."""
     return BUNDLED_VISION if (BUNDLED_VISION / "draft").is_dir() else BUNDLED
 
 
@@ -35,34 +35,33 @@ def chat(
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
 ) -> None:
-    """Chat with a pair, about pictures too if the target sees them, and see why the answers are fast."""
+    """Chat with a pair, about images too if the target sees them, and see why the answers are fast."""
     console = Console()
     is_bundled = Path(target).resolve().is_relative_to(BUNDLED)
     if threads or is_bundled:
         torch.set_num_threads(threads or 1)
-    model = ChatModel.load(target, draft, dtype, device)
+    model = ChatModel(*load_pair(target, draft, dtype, device))
     model.warm_up()
     if not web:
         converse(model, Settings(max_new_tokens=max_new_tokens, temperature=temperature), console)
         return
     try:
-        from dflash_hf.chat.page import Page
+        from dflash_hf.chat.app import serve
     except ModuleNotFoundError as error:
         raise ValueError(f"expected Gradio for --web, got no {error.name}; pip install 'dflash-hf[demo]'") from error
-    page = Page(model, (target, draft))
     console.print(f"The chat is at http://{host}:{port} (Ctrl-C ends it)", highlight=False)
     # As Ctrl-C does, so that the uploads are deleted: Python leaves at once on SIGTERM otherwise.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    page.launch(host, port)
+    serve(model, (target, draft), host, port)
 
 
 def converse(model: ChatModel, settings: Settings, console: Console) -> None:
     """Reads questions and prints answers as they come, each with its statistics, until the end of input.
 
-    `/image PATH` adds a picture to the next question, `/new` starts over, `/quit` ends; Ctrl-C ends an answer.
+    `/image PATH` adds an image to the next question, `/new` starts over, `/quit` ends; Ctrl-C ends an answer.
     """
-    console.print("[dim]/image PATH adds a picture, /new starts over, /quit ends; Ctrl-C ends an answer", markup=True)
-    conversation, pictures = Conversation(), list[Picture]()
+    console.print("[dim]/image PATH adds an image, /new starts over, /quit ends; Ctrl-C ends an answer", markup=True)
+    conversation, images = Conversation(), list[ChatImage]()
     while True:
         try:
             line = console.input("[bold blue]> [/]").strip()
@@ -72,28 +71,28 @@ def converse(model: ChatModel, settings: Settings, console: Console) -> None:
             if line == "/quit":
                 return
             if line == "/new":
-                conversation, pictures = Conversation(), []
+                conversation, images = Conversation(), []
             elif line.startswith("/image "):
-                found = _picture(Path(line.removeprefix("/image ").strip()).expanduser())
-                if not model.takes_pictures:
-                    raise ValueError("expected a text, got a picture: this target reads text only; ask without it")
-                pictures.append(found)
+                found = _image(Path(line.removeprefix("/image ").strip()).expanduser())
+                if not model.takes_images:
+                    raise ValueError("expected a text, got an image: this target reads text only; ask without it")
+                images.append(found)
             elif line:
                 try:
-                    answers = model.ask(conversation, line, pictures, settings)
-                except PictureError:
-                    pictures = []
+                    answers = model.ask(conversation, line, images, settings)
+                except ImageError:
+                    images = []
                     raise
-                pictures = []
+                images = []
                 _answer(answers, console)
         except ValueError as error:
             console.print(str(error), style="red", markup=False, highlight=False)
 
 
-def _picture(path: Path) -> Picture:
+def _image(path: Path) -> ChatImage:
     if not path.is_file():
-        raise ValueError(f"expected a picture, got {path}, which is not there; mend the path")
-    return read_picture(path)
+        raise ValueError(f"expected an image, got {path}, which is not there; mend the path")
+    return read_image(path)
 
 
 def _answer(answers: Generator[Answer], console: Console) -> None:
@@ -116,8 +115,8 @@ def _answer(answers: Generator[Answer], console: Console) -> None:
         raise ValueError(answer.error)
     if answer is not None and answer.runs:
         console.print(
-            f"{answer.num_tokens} tokens, {len(answer.runs)} forwards, acceptance length "
-            f"{answer.acceptance_length:.2f}, {answer.tokens_per_second:.0f} tokens/s",
+            f"{len(answer.ids)} tokens, {len(answer.runs)} forwards, acceptance length "
+            f"{answer.counted.acceptance_length:.2f}, {answer.tokens_per_second:.0f} tokens/s",
             style="dim",
             highlight=False,
         )

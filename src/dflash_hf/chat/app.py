@@ -1,0 +1,183 @@
+"""The chat as a web server: which requests it refuses, how much may be uploaded, and that it serves the page."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import socket
+from collections import OrderedDict
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from urllib.parse import urlsplit
+
+from starlette.datastructures import MutableHeaders
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dflash_hf.chat.model import ChatModel
+from dflash_hf.chat.page import MINUTES, Page
+
+MAX_BODY = 2 * 2**20  # of a request that is no upload: texts and names of uploaded files
+MAX_FILES, MAX_BYTES = 512, 2**30  # of uploads
+MAX_PAGES = 4096  # whose browser is remembered, the newest ones
+UPLOAD = "/gradio_api/upload"  # the one route that writes its body to files, part by part
+# Routes that say or end what a page is told: a page's name is in the query of the one, the path of the other.
+EVENTS, HEARTBEAT = "/gradio_api/queue/data", "/gradio_api/heartbeat/"
+COOKIE = "dflash-chat"
+HEADERS = {
+    # Gradio's own scripts and styles are inline, and its HTML component compiles templates.
+    "content-security-policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' "
+    "'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; media-src 'self' blob:; "
+    "object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+
+
+class Uploads:
+    """How many files, and how many bytes of them, the folder of uploads may hold.
+
+    Gradio limits and deletes each file (`max_file_size`, `delete_cache`), but neither counts them nor clears up after
+    uploads that broke off.
+    """
+
+    def __init__(self, folder: Path, max_files: int = MAX_FILES, max_bytes: int = MAX_BYTES) -> None:
+        self.folder, self.max_files, self.max_bytes = folder, max_files, max_bytes
+        self._coming: list[int] = []
+
+    @contextmanager
+    def admit(self, num_bytes: int) -> Generator[None]:
+        """Counts an upload of so many bytes while it comes in. Until it has come, its part that is there counts twice.
+
+        Raises:
+            ValueError: If there is no room for it.
+        """
+        sizes = [*self._coming, num_bytes]
+        for path in self.folder.rglob("*"):
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                sizes += [] if path.is_dir() else [path.lstat().st_size]
+        if len(sizes) > self.max_files or sum(sizes) > self.max_bytes:
+            raise ValueError(
+                f"expected at most {self.max_files} uploaded files on this server, of {self.max_bytes:,} bytes, got "
+                f"{len(sizes)} of {sum(sizes):,}; try again in some minutes: uploads are deleted after {MINUTES}"
+            )
+        self._coming.append(num_bytes)
+        try:
+            yield
+        finally:
+            self._coming.remove(num_bytes)
+            for path in [] if self._coming else self.folder.iterdir():
+                with suppress(OSError):  # a folder with an upload in it
+                    path.rmdir() if path.is_dir() else path.unlink()
+
+
+class Guard:
+    """ASGI middleware: refuses, in a sentence, large bodies, too many uploads, and fetching for others.
+
+    So too what a page from elsewhere sends to change something here, and pages of another browser, which it tells by a
+    cookie: the application finds the browser's name in `request.state.browser`. It adds headers to every page.
+    """
+
+    def __init__(self, app: ASGIApp, uploads: Uploads) -> None:
+        self.app, self.uploads = app, uploads
+        self._browsers: OrderedDict[str, str] = OrderedDict()  # by page
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one connection; the page opens no web sockets, so there are none."""
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        request = Request(scope)
+        known = request.cookies.get(COOKIE)
+        request.state.browser = browser = known or secrets.token_urlsafe(16)
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.update(HEADERS)
+                if not known:  # not for scripts, nor sent along by pages from elsewhere; it ends with the browser
+                    headers.append("set-cookie", f"{COOKIE}={browser}; Path=/; HttpOnly; SameSite=Strict")
+            await send(message)
+
+        with ExitStack() as coming:
+            status, sentence = self._refusal(request)
+            length = int(request.headers.get("content-length", "0")) if not status else 0
+            # The path as it is routed, and the whole of it: other routes read their bodies into memory.
+            if not status and (request.method, scope["path"]) == ("POST", UPLOAD):
+                try:
+                    coming.enter_context(self.uploads.admit(length))
+                except ValueError as error:
+                    status, sentence = 413, str(error)
+            elif length > MAX_BODY:
+                status, sentence = 413, f"expected a request of at most {MAX_BODY} bytes, got {length}"
+            if not status:
+                return await self.app(scope, receive, send_with_headers)
+        headers = MutableHeaders({**HEADERS, "content-type": "text/plain; charset=utf-8"}).raw
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": sentence.encode(), "more_body": True})
+        # Read to the end, and kept nowhere: who is still sending would hear of a broken connection, not of the reason.
+        while status == 413 and (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.body", "body": b""})
+
+    def _refusal(self, request: Request) -> tuple[int, str]:
+        """Status and sentence for a request that is none for this chat, whatever is in it."""
+        path, browser = str(request.scope["path"]), request.state.browser
+        if request.method not in ("GET", "HEAD", "OPTIONS"):
+            # Browsers say it of every request that changes something; programs do not, and no page from elsewhere can
+            # make them send one.
+            origin, host = request.headers.get("origin"), request.headers.get("host", "")
+            if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+                return 403, f"expected a request of this chat's own page, got one of {origin}; open the chat itself"
+            if not request.headers.get("content-length", "").isdecimal():
+                return 411, "expected a request that says its length, got none; send it with Content-Length"
+        if "://" in path:  # Gradio fetches such an address for anybody, in the server's name
+            return 403, "expected a file of this chat, got an address elsewhere"
+        pages = [path.removeprefix(HEARTBEAT)] if path.startswith(HEARTBEAT) else []
+        for page in request.query_params.getlist("session_hash") if path.rstrip("/") == EVENTS else pages:
+            owner = self._browsers.setdefault(page, browser)  # one that nobody had is this browser's from now on
+            self._browsers.move_to_end(page)
+            if len(self._browsers) > MAX_PAGES:
+                self._browsers.popitem(last=False)
+            if not secrets.compare_digest(owner.encode(), browser.encode()):
+                return 403, "expected a page that this browser opened, got another one's; open the chat anew"
+        return 0, ""
+
+
+def own_hosts(host: str) -> list[str]:
+    """What requests may call this machine where it listens on `host`; `["*"]`: anything. `OSError` for no host.
+
+    Where it listens on loopback, all requests come from here, also those of a page from elsewhere whose name was made
+    to point here (DNS rebinding): those call it by that name. Where it listens to others too, it has names that nobody
+    knows here.
+    """
+    name = host.strip("[]").lower()
+    if all(ipaddress.ip_address(info[4][0]).is_loopback for info in socket.getaddrinfo(name, None)):
+        return ["localhost", "127.0.0.1", "[::1]", f"[{name}]" if ":" in name else name]
+    return ["*"]
+
+
+def guards(host: str, uploads: Uploads) -> list[Middleware]:
+    """What stands before the page of a server that listens on `host`, the outermost first."""
+    by_name = Middleware(TrustedHostMiddleware, allowed_hosts=own_hosts(host), www_redirect=False)
+    return [by_name, Middleware(Guard, uploads=uploads)]
+
+
+def serve(model: ChatModel, names: tuple[str, str], host: str, port: int) -> None:
+    """Serves the page over one model, with the names of target and draft, until it is interrupted.
+
+    Uploads lie in a folder of their own, which then goes. Raises `OSError` if it cannot listen there.
+    """
+    with TemporaryDirectory(prefix="dflash-chat-", ignore_cleanup_errors=True) as folder:
+        # Before any component is made: each notes where uploads go.
+        os.environ.update(GRADIO_TEMP_DIR=folder, GRADIO_ANALYTICS_ENABLED="False")
+        Page(model, names, Path(folder)).launch(host, port, guards(host, Uploads(Path(folder))))
+
+
+__all__ = ["COOKIE", "MAX_BODY", "Guard", "Uploads", "guards", "own_hosts", "serve"]
