@@ -29,7 +29,7 @@ from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.step import step, verify
 from dflash_hf.generation_config import Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target import find_target
+from dflash_hf.target import Target
 
 
 def decode(
@@ -39,6 +39,7 @@ def decode(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
+    target: Target,
     draft: DFlashDraftModel,
     streamer: BaseStreamer | None = None,
     given_cache: Cache | None = None,
@@ -51,6 +52,7 @@ def decode(
         model (`PreTrainedModel`): The target.
         input_ids (`torch.LongTensor` of shape `[B, S]`): Left-padded prompts.
         logits_processor, stopping_criteria, generation_config: As `generate` prepared them.
+        target (`Target`): Its parts.
         draft (`DFlashDraftModel`): The draft; `draft.generation_config` holds its knobs.
         streamer (`BaseStreamer`, *optional*): Gets every accepted run; `generate` has put the prompt.
         given_cache (`Cache`, *optional*): `past_key_values` that the caller passed; advanced in place.
@@ -62,7 +64,6 @@ def decode(
     """
     started = time.perf_counter() if started is None else started
     draft.last_stats = None
-    target = find_target(model)
     given_on, device = input_ids.device, target.device
     input_ids = cast(torch.LongTensor, input_ids.to(device))
     engine = choose_engine(target, draft)

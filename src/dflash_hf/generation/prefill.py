@@ -70,11 +70,7 @@ def prefill(
     delta = position_delta(target, input_ids, model_kwargs, positions)
     eos_ids = _eos_ids(stopping_criteria, input_ids.device)
     room = first_room(limit, keeps_buffers)
-    shape = BufferShape(
-        state=StateShape.of(delta, eos_ids, block_size, width),
-        draft_device=execution_device(draft),
-        draft_dtype=draft.dtype,
-    )
+    shape = StateShape.of(delta, eos_ids, block_size, width)
     buffers = _buffers(target, draft, shape, longest + room, input_ids.shape[1] + room, keeps_buffers)
     generator = DFlashCandidateGenerator(draft, target, processors, buffers, rule)
     if kept is not None:
@@ -120,9 +116,10 @@ def prefill(
 
 
 def _buffers(
-    target: Target, draft: DFlashDraftModel, shape: BufferShape, length: int, num_columns: int, keeps_buffers: bool
+    target: Target, draft: DFlashDraftModel, state: StateShape, length: int, num_columns: int, keeps_buffers: bool
 ) -> FixedBuffers:
     """Buffers for rows of `length` tokens and a block behind them: those of an earlier call, or new ones."""
+    shape = BufferShape(state=state, draft_device=execution_device(draft), draft_dtype=draft.dtype)
     if keeps_buffers:
         return take_buffers(target, draft, shape, max(length, num_columns) + shape.block)
     try:
