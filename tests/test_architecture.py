@@ -76,18 +76,39 @@ MAX_JIT_LINES = 120
 OPTIONAL_DEPENDENCIES = ("triton", "gradio", "datasets", "matplotlib", "PIL", "pandas")
 NOT_LOADED_BY_IMPORT = ("gradio", "datasets", "matplotlib", "pandas")
 
-# Modules that must not wait for the device -> their functions that may (they run once, before or after the loop).
+# Modules that must not wait for the device -> their functions that may: they run once, before or after the loop, or
+# where the host decides.
 HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.attention": set(),
     "dflash_hf.cache": set(),
     "dflash_hf.dflash2": set(),
+    "dflash_hf.modeling_dflash": set(),
+    "dflash_hf.new_context": set(),
+    "dflash_hf.ops": set(),
+    "dflash_hf.positions": set(),
     "dflash_hf.recurrence": set(),
     "dflash_hf.recurrent_cache": set(),
+    "dflash_hf.reentry": set(),
+    "dflash_hf.scopes": set(),
+    "dflash_hf.taps": set(),
+    "dflash_hf.target": set(),
+    "dflash_hf.generation.accept": {"decide_by_position", "stop_by_criteria"},
     "dflash_hf.generation.acceptance": set(),
     "dflash_hf.generation.buffers": set(),
-    "dflash_hf.generation.static_step": {"advance"},
-    "dflash_hf.generation.steps": set(),
+    "dflash_hf.generation.candidate_generator": set(),
+    "dflash_hf.generation.noise": set(),
+    "dflash_hf.generation.processors": {"_at", "_plain", "walk"},
+    "dflash_hf.generation.room": set(),
+    "dflash_hf.generation.run": set(),
+    "dflash_hf.generation.state": set(),
+    "dflash_hf.generation.static_step": {"_run_ahead"},
+    "dflash_hf.generation.step": {"conclude", "take_note"},
 }
+# What moves when a row moves on, and the functions that may change it: the start of a run, and the commit.
+ROW_COUNTS = {"anchor", "cursor", "lengths", "remaining"}
+MOVES_ROWS = {"dflash_hf.generation.state": {"begin"}, "dflash_hf.generation.accept": {"commit"}}
+# A stop lowers what a row may still generate, and the commit ends it there.
+STOPS_ROWS = {"dflash_hf.generation.accept": {"stop_by_criteria"}, "dflash_hf.generation.lockstep": {"decide"}}
 HOST_READS = {"item", "tolist", "cpu", "numpy"}
 
 
@@ -266,6 +287,45 @@ def hot_path_never_reads_on_the_host(modules: list[Module]) -> list[str]:
     return wrong
 
 
+def rows_move_on_in_one_place(modules: list[Module]) -> list[str]:
+    """Only the commit changes how far a row has come, whatever has decided it."""
+    wrong: list[str] = []
+
+    def counts_in(node: ast.expr) -> set[str]:
+        if isinstance(node, ast.Tuple | ast.List):
+            return set().union(*map(counts_in, node.elts))
+        while isinstance(node, ast.Subscript):
+            node = node.value
+        return {node.attr} & ROW_COUNTS if isinstance(node, ast.Attribute) else set()
+
+    def changed_by(node: ast.AST) -> set[str]:
+        if isinstance(node, ast.Assign):
+            return set().union(*map(counts_in, node.targets))
+        if isinstance(node, ast.AugAssign):
+            return counts_in(node.target)
+        if not isinstance(node, ast.Call):
+            return set()
+        by_commit = {f"{name}_B" for name in ROW_COUNTS} & {keyword.arg for keyword in node.keywords}
+        in_place = isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_")
+        return by_commit | (counts_in(node.func.value) if in_place else set())
+
+    def visit(module: Module, node: ast.AST, functions: set[str]) -> None:
+        if isinstance(node, Function):
+            functions = functions | {node.name}
+        may_move = functions & MOVES_ROWS.get(module.name, set())
+        may_stop = functions & STOPS_ROWS.get(module.name, set())
+        changed = changed_by(node)
+        if changed and not may_move and not (changed == {"remaining"} and may_stop):
+            wrong.append(module.at(node, f"changes {', '.join(sorted(changed))}; let `accept.commit` do it"))
+        for child in ast.iter_child_nodes(node):
+            visit(module, child, functions)
+
+    for module in modules:
+        if module.name.startswith("dflash_hf.generation."):
+            visit(module, module.tree, set())
+    return wrong
+
+
 def exceptions_are_not_swallowed(modules: list[Module]) -> list[str]:
     """No bare `except`, and no `except Exception` that does nothing but go on."""
     wrong: list[str] = []
@@ -300,6 +360,7 @@ RULES: tuple[Rule, ...] = (
     functions_are_annotated,
     no_print_in_the_package,
     hot_path_never_reads_on_the_host,
+    rows_move_on_in_one_place,
     exceptions_are_not_swallowed,
 )
 
@@ -436,9 +497,14 @@ BAD: list[tuple[Rule, Sources, str]] = [
     (functions_are_annotated, {"m": "class C:\n    def f(self, a) -> None: ..."}, "f does not annotate a"),
     (functions_are_annotated, {"m": "def f() -> None:\n    def g(x): ..."}, "g does not annotate x, return"),
     (no_print_in_the_package, {"dflash_hf.target": "def f():\n    print(1)"}, "dflash_hf.target:2"),
-    (hot_path_never_reads_on_the_host, {"dflash_hf.generation.steps": "def f(x):\n    return x.item()"}, ".item()"),
+    (hot_path_never_reads_on_the_host, {"dflash_hf.generation.step": "def f(x):\n    return x.item()"}, ".item()"),
     (hot_path_never_reads_on_the_host, {"dflash_hf.cache": "class C:\n    def f(x): return x.to('cpu')"}, ".to()"),
     (hot_path_never_reads_on_the_host, {"dflash_hf.attention": "y = x.sum().tolist()"}, ".tolist()"),
+    (rows_move_on_in_one_place, {"dflash_hf.generation.loop": "def f(s):\n    s.lengths += 1"}, "changes lengths"),
+    (rows_move_on_in_one_place, {"dflash_hf.generation.loop": "s.cursor[0] = 1"}, "changes cursor"),
+    (rows_move_on_in_one_place, {"dflash_hf.generation.run": "s.anchor.copy_(x)"}, "changes anchor"),
+    (rows_move_on_in_one_place, {"dflash_hf.generation.accept": "def f():\n    g(cursor_B=c)"}, "changes cursor_B"),
+    (rows_move_on_in_one_place, {"dflash_hf.generation.lockstep": "def decide(s):\n    s.lengths[0] = 1"}, "lengths"),
     (exceptions_are_not_swallowed, {"m": "try:\n    f()\nexcept:\n    raise"}, "bare except"),
     (exceptions_are_not_swallowed, {"m": "try:\n    f()\nexcept (OSError, Exception):\n    pass"}, "swallows"),
 ]

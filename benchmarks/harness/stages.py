@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-from dflash_hf.generation import loop, steps
+from dflash_hf.generation import loop
+from dflash_hf.generation import step as step_module
+from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.cuda_graph import GraphStep, NotCapturableError
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
 from dflash_hf.generation.run import Run
@@ -25,8 +27,8 @@ from .clock import Marks, synchronize
 from .methods import Settings
 from .pair import Inputs, Pair
 
-# The function of `steps` that ends each part; the acceptance ends with the step.
-ENDS = {"draft": "draft_step", "verify": "context_step"}
+# The function that ends each part; the acceptance ends with the step.
+ENDS: dict[str, tuple[Any, str]] = {"draft": (DFlashCandidateGenerator, "propose"), "verify": (step_module, "verify")}
 
 
 class _CutError(Exception):
@@ -39,20 +41,20 @@ def cut_after(part: str | None) -> Generator[None]:
     if part is None:
         yield
         return
-    name = ENDS[part]
-    whole: Callable[..., Any] = getattr(steps, name)
+    owner, name = ENDS[part]
+    whole: Callable[..., Any] = getattr(owner, name)
 
     def cut(*args: Any, **kwargs: Any) -> None:
         whole(*args, **kwargs)
         raise _CutError
 
-    setattr(steps, name, cut)
+    setattr(owner, name, cut)
     try:
         yield
     except _CutError:
         pass
     finally:
-        setattr(steps, name, whole)
+        setattr(owner, name, whole)
 
 
 class _PlainPart(StaticStep):
@@ -119,11 +121,8 @@ def _at_first_step(probe: Callable[[Run], None]) -> Generator[None]:
     whole = loop.advance
 
     def advance(run: Run, *args: Any, **kwargs: Any) -> None:
-        try:
-            with torch.inference_mode():
-                probe(run)
-        finally:
-            run.generator.release_context()
+        with torch.inference_mode():
+            probe(run)
 
     loop.advance = advance  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -151,7 +150,7 @@ def _time(run: Run, samples: int) -> Stages:
 
 
 def _timed(run: Run, step: _GraphPart | _PlainPart, samples: int, prefill: float, reason: str | None) -> Stages:
-    bound = step.bound(run, 0)
+    bound = step.bound(0)
     until: dict[str, list[float]] = {}
     with step.on_device():
         launches: dict[str, Callable[[], Any]] = {}
@@ -200,8 +199,7 @@ def _samples(launch: Callable[[], Any], device: torch.device, samples: int) -> l
 
 def _host_reads(launch: Callable[[], Any], run: Run) -> str | None:
     """Says what waits for the device when a step is started and its outcome is fetched, as the engine does both."""
-    assert run.buffers is not None
-    outcome = run.buffers.outcome
+    outcome = run.state.outcome
     is_cuda = outcome.is_cuda
     host = torch.empty(outcome.shape, dtype=outcome.dtype, pin_memory=is_cuda)
     try:

@@ -45,10 +45,25 @@ def execution_device(module: nn.Module) -> torch.device:
     )
 
 
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """Returns a module and all its parts, each once: in a fraction of the time that `module.modules()` takes."""
+    found, seen = [module], {module}
+    for part in found:  # which grows meanwhile
+        for child in part._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found
+
+
 def execution_devices(module: nn.Module) -> set[torch.device]:
     """Returns every device that parts of a module with weights of their own compute on."""
-    parts = [part for part in module.modules() if next(iter(part.parameters(recurse=False)), None) is not None]
-    return {execution_device(part) for part in parts}
+    found = set[torch.device]()
+    for part in modules_of(module):
+        weight = next((weight for weight in part._parameters.values() if weight is not None), None)
+        if weight is not None:
+            found.add(execution_device(part) if weight.device.type == "meta" else weight.device)
+    return found
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -99,16 +114,17 @@ def is_offloaded(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Returns True if a call of the module runs code of `torch.compile`, in whichever of its three forms."""
-    parts = list(module.modules())
+    """Returns True if a call of the module runs code of `torch.compile`, however that was asked for."""
+    parts = modules_of(module)
     if any(hasattr(kind, "_torchdynamo_orig_callable") for kind in {type(part) for part in parts}):
         return True
     for part in parts:
         own = vars(part)
-        replaced = [own[name] for name in ("forward", "_old_forward") if name in own]
         if own.get("_compiled_call_impl") is not None or "_orig_mod" in part._modules:
             return True
-        if any(hasattr(forward, "_torchdynamo_orig_callable") for forward in replaced):
+        if "forward" in own and any(
+            hasattr(own.get(name), "_torchdynamo_orig_callable") for name in ("forward", "_old_forward")
+        ):
             return True
     return False
 
@@ -165,5 +181,6 @@ __all__ = [
     "free_memory",
     "is_compiled",
     "is_offloaded",
+    "modules_of",
     "total_memory",
 ]

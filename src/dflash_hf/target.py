@@ -9,10 +9,11 @@ import dis
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_hf.attention import RAGGED_BLOCK
 from dflash_hf.configuration_dflash import LAYER_TYPES, DFlashConfig
-from dflash_hf.devices import execution_device
-from dflash_hf.recurrence import Recurrence, find_recurrence, find_recurrences, supported
+from dflash_hf.devices import execution_device, modules_of
+from dflash_hf.recurrence import Recurrence, Rule, find_recurrence, find_recurrences, supported
 from dflash_hf.reentry import is_in_verify
 from dflash_hf.scopes import undoing
 
@@ -53,7 +54,10 @@ class Target:
         embedding (`nn.Module`): Input embedding of text tokens.
         head (`nn.Module`): Output head, hidden states to logits.
         decoder (`nn.Module`): What holds the list of layers and runs them.
+        recurrences (`dict[int, Recurrence]`): The recurrent parts of layers that have one which can be taken back, by
+            layer index.
         num_positions (`int`, *optional*): How many positions there are, where they are rows of a table.
+        unsupported (`str`, *optional*): What in the code of its modules cannot be run over the ragged cache.
     """
 
     model: PreTrainedModel
@@ -62,7 +66,9 @@ class Target:
     embedding: nn.Module
     head: nn.Module
     decoder: nn.Module
+    recurrences: dict[int, Recurrence]
     num_positions: int | None = None
+    unsupported: str | None = None
 
     @property
     def device(self) -> torch.device:
@@ -84,18 +90,12 @@ class Target:
 
     @property
     def takes_inference_mode(self) -> bool:
-        """Whether all weights are plain tensors: some classes of quantised ones break in torch's inference mode."""
-        plain = (torch.Tensor, nn.Parameter, type(None))
-        return all(
-            type(tensor) in plain
-            for module in self.model.modules()
-            for tensor in (*module._parameters.values(), *module._buffers.values())
-        )
-
-    @property
-    def recurrences(self) -> dict[int, Recurrence]:
-        """The recurrent parts of layers that have one which can be taken back, by layer index."""
-        return find_recurrences(self.layers)
+        """Returns True if all weights are plain tensors: some quantised ones break in torch's inference mode."""
+        kinds = set[type]()
+        for module in modules_of(self.model):
+            for tensors in (module._parameters, module._buffers):
+                kinds.update(map(type, tensors.values()))
+        return kinds <= {torch.Tensor, nn.Parameter, type(None)}
 
     @property
     def vocab_size(self) -> int:
@@ -104,8 +104,35 @@ class Target:
         return int(weight.shape[0])
 
 
+class _Facts(NamedTuple):
+    """What the modules of a model are, and that it need not be found out again as long as they are the same.
+
+    Args:
+        modules (list of weak references): All of them, in order.
+        config (`PreTrainedConfig`): The text config.
+        layers, decoder (`list[int]`, `int`): Which of them are decoder layers, and which one runs these.
+        recurrences (`dict[int, tuple[Rule, int]]`): Per layer, its rule and the module that it is of.
+        num_positions, unsupported: See [`Target`].
+    """
+
+    modules: list[weakref.ref[nn.Module]]
+    config: PreTrainedConfig
+    layers: list[int]
+    decoder: int
+    recurrences: dict[int, tuple[Rule, int]]
+    num_positions: int | None
+    unsupported: str | None
+
+
+# Weak on both sides: a model is freed as soon as the user lets go of it.
+_known: weakref.WeakKeyDictionary[PreTrainedModel, _Facts] = weakref.WeakKeyDictionary()
+
+
 def find_target(model: PreTrainedModel) -> Target:
     """Finds the text decoder's layers, the embedding and the head of a causal or vision-language model.
+
+    What follows from its modules is found once, and again when one of them is another one: wrapped, replaced, with an
+    adapter.
 
     Raises:
         ValueError: If one of them cannot be found.
@@ -114,7 +141,6 @@ def find_target(model: PreTrainedModel) -> Target:
     if model.config.is_encoder_decoder:
         raise ValueError(f"expected a decoder-only target, got the encoder-decoder {name}; DFlash cannot draft for it")
     config = model.config.get_text_config(decoder=True)
-    num_layers = getattr(config, "num_hidden_layers", None)
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     if embedding is None or head is None:
@@ -122,9 +148,29 @@ def find_target(model: PreTrainedModel) -> Target:
             f"expected a target with an input embedding and an output head, got {name}; "
             "load it with AutoModelForCausalLM or AutoModelForImageTextToText"
         )
+    modules, facts = modules_of(model), _known.get(model)
+    if facts is None or facts.config is not config or [module() for module in facts.modules] != modules:
+        facts = _known[model] = _find_facts(model, modules, config, embedding)
+    return Target(
+        model=model,
+        config=config,
+        layers=tuple(modules[index] for index in facts.layers),
+        embedding=embedding,
+        head=head,
+        decoder=modules[facts.decoder],
+        recurrences={layer: Recurrence(rule, modules[index]) for layer, (rule, index) in facts.recurrences.items()},
+        num_positions=facts.num_positions,
+        unsupported=facts.unsupported,
+    )
+
+
+def _find_facts(
+    model: PreTrainedModel, modules: list[nn.Module], config: PreTrainedConfig, embedding: nn.Module
+) -> _Facts:
+    name, num_layers = type(model).__name__, getattr(config, "num_hidden_layers", None)
     lists = [
         module
-        for module in model.modules()
+        for module in modules
         if isinstance(module, nn.ModuleList)
         and len(module) == num_layers
         and all(_is_decoder_layer(layer) for layer in module)
@@ -132,8 +178,29 @@ def find_target(model: PreTrainedModel) -> Target:
     own = [layers for layers in lists if _text_config_of(layers) is config] or lists
     if not own:
         raise ValueError(f"expected a list of {num_layers} decoder layers inside {name}, found none; not supported")
-    decoder = next(module for module in model.modules() if any(child is own[0] for child in module.children()))
-    return Target(model, config, tuple(own[0]), embedding, head, decoder, _num_positions(decoder, config, embedding))
+    layers = list(own[0])
+    decoder = next(module for module in modules if any(child is own[0] for child in module.children()))
+    places = {module: index for index, module in reversed(list(enumerate(modules)))}
+    recurrences = find_recurrences(layers)
+    return _Facts(
+        modules=[weakref.ref(module) for module in modules],
+        config=config,
+        layers=[places[layer] for layer in layers],
+        decoder=places[decoder],
+        recurrences={layer: (found.rule, places[found.module]) for layer, found in recurrences.items()},
+        num_positions=_num_positions(decoder, config, embedding),
+        unsupported=_unsupported(model, layers, recurrences),
+    )
+
+
+def _unsupported(model: PreTrainedModel, layers: list[nn.Module], recurrences: dict[int, Recurrence]) -> str | None:
+    """Names what in the code of a model's modules cannot be run over the ragged cache."""
+    if not type(model)._supports_attention_backend and not recurrences:  # hybrids do not set it
+        return NO_INTERFACE
+    if _swallows_keywords(model, layers[0]):
+        return "layers that do not hand keywords of the forward down to their attention"
+    attention = [layer for index, layer in enumerate(layers) if index not in recurrences]
+    return next((reason for layer in attention if (reason := _layer_reason(layer)) is not None), None)
 
 
 def _num_positions(decoder: nn.Module, config: PreTrainedConfig, embedding: nn.Module) -> int | None:
@@ -192,13 +259,8 @@ def check_target(target: Target) -> None:
         reason = "cross attention"
     elif (adapter := _adapter_reason(target.model)) is not None:
         reason = adapter
-    elif not type(target.model)._supports_attention_backend and not recurrences:  # hybrids do not set it
-        reason = NO_INTERFACE
-    elif _swallows_keywords(target):
-        reason = "layers that do not hand keywords of the forward down to their attention"
     else:
-        attention = [layer for index, layer in enumerate(target.layers) if index not in recurrences]
-        reason = next((reason for layer in attention if (reason := _layer_reason(layer)) is not None), None)
+        reason = target.unsupported
     if reason is None:
         return
     raise ValueError(f"expected a target with full or sliding attention, got {name} with {reason}; drop the draft")
@@ -250,11 +312,11 @@ def _layer_reason(layer: nn.Module) -> str | None:
     return None
 
 
-def _swallows_keywords(target: Target) -> bool:
-    """Whether a module between the model and a layer's attention cannot hand on keywords that it does not name."""
-    layer = next(name for name, module in target.model.named_modules() if module is target.layers[0])
+def _swallows_keywords(model: PreTrainedModel, first: nn.Module) -> bool:
+    """Returns True if a module between the model and a layer's attention cannot hand on keywords it does not name."""
+    layer = next(name for name, module in model.named_modules() if module is first)
     parts = layer.split(".")
-    above = [target.model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
+    above = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
     callers = [
         module for module in above if not isinstance(module, nn.ModuleList) and "_orig_mod" not in module._modules
     ]

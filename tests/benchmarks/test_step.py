@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner, Result
 
-from dflash_hf.generation import static_step
+from dflash_hf.generation import step as step_module
 from dflash_hf.positions import build_target_layer_ids
 from dflash_hf.target import find_target
 
@@ -222,22 +222,23 @@ def test_parts_are_timed_over_rows_that_do_not_move(monkeypatch: pytest.MonkeyPa
     pair = tiny_pair("qwen3-8b")
     inputs, settings = pair.inputs("random", 0, 3), Settings(max_new_tokens=4)
     ran: Counter[str] = Counter()
-    for name in ("draft_step", "verify_step", "context_step", "accept_step"):
-        whole = getattr(static_step.steps, name)
+    owners: list[tuple[Any, str]] = [*ENDS.values(), (step_module, "commit")]
+    for owner, name in owners:
+        whole = getattr(owner, name)
 
         def counted(*args: Any, name: str = name, whole: Any = whole, **kwargs: Any) -> Any:
             ran[name] += 1
             return whole(*args, **kwargs)
 
-        monkeypatch.setattr(static_step.steps, name, counted)
-    before = {name: getattr(static_step.steps, name) for name in ENDS.values()}
+        monkeypatch.setattr(owner, name, counted)
+    before = {name: getattr(owner, name) for owner, name in ENDS.values()}
     stages = measure_stages(pair, inputs, settings, 5, samples=2)
     assert {name: len(values) for name, values in stages.until_ms.items()} == {"draft": 2, "verify": 2, "step": 2}
     assert stages.context == 3 * 9
     # Four runs of each body, and one that looks for reads on the host; the accept step also ends the prefill.
-    assert (ran["draft_step"], ran["verify_step"], ran["context_step"]) == (13, 9, 9)
-    assert ran["accept_step"] - 5 in (0, 1)
-    assert all(getattr(static_step.steps, name) is one for name, one in before.items())
+    assert (ran["propose"], ran["verify"]) == (13, 9)
+    assert ran["commit"] - 5 in (0, 1)
+    assert all(getattr(owner, name) is before[name] for owner, name in ENDS.values())
     assert pair.draft.generation_config.engine == "auto"
     assert pair.draft.generation_config.verify_width is None
     # The pair decodes as it did.

@@ -23,12 +23,9 @@ from transformers import (
 from transformers.generation import BaseStreamer, GenerationMixin
 
 import dflash_hf
-from dflash_hf import DFlashCandidateGenerator, DFlashDraftModel, DFlashGenerateOutput, SpeculativeStats, save_draft
+from dflash_hf import DFlashDraftModel, DFlashGenerateOutput, SpeculativeStats, save_draft
 from dflash_hf.attention import RAGGED_BLOCK
 from dflash_hf.cache import RaggedCache
-from dflash_hf.generation.processors import BlockProcessors
-from dflash_hf.taps import Taps
-from dflash_hf.target import find_target
 from tiny import COMMON, VOCAB, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
@@ -175,42 +172,6 @@ def test_stock_speculation_type_passes_through_and_agrees() -> None:
     out = target.generate(**inputs, **GREEDY, assistant_model=draft, speculation_type="dflash")
     assert torch.equal(out, ref)
     assert draft.last_stats is None
-
-
-def test_the_candidate_generator_drafts_under_transformers_own_assisted_loop() -> None:
-    target = tiny_target("qwen3")
-    inputs = prompts([8], 4)
-    draft = tiny_draft(target, 6)
-    ref = target.generate(**inputs, **GREEDY, assistant_model=draft)
-    committed = draft.last_stats.num_committed[0]
-    generator = DFlashCandidateGenerator(
-        draft,
-        find_target(target),
-        BlockProcessors(LogitsProcessorList()),
-        block_size=6,
-        verify_width=6,
-        rule="argmax",
-        batch=1,
-        max_length=80,
-    )
-    proposed: list[int] = []
-    original = generator.get_candidates
-
-    def spy(input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        ids, logits = original(input_ids, **kwargs)
-        proposed.append(ids.shape[1] - input_ids.shape[1])
-        return ids, logits
-
-    generator.get_candidates = spy
-    target._get_candidate_generator = lambda *args, **kwargs: generator
-    try:
-        with Taps(find_target(target).layers, [0, 2], generator.collect).open():
-            out = target.generate(**inputs, **GREEDY, prompt_lookup_num_tokens=5)
-    finally:
-        del target._get_candidate_generator
-    assert torch.equal(out, ref)
-    # The same context, the same proposals, the same acceptance: one target forward per verify of our own loop.
-    assert len(proposed) == 1 + len(committed)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

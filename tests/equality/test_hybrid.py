@@ -16,7 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from dflash_hf import iterate
 from dflash_hf.cache import RaggedCache
-from dflash_hf.generation import steps
+from dflash_hf.generation import step as step_module
 from dflash_hf.recurrent_cache import RecurrentGroup
 from dflash_hf.target import find_target
 from dflash_hf.training.collators import Batch
@@ -163,7 +163,7 @@ def test_a_replay_is_a_small_part_of_a_verify(capsys: pytest.CaptureFixture[str]
     settings = {**GREEDY, "max_new_tokens": 4}
     target.generate(**inputs, **settings, assistant_model=draft)
     monkeypatch.setattr(RecurrentGroup, "replay", timed("replay", RecurrentGroup.replay))
-    monkeypatch.setattr(steps, "verify_step", timed("verify", steps.verify_step))
+    monkeypatch.setattr(step_module, "verify", timed("verify", step_module.verify))
     for _ in range(10):
         target.generate(**inputs, **settings, assistant_model=draft)
     share = spent["replay"] / spent["verify"]

@@ -320,5 +320,5 @@ def test_what_cannot_be_honoured_is_refused_before_any_forward(monkeypatch: pyte
     refused("never see what lies behind", accept=keep_all, repetition_penalty=1.2)
     refused("stop iterating instead", accept=keep_all, max_time=60.0)
     draft.generation_config.proposal = "sample"
-    refused("needs the law of the proposals", accept=keep_all)
-    refused("needs the law of the proposals", propose=second_best)
+    refused("needs the distribution of the proposals", accept=keep_all)
+    refused("needs the distribution of the proposals", propose=second_best)

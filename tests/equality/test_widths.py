@@ -268,7 +268,6 @@ def test_nothing_moves_when_the_width_changes(monkeypatch: pytest.MonkeyPatch) -
     def watched(self: StaticStep, bound: int) -> Any:
         with NoHostReads():
             out = launch(self, bound)
-        assert self.run.buffers is not None
         places.add(tuple((t.data_ptr(), t.shape, t.stride()) for t in self.run.buffers.owned()))
         return out
 
@@ -289,12 +288,11 @@ def test_stale_columns_behind_a_narrow_verify_are_never_used(monkeypatch: pytest
     def spoiled(self: StaticStep, bound: int) -> Any:
         nonlocal num_narrow
         out, run = launch(self, bound), self.run
-        width, held = run.state.width, run.generator._held
-        assert held is not None
-        num_narrow += width < held[0].shape[1]
+        width, states = run.state.width, run.buffers.context_states
+        num_narrow += width < states.shape[1]
         run.state.whole_block[:, width:] = 5
         run.state.whole_tokens[:, width:] = 9
-        held[0][:, width:] = 1e3
+        states[:, width:] = 1e3
         return out
 
     monkeypatch.setattr(StaticStep, "launch", spoiled)

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_hf import attention, scopes, taps
+from dflash_hf import attention, ops, scopes, taps
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache import RaggedLayer
-from dflash_hf.generation import acceptance, integration, loop, prefill, run, steps
+from dflash_hf.generation import acceptance, integration, prefill, step
+from dflash_hf.generation.accept import accept_matching
 from dflash_hf.generation.kept_cache import KeptCache
 from dflash_hf.generation.lockstep import Lockstep
 from dflash_hf.generation.outputs import Recorder
@@ -53,29 +54,25 @@ def _wrapped(patches: Patches, owner: Any, name: str, change: Callable[..., Any]
 def one_too_many(patches: Patches) -> None:
     """One proposal more than matches is accepted."""
 
-    def more(count: Any, proposals: Tensor, tokens: Tensor) -> Tensor:
-        return (count(proposals, tokens) + 1).clamp_max(proposals.shape[1])
-
-    _wrapped(patches, steps, "accept_matching", more)
-    # The target's own token stands behind what matches; a proposal that does not match has to be taken over.
-    accept = steps.accept_step
-
-    def taken(state: Any) -> None:
-        kept = torch.arange(state.proposals.shape[1], device=state.ids.device) < state.num_accepted[:, None]
+    def more(commit: Any, state: Any, mask_token_id: int, num_accepted: Tensor | None = None) -> None:
+        num = accept_matching(state.proposals, state.tokens) if num_accepted is None else num_accepted
+        num = (num + 1).clamp_max(state.width - 1)
+        # The target's own token stands behind what matches; a proposal that does not match has to be taken over.
+        kept = torch.arange(state.width - 1, device=num.device) < num[:, None]
         state.tokens[:, :-1] = torch.where(kept, state.proposals, state.tokens[:, :-1])
-        accept(state)
+        commit(state, mask_token_id, num)
 
-    for module in (steps, loop.steps):
-        patches.setattr(module, "accept_step", taken)
+    _wrapped(patches, step, "commit", more)
 
 
 def all_matches_count(patches: Patches) -> None:
     """Matches behind the first mismatch count too."""
 
-    def every(count: Any, proposals: Tensor, tokens: Tensor) -> Tensor:
-        return (proposals == tokens[:, :-1]).sum(dim=1)
+    def every(commit: Any, state: Any, mask_token_id: int, num_accepted: Tensor | None = None) -> None:
+        num = (state.proposals == state.tokens[:, :-1]).sum(dim=1) if num_accepted is None else num_accepted
+        commit(state, mask_token_id, num)
 
-    _wrapped(patches, steps, "accept_matching", every)
+    _wrapped(patches, step, "commit", every)
 
 
 def wide_window(patches: Patches) -> None:
@@ -158,14 +155,12 @@ def state_not_put_back(patches: Patches) -> None:
 
 
 def end_of_sequence_missed(patches: Patches) -> None:
-    """An end of sequence inside a block does not end its row, only one at its end."""
+    """An end of sequence inside a block does not end its row."""
 
-    def missed(cut: Any, tokens: Tensor, accepted: Tensor, eos_ids: Any, remaining: Tensor, done: Tensor) -> Any:
-        late = tokens.clone()
-        late[:, :-1] = -5
-        return cut(late, accepted, eos_ids, remaining, done)
+    def missed(accept: Any, block: Tensor, *args: Any, eos_ids_N: Tensor | None, **kwargs: Any) -> None:
+        accept(block, *args, eos_ids_N=eos_ids_N if block.shape[1] == 1 else None, **kwargs)
 
-    _wrapped(patches, steps, "clamp_commit", missed)
+    _wrapped(patches, ops, "accept_and_prepare", missed)
 
 
 def limit_passed(patches: Patches) -> None:
@@ -198,22 +193,20 @@ def context_of_another_text(patches: Patches) -> None:
 
 
 def criterion_forgotten(patches: Patches) -> None:
-    """A stopping criterion is asked about the end of a block only."""
+    """A stopping criterion is asked about the prefill's token only."""
 
-    def forgotten(apply: Any, one: Any, committed: list[int], done: list[int], filled: list[int]) -> None:
-        late = [max(num - 1, 0) for num in committed]
-        before = list(committed)
-        apply(one, late, done, [column - (a - b) for column, a, b in zip(filled, committed, late, strict=True)])
-        committed[:] = [num if not done[row] else before[row] for row, num in enumerate(before)]
+    def forgotten(stop: Any, state: Any, *args: Any) -> None:
+        if state.width == 1:
+            stop(state, *args)
 
-    _wrapped(patches, run, "_apply_criteria", forgotten)
+    _wrapped(patches, step, "stop_by_criteria", forgotten)
     _wrapped(patches, Lockstep, "decide", _decided_at_once)
 
 
-def _decided_at_once(decide: Any, self: Lockstep, state: Any, logits: Tensor, positions: Tensor) -> Tensor:
+def _decided_at_once(decide: Any, self: Lockstep, state: Any, logits: Tensor) -> Any:
     criteria, self.criteria = self.criteria, []
     try:
-        return decide(self, state, logits, positions)
+        return decide(self, state, logits)
     finally:
         self.criteria = criteria
 
@@ -221,14 +214,13 @@ def _decided_at_once(decide: Any, self: Lockstep, state: Any, logits: Tensor, po
 def streamer_gets_more(patches: Patches) -> None:
     """A streamer gets a token that was not committed."""
 
-    def more(finish: Any, one: Any, reported: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def more(note: Any, one: Any, reported: Any, tokens: Tensor) -> None:
         streamer = one.streamer
         if streamer is not None and one.lockstep is None and tokens.shape[1] > reported[0][0] > 0:
             streamer.put(tokens[0, reported[0][0] : reported[0][0] + 1].clone())
-        return finish(one, reported, tokens, *args, **kwargs)
+        note(one, reported, tokens)
 
-    for module in (run, loop, prefill):
-        _wrapped(patches, module, "finish_step", more)
+    _wrapped(patches, step, "take_note", more)
 
 
 def scores_shifted(patches: Patches) -> None:

@@ -22,9 +22,11 @@ from transformers import DynamicCache, PreTrainedModel
 from dflash_hf import DFlashDraftModel
 from dflash_hf.attention import RaggedBlock, attend, mask_repeats
 from dflash_hf.cache import RaggedCache
-from dflash_hf.generation import loop, steps
+from dflash_hf.generation import loop
 from dflash_hf.generation.host_reads import NoHostReads
-from dflash_hf.generation.run import Run, finish_step, tapped
+from dflash_hf.generation.run import Run, tapped
+from dflash_hf.generation.state import NUM_REPORTED
+from dflash_hf.generation.step import finish, forwards, settle
 from dflash_hf.positions import slot_positions, visible
 from dflash_hf.taps import Taps
 from dflash_hf.target import find_target
@@ -251,22 +253,19 @@ def test_steps_read_nothing_on_the_host(
     num_guarded = 0
 
     def guarded(run: Run, engine: str) -> None:
-        """`loop.advance`, with its five steps under guard once each has run and loaded its kernels."""
+        """`loop.advance`, with each step under guard once each has run and loaded its kernels."""
         nonlocal num_guarded
         with torch.no_grad(), tapped(run) as taps:
             while not bool(run.state.done.all()):
                 with nullcontext() if num_guarded == 0 else no_host_reads(device):
                     step(run, taps)
                 num_guarded += 1
-                finish_step(run, steps.report(run.state).tolist(), run.state.tokens)
+                finish(run, run.state.outcome[:NUM_REPORTED].tolist(), run.state.tokens)
 
     def step(run: Run, taps: Taps) -> None:
-        drafted, block = run.next_blocks()
-        steps.draft_step(run.state, run.generator, drafted)
-        logits = steps.verify_step(run.state, run.target, run.cache, block).logits
-        steps.select_step(run.state, logits, block, run.processors)
-        steps.accept_step(run.state)
-        steps.context_step(run.generator, taps, block)
+        logits = forwards(run, taps=taps).logits
+        assert logits is not None
+        settle(run, logits)
 
     monkeypatch.setattr(loop, "advance", guarded)
     torch.manual_seed(0)

@@ -85,6 +85,11 @@ def _device_guard() -> Generator[None]:
         registry[CUDA] = before
 
 
+def _commit_nothing(run: Run, outputs: Any) -> None:
+    """Stands for the prefill's token, which the host decides."""
+    run.state.width = run.generator.verify_width
+
+
 @contextmanager
 def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Generator[None]:
     """One CUDA device of this compute capability and 1 TB of memory; what is made inside has shapes and no numbers."""
@@ -100,7 +105,7 @@ def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Generator[None]:
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)
         patch.setattr(RaggedLayer, "write_rows", lambda *args: None)
-        patch.setattr(prefill_module, "_commit_first", lambda run, outputs: None)
+        patch.setattr(prefill_module, "_commit_first", _commit_nothing)
         # Weights without numbers are of a class of their own, which would count as quantised.
         patch.setattr(new_context, "_is_its_weight", lambda module: module.bias is None)
         yield
@@ -149,7 +154,7 @@ def begin(
             streamer=None,
             model_kwargs=kwargs,
             started=0.0,
-            is_static=True,
+            keeps_buffers=True,
         )
 
 
@@ -193,16 +198,16 @@ def captured_step(run: Run) -> Step:
     """
     step = StaticStep(run)
     state = run.state
-    changed = {"proposals": state.whole_block, "draft": run.generator.block_ids}
+    changed = {"proposals": state.whole_block, "draft": state.draft_ids}
     if step.decides:
-        changed |= {"outcome": step.buffers.outcome, "ids": state.ids, "lengths": state.lengths}
+        changed |= {"outcome": state.outcome, "ids": state.ids, "lengths": state.lengths}
     caches = {"target": run.cache, "draft": run.generator.cache}
     changed |= {
         f"{name} cache {i}": t for name, cache in caches.items() for i, t in enumerate(_written_by_step(cache))
     }
     before = {name: tensor._version for name, tensor in changed.items()}
     with torch.inference_mode(), _Count() as count, NoHostReads():
-        step.body(step.bound(run, 1))
+        step.body(step.bound(1))
     return Step(count.calls, {name: t._version > before[name] for name, t in changed.items()}, step.decides)
 
 

@@ -4,12 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from dflash_hf.generation import steps
-from dflash_hf.generation.state import DecodeState
 from dflash_kernels import accept_and_prepare
 from dflash_kernels.accept_and_prepare import NUM_FIGURES, _accept_and_prepare, accept_and_prepare_reference
 from helpers.kernel_checks import DEVICES, Guarded, assert_same_writes, check_raises
@@ -119,44 +115,6 @@ def test_counts_of_32_bits_and_views(device: str) -> None:
     _accept_and_prepare(*step.arguments(state, device))
     for name, tensor in wanted.items():
         assert torch.equal(state[name], tensor), name
-
-
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 10**6), width=st.integers(1, 6), limit=st.integers(1, 12), num_eos=st.integers(0, 2))
-def test_reference_equals_the_packages_accept_step(seed: int, width: int, limit: int, num_eos: int) -> None:
-    """Equal to `accept_scores` and `accept_step` but for scratch: columns behind a row's last committed token."""
-    step = Step(seed, 3, width, width, 2, limit, num_eos, width)
-    ours = {n: t.clone() for n, t in step.state.items()}
-    # The invariant of a run: the anchor is the last committed token, where there is one.
-    ours["block"][:, :1] = ours["ids"].gather(1, ours["cursor"][:, None] - 1)
-    state = DecodeState.start(
-        ours["ids"][:, :COLUMNS],
-        lengths=ours["lengths"].clone(),
-        limit=limit,
-        width=width,
-        position_delta=torch.zeros(3, dtype=torch.long),
-        eos_ids=step.eos,
-        key=None,
-    )
-    for name in ("ids", "cursor", "remaining", "done", "block"):
-        getattr(state, name).copy_(ours[name])
-    state.tokens.copy_(step.tokens)
-    state.num_accepted.copy_((state.proposals == state.tokens[:, :-1]).cumprod(dim=1).sum(dim=1))
-    steps.accept_step(state)
-    accept_and_prepare_reference(*step.arguments(ours, "cpu"))
-    for name in ("lengths", "cursor", "remaining", "done"):
-        assert torch.equal(ours[name], getattr(state, name)), name
-    assert torch.equal(ours["block"], state.block)
-    kept = torch.arange(ours["ids"].shape[1]) < ours["cursor"][:, None]
-    assert torch.equal(ours["ids"][kept], state.ids[kept])
-    assert torch.equal(ours["positions"], state.lengths[:, None] + torch.arange(width + 1))
-    assert torch.equal(ours["draft_ids"][:, 0], state.anchor)
-    assert bool((ours["draft_ids"][:, 1:] == MASK).all())
-    slot = int(step.state["step"][0]) % 2
-    figures = [state.num_committed, state.num_accepted, state.lengths, state.done.long(), ours["cursor"]]
-    assert torch.equal(ours["record"][slot], torch.cat([torch.stack(figures), step.tokens.T]))
-    assert torch.equal(ours["record"][1 - slot], step.state["record"][1 - slot])
-    assert torch.equal(ours["step"], step.state["step"] + 1)
 
 
 @pytest.mark.parametrize("device", DEVICES)

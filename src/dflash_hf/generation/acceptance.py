@@ -1,6 +1,6 @@
-"""Which proposals are kept: one rule for tokens that must equal the target's own, one for true rejection.
+"""Choosing tokens from scores, and true rejection of proposals. Nothing is read on the host.
 
-Both read nothing on the host. Shapes: `B` rows, `W` verified tokens (anchor first), `V` vocabulary.
+Shapes: `B` rows, `W` verified tokens (anchor first), `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -31,22 +31,6 @@ def choose(scores_BKV: Tensor, key: Tensor | None, positions_BK: Tensor, stream:
     if key is not None:
         scores_BKV = scores_BKV + gumbel_noise(key, positions_BK, scores_BKV.shape[-1], stream)
     return ops.best(scores_BKV)
-
-
-def accept_matching(proposals: Tensor, tokens_BW: Tensor) -> Tensor:
-    """Counts the proposals that equal the target's own tokens, up to the first that does not.
-
-    Every emitted token is the target's own, so this is exact for greedy decoding and, when `tokens_BW` are samples of
-    the target at each position, for sampling: it is rejection sampling with a one-point proposal law.
-
-    Args:
-        proposals (`torch.Tensor` of shape `[B, W - 1]`): Proposed tokens.
-        tokens_BW (`torch.Tensor` of shape `[B, W]`): The target's token after each verified one.
-
-    Returns:
-        `torch.Tensor` of shape `[B]`, int64, in `[0, W - 1]`.
-    """
-    return (proposals == tokens_BW[:, :-1]).cumprod(dim=1).sum(dim=1)
 
 
 def accept_rejection(
@@ -91,31 +75,4 @@ def ends_row(tokens: Tensor, eos_ids: Tensor) -> Tensor:
     return (tokens[..., None] == eos_ids).any(dim=-1)
 
 
-def clamp_commit(
-    tokens_BW: Tensor, num_accepted: Tensor, eos_ids: Tensor | None, remaining: Tensor, done: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Cuts what is committed at the first end-of-sequence token (which is kept) and at the length limit.
-
-    Args:
-        tokens_BW (`torch.Tensor` of shape `[B, W]`): Tokens that may be committed, in order.
-        num_accepted (`torch.Tensor` of shape `[B]`): Proposals accepted; one more token is committed.
-        eos_ids (`torch.Tensor` of shape `[N]`, *optional*): End-of-sequence ids; negative ones are none.
-        remaining (`torch.Tensor` of shape `[B]`): Tokens each row may still emit.
-        done (`torch.Tensor` of shape `[B]`, bool): Rows that have finished; they commit nothing.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: Number committed `[B]`, and which rows have finished now `[B]`.
-    """
-    num_committed = torch.minimum(num_accepted + 1, remaining)
-    if eos_ids is None:
-        finished = num_committed >= remaining
-    else:
-        width = tokens_BW.shape[1]
-        counts = torch.arange(1, width + 1, device=tokens_BW.device)
-        up_to_eos = torch.where(ends_row(tokens_BW, eos_ids), counts, width + 1).amin(dim=1)
-        num_committed = torch.minimum(num_committed, up_to_eos)
-        finished = (num_committed == up_to_eos) | (num_committed >= remaining)
-    return num_committed.masked_fill(done, 0), finished | done
-
-
-__all__ = ["accept_matching", "accept_rejection", "choose", "clamp_commit", "ends_row"]
+__all__ = ["accept_rejection", "choose", "ends_row"]

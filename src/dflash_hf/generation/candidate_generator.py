@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers.generation.candidate_generator import CandidateGenerator
 
 from dflash_hf.attention import RaggedBlock
-from dflash_hf.cache import RaggedCache
-from dflash_hf.cache_size import check_memory
 from dflash_hf.devices import execution_device
 from dflash_hf.dflash2 import follow_path
 from dflash_hf.generation.acceptance import DRAFT_STREAM, TARGET_STREAM, choose
+from dflash_hf.generation.buffers import FixedBuffers
 from dflash_hf.generation.noise import gumbel_noise
 from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.new_context import ContextWeights, NewContext
+from dflash_hf.new_context import NewContext
 from dflash_hf.target import Target
 
 Rule = Literal["argmax", "shared_noise", "sample"]
@@ -27,76 +25,39 @@ Rule = Literal["argmax", "shared_noise", "sample"]
 Propose = Callable[[Tensor, Tensor], Tensor]
 
 
-class DFlashCandidateGenerator(CandidateGenerator):
+class DFlashCandidateGenerator:
     """Drafts with a [`DFlashDraftModel`] over a ragged context cache.
+
+    Of every verify it keeps the tapped states, rejected rows included, in fixed tensors; its next forward writes them.
+    Before the first verify these are zeros, whose keys and values go where the block's own go right after.
 
     Args:
         draft (`DFlashDraftModel`): The draft.
         target (`Target`): The target, whose embedding and head serve drafts without their own.
         processors (`BlockProcessors`): The run's processors; their stateless warpers shape the proposals too.
-        block_size (`int`): Width `K` of the draft's block.
-        verify_width (`int`): Tokens `W` that will be verified at most, the anchor included: `K` or fewer, or `K + 1`
-            where the anchor's slot proposes too. How many each time is in the state.
+        buffers (`FixedBuffers`): Its context cache and the newest context, both cleared.
         rule (`str`): How to propose when sampling.
-        batch (`int`): Rows.
-        max_length (`int`): Longest row the context cache must hold, one block included.
-        cache (`RaggedCache`, *optional*): Cleared context cache of that shape to use instead of a new one.
-        block_ids (`torch.Tensor` of shape `[B, K]`, int64, *optional*): Where to keep the ids of its block.
-
-    Raises:
-        ValueError: If the context cache is larger than what is free of the device's memory.
     """
 
     def __init__(
-        self,
-        draft: DFlashDraftModel,
-        target: Target,
-        processors: BlockProcessors,
-        *,
-        block_size: int,
-        verify_width: int,
-        rule: Rule,
-        batch: int,
-        max_length: int,
-        cache: RaggedCache | None = None,
-        block_ids: Tensor | None = None,
+        self, draft: DFlashDraftModel, target: Target, processors: BlockProcessors, buffers: FixedBuffers, rule: Rule
     ) -> None:
         self.draft = draft
         self.target = target
         self.processors = processors
-        self.block_size = block_size
-        self.verify_width = verify_width
-        self.rule = rule
+        self.rule: Rule = rule
+        # Width K of the draft's block, and tokens that are verified at most: K or fewer, or K + 1 where the anchor's
+        # slot proposes too.
+        self.block_size, self.verify_width = buffers.shape.state.block_size, buffers.shape.state.width
         self.device = execution_device(draft)
+        self.cache = buffers.draft_cache
+        self.buffers = buffers
+        # Per row, the first index that there is context for [B]; the draft counts from there. None: from 0.
+        self.offset: Tensor | None = None
         # Only `iterate` sets these: a proposal rule of the user's, and whether the last block's logits are kept.
         self.rule_of_user: Propose | None = None
         self.keeps_logits = False
         self.logits: Tensor | None = None
-        if cache is None:
-            shapes = [(shape, draft.dtype.itemsize, draft.dtype.itemsize) for shape in draft.cache_shapes()]
-            block = max(block_size, verify_width)
-            check_memory(shapes, self.device, batch, max_length, block)
-            cache = RaggedCache(
-                draft.cache_shapes(),
-                batch=batch,
-                max_length=max_length,
-                block=block,
-                dtype=draft.dtype,
-                device=self.device,
-            )
-        if block_ids is None:
-            block_ids = torch.empty(batch, block_size, dtype=torch.long, device=self.device)
-        self.cache = cache
-        self.block_ids = block_ids.fill_(draft.config.mask_token_id)
-        # Per row, the first index that there is context for [B]; the draft counts from there. None: from 0.
-        self.offset: Tensor | None = None
-        self._context: NewContext | None = None
-        self._held: tuple[Tensor, Tensor] | None = None
-        # Copied when they are first needed: Transformers' own loop never does.
-        self._weights: ContextWeights | None = None
-        self._has_weights = False
-        self._seen = 0
-        self._pending: Tensor | None = None
 
     def observe_prompt(self, context_hidden_states: Tensor, positions: Tensor) -> None:
         """Turns the taps of (a chunk of) the prompts straight into context K/V.
@@ -110,6 +71,16 @@ class DFlashCandidateGenerator(CandidateGenerator):
         own = positions if self.offset is None else positions - self.offset[:, None]
         draft.write_prompt(states, own.to(self.device), self.cache)
 
+    def begin(self, lengths: Tensor) -> None:
+        """Begins a run whose prompts have these `lengths` `[B]`; `offset` is known and stays."""
+        buffers = self.buffers
+        if self.offset is not None:
+            self.offset = buffers.offset.copy_(self.offset)
+            lengths = lengths - self.offset
+        buffers.context_lengths.copy_(lengths)
+        # Weights are copied where a kernel is to write context of all layers at once.
+        buffers.context_weights = self.draft.stack_weights(self.cache, buffers.context_weights)
+
     def observe_block(self, context_hidden_states: Tensor, block: RaggedBlock) -> None:
         """Takes the context of a verified block, rejected rows included; the next draft forward writes it.
 
@@ -117,79 +88,41 @@ class DFlashCandidateGenerator(CandidateGenerator):
             context_hidden_states (`torch.Tensor` of shape `[B, block.width, L * D]`): Tapped states of the verify.
             block (`RaggedBlock`): The block that was verified.
         """
-        own = self._on_draft(block)
-        if self._held is None:
-            self._context = NewContext(context_hidden_states.to(self.device, self.draft.dtype), own)
-            return
-        states, lengths = self._held
-        states[:, : block.width].copy_(context_hidden_states)
-        lengths.copy_(own.lengths)
+        buffers = self.buffers
+        buffers.context_states[:, : block.width].copy_(context_hidden_states)
+        buffers.context_lengths.copy_(self._on_draft(block).lengths)
 
-    def hold_context(self, states: Tensor, lengths: Tensor) -> None:
-        """Keeps the newest context in fixed tensors from now on, until [`release_context`].
-
-        There is always one then. Before the first verify it is what the tensors hold: its keys and values go where the
-        next block's own go right after.
-
-        Args:
-            states (`torch.Tensor` of shape `[B, W, L * D]`): On the draft's device and in its dtype.
-            lengths (`torch.Tensor` of shape `[B]`, int64): Where the block stood that they are from, as the draft
-                counts.
-        """
-        self._held = (states, lengths)
-
-    def release_context(self) -> None:
-        """Stops keeping the newest context in fixed tensors; it stays there as long as nothing else is written."""
-        self._context, self._held = self._take_context(), None
-
-    def hold_weights(self, into: ContextWeights | None = None) -> ContextWeights | None:
-        """Copies the weights with which a kernel writes context, where one is to, and keeps them for this run.
-
-        Args:
-            into (`ContextWeights`, *optional*): Copies of an earlier run, written again if they fit.
-        """
-        self._weights, self._has_weights = self.draft.stack_weights(self.cache, into), True
-        return self._weights
-
-    def _take_context(self) -> NewContext | None:
-        """The context that waits for the next draft forward; it waits no longer."""
-        context, self._context = self._context, None
-        if self._held is not None:
-            states, lengths = self._held
-            context = NewContext(states, RaggedBlock(lengths, states.shape[1]))
-        if context is None:
-            return None
-        weights = self._weights if self._has_weights else self.hold_weights()
-        return context._replace(weights=weights)
+    def _context(self) -> NewContext:
+        """The newest context, which the draft's next forward writes."""
+        states, lengths, weights = (
+            self.buffers.context_states,
+            self.buffers.context_lengths,
+            self.buffers.context_weights,
+        )
+        return NewContext(states, RaggedBlock(lengths, states.shape[1]), weights)
 
     def flush(self) -> None:
-        """Writes the context that waits for the next draft forward, where there will be none."""
-        if (context := self._take_context()) is not None:
-            self.draft.write_context(context, self.cache)
+        """Writes the newest context where no draft forward will."""
+        self.draft.write_context(self._context(), self.cache)
 
     @property
     def context_hidden_states(self) -> Tensor:
         """Tapped states `[B, W, L * D]` of the block that was verified last, rejected rows included."""
-        assert self._context is not None
-        return self._context.states
+        return self.buffers.context_states
 
-    def propose(self, state: DecodeState, block: RaggedBlock, has_anchor: bool = False) -> None:
+    def propose(self, state: DecodeState, block: RaggedBlock) -> None:
         """Drafts a block in one forward and writes `state.proposals` (and `draft_probs` under rejection).
 
         Args:
             state (`DecodeState`): Changed in place.
             block (`RaggedBlock`): Where the draft's block stands, on the target's device.
-            has_anchor (`bool`): Whether `block_ids` begin with the anchor already.
         """
         if self.verify_width < 2:
             return
         draft, device = self.draft, state.block.device
         self.cache.begin(self._on_draft(block))
-        if not has_anchor:
-            self.block_ids[:, 0] = state.anchor
-        noise_embeds = draft.embed(self.block_ids.to(device), self.target.embedding)
-        context = self._take_context()
-        hidden = draft.forward_block(noise_embeds.to(self.device, draft.dtype), self.cache, context)
+        noise_embeds = draft.embed(state.draft_ids, self.target.embedding)
+        hidden = draft.forward_block(noise_embeds.to(self.device, draft.dtype), self.cache, self._context())
         # The slots that propose, and how far ahead of each one's own position its token is.
         ahead = int(draft.config.sample_from_anchor)
         slots = slice(1 - ahead, state.width - ahead)
@@ -223,8 +156,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """Draws a path through the selector's candidates `[B, K, C]`, whose scores are `[B, K, C, C]`.
 
         The run's warpers and the noise go over all transitions at once, whatever path they lead to; the noise of a
-        token at a position is the same behind every predecessor, and a path uses it once. So the law of a token is
-        the softmax over the candidates behind the tokens drawn before it.
+        token at a position is the same behind every predecessor, and a path uses it once. So the distribution of a
+        token is the softmax over the candidates behind the tokens drawn before it.
         """
         assert state.key is not None
         stream = DRAFT_STREAM if self.rule == "sample" else TARGET_STREAM
@@ -236,49 +169,6 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if self.rule == "sample":
             probs = torch.softmax(path_scores, dim=-1)
             state.draft_probs = probs.new_zeros(*path.shape, vocab_size).scatter_(-1, candidates, probs)
-
-    # Upstream's own generators also return no logits, whatever the base class is annotated with.
-    def get_candidates(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, input_ids: torch.LongTensor, **kwargs: Any
-    ) -> tuple[torch.LongTensor, Tensor | None]:
-        """Proposes under Transformers' own assisted loop (greedy, batch size 1); not used by this package's loop.
-
-        Taps opened around the run must hand their states to [`collect`]; how many of their rows were accepted follows
-        from `input_ids`.
-
-        Args:
-            input_ids (`torch.LongTensor` of shape `[1, S]`): Everything committed so far.
-            kwargs: What Transformers passes besides; not needed.
-
-        Returns:
-            `tuple`: `input_ids` with the proposals appended, and no logits.
-        """
-        if self._pending is None:
-            return input_ids, None
-        states, self._pending = self._pending, None
-        accepted = input_ids.shape[1] - 1 - self._seen
-        positions = torch.arange(self._seen, self._seen + accepted, device=states.device)[None]
-        self.observe_prompt(states[:, :accepted], positions)
-        self._seen += accepted
-        state = DecodeState.start(
-            input_ids,
-            lengths=torch.full((1,), self._seen, device=input_ids.device),
-            limit=0,
-            width=self.verify_width,
-            position_delta=torch.zeros(1, dtype=torch.long, device=input_ids.device),
-            eos_ids=None,
-            key=None,
-        )
-        state.anchor.copy_(input_ids[:, -1])
-        self.propose(state, RaggedBlock(state.lengths, self.block_size))
-        return cast(torch.LongTensor, torch.cat([input_ids, state.proposals], dim=1)), None
-
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: Tensor, num_matches: int) -> None:
-        """Does nothing: the block's width is fixed. Older Transformers require it to be defined."""
-
-    def collect(self, context_hidden_states: Tensor) -> None:
-        """Keeps the tapped states of the target's last forward for `get_candidates`; a sink for [`taps.Taps`]."""
-        self._pending = context_hidden_states
 
     def _on_draft(self, block: RaggedBlock) -> RaggedBlock:
         """The same block, counted on the draft's device and from where its context begins."""

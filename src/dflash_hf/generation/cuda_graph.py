@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from dflash_hf import ops
@@ -26,7 +27,7 @@ from dflash_hf.devices import execution_devices, is_offloaded
 from dflash_hf.generation.buffers import buckets_between
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
 from dflash_hf.generation.run import Run
-from dflash_hf.generation.static_step import Forwards, StaticStep
+from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.widths import useful_widths
 from dflash_hf.generation_config import Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -56,12 +57,13 @@ class Captured:
 
     Args:
         graph (`torch.cuda.CUDAGraph`): Or anything else with a `replay`.
-        forwards (*optional*): Outputs and block of a step that does not decide by itself; overwritten by a replay.
-        draft_probs (`torch.Tensor`, *optional*): Law of the proposals; overwritten by a replay.
+        outputs (`CausalLMOutputWithPast`, *optional*): The target's, of a step that does not decide by itself;
+            overwritten by a replay.
+        draft_probs (`torch.Tensor`, *optional*): Distribution of the proposals; overwritten by a replay.
     """
 
     graph: Any
-    forwards: Forwards | None
+    outputs: CausalLMOutputWithPast | None
     draft_probs: torch.Tensor | None
 
 
@@ -144,7 +146,7 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str | None:
 
 def start_engine(run: Run, engine: Engine) -> StaticStep | None:
     """Returns the step that a run with fixed buffers takes, captured where it can be; `None` is the eager one."""
-    if run.buffers is None:
+    if engine == "eager":
         return None
     if engine == "static":
         return StaticStep(run)
@@ -171,6 +173,7 @@ class GraphStep(StaticStep):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
+        self.buffers = run.buffers
         self.settings = _settings(run, self.decides)
         fingerprint = _fingerprint(run.target, run.generator.draft)
         graphs = self.buffers.graphs
@@ -241,16 +244,16 @@ class GraphStep(StaticStep):
         end.synchronize()
         return begin.elapsed_time(end) / 1000 / NUM_TIMED
 
-    def launch(self, bound: int) -> Forwards | None:
+    def launch(self, bound: int) -> CausalLMOutputWithPast | None:
         """Replays the step over the first `bound` slots; waits for nothing."""
         captured = self.graphs.captured[self.settings, (bound, self.run.state.width)]
         captured.graph.replay()
         self.run.state.draft_probs = captured.draft_probs
-        return captured.forwards
+        return captured.outputs
 
     def capture_one(self, bound: int) -> Captured:
         """Captures the step over `bound` slots, of the state's width, after running it once on the same stream."""
-        device = self.buffers.shape.device
+        device = self.buffers.shape.state.device
         stream = _capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         # Libraries allocate, and kernels are compiled and chosen, at their first call.
@@ -267,14 +270,14 @@ class GraphStep(StaticStep):
                 torch.cuda.stream(torch.cuda.current_stream(device)),
                 torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
             ):
-                forwards = self.body(bound)
+                outputs = self.body(bound)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             with device_errors_explained():
                 torch.cuda.synchronize(device)  # a device that has failed does not get over it
             raise NotCapturableError(f"CUDA could not capture it ({_first_line(error)})") from error
-        return Captured(graph, forwards, self.run.state.draft_probs)
+        return Captured(graph, outputs, self.run.state.draft_probs)
 
     def warm_up(self, bound: int) -> None:
         """Runs the step once, uncaptured, and again if there is something to compile, which the guard prevents.
@@ -293,7 +296,7 @@ class GraphStep(StaticStep):
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Makes the buffers' device the current one: replays go to its stream."""
-        return torch.cuda.device(self.buffers.shape.device)
+        return torch.cuda.device(self.buffers.shape.state.device)
 
     @contextmanager
     def _frozen(self) -> Generator[None]:

@@ -167,6 +167,7 @@ def prepare(
     # and says here that it is the caller's, not one that `generate` prepared.
     arguments["custom_generate"] = functools.partial(
         engine,
+        target=target,
         draft=draft,
         streamer=arguments.get("streamer"),
         given_cache=model_kwargs.get("past_key_values"),

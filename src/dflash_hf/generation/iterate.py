@@ -18,15 +18,16 @@ from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTraine
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from dflash_hf.devices import eagerly
+from dflash_hf.devices import eagerly, is_compiled
+from dflash_hf.generation.accept import Accept
 from dflash_hf.generation.candidate_generator import Propose
 from dflash_hf.generation.integration import prepare
-from dflash_hf.generation.loop import step
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.processors import BlockProcessors
-from dflash_hf.generation.run import Accept, Run
+from dflash_hf.generation.run import Run
+from dflash_hf.generation.step import step
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target import find_target
+from dflash_hf.target import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -113,7 +114,7 @@ def iterate(
     if (propose or accept) and getattr(draft.generation_config, "proposal", None) == "sample":
         raise ValueError(
             "expected proposal 'argmax' or 'shared_noise' beside a rule of your own, got 'sample', whose acceptance "
-            "needs the law of the proposals; change draft.generation_config.proposal"
+            "needs the distribution of the proposals; change draft.generation_config.proposal"
         )
     engine = functools.partial(_start, exact=accept is None)
     run: Run = cast(Any, model).generate(**prepare(model, draft, kwargs, engine))
@@ -133,6 +134,7 @@ def _start(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
+    target: Target,
     draft: DFlashDraftModel,
     exact: bool,
     streamer: BaseStreamer | None = None,
@@ -158,7 +160,6 @@ def _start(
             "whole conversation instead"
         )
     started = time.perf_counter() if started is None else started
-    target = find_target(model)
     ids = cast(torch.LongTensor, input_ids.to(target.device))
     with eagerly(model, draft):
         return prefill(
@@ -175,8 +176,11 @@ def _start(
 
 
 def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generator[DFlashStep]:
-    """Yields the prefill, then one step after the other; everything that is held is held inside `_advance`."""
-    state = run.state
+    """Yields the prefill, then one step after the other; everything that is held is held inside `_Verified`."""
+    state, models = run.state, (run.target.model, run.generator.draft)
+    # Looked up once: every part of both models has to be asked.
+    compiled = [model for model in models if is_compiled(model)]
+    no_gradients = torch.inference_mode if run.target.takes_inference_mode else torch.no_grad
     first = torch.stack(_committed(run, [1] * state.ids.shape[0]))
     yield DFlashStep(
         index=0,
@@ -191,39 +195,41 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
     index = 0
     while not run.finished:
         index += 1
-        yield _advance(run, index, output_logits, output_hidden_states)
+        with eagerly(*compiled), no_gradients():
+            verified = _Verified(run)
+        yield verified.as_step(index, output_logits, output_hidden_states)
     if run.streamer is not None:
         run.streamer.end()
 
 
-def _advance(run: Run, index: int, output_logits: bool, output_hidden_states: bool) -> DFlashStep:
-    """Does one step and copies out what it did; the copies are made outside inference mode, so autograd takes them."""
-    state, generator = run.state, run.generator
-    anchor = state.anchor.clone()
-    run.watch.skip()
-    inference = torch.inference_mode() if run.target.takes_inference_mode else torch.no_grad()
-    with eagerly(run.target.model, generator.draft), inference:
-        logits, block, counts = step(run)
-    running = torch.tensor(counts, device=state.tokens.device) > 0
-    committed = _committed(run, counts)
-    tokens = (state.tokens if run.accept is None else cast(_Checked, run.accept).given[1]).clone()
-    if run.lockstep is not None:  # decides in `ids`, column by column
-        tokens.zero_()
-        for row, kept in enumerate(committed):
-            tokens[row, : len(kept)] = kept
-    return DFlashStep(
-        index=index,
-        anchor=anchor,
-        proposals=state.proposals.clone(),
-        tokens=tokens,
-        positions=block.positions.clone() + 1,
-        num_accepted=state.num_accepted.clone().masked_fill(~running, 0),
-        committed=committed,
-        done=state.done.clone(),
-        logits=logits.clone() if output_logits else None,
-        draft_logits=generator.logits.clone() if output_logits and generator.logits is not None else None,
-        hidden_states=generator.context_hidden_states.clone() if output_hidden_states else None,
-    )
+class _Verified:
+    """A step that has been done. What is copied out of it is made outside inference mode, so autograd takes it."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        run.watch.skip()
+        self.before = run.state.anchor.clone(), run.state.lengths.clone()
+        self.logits, self.counts = step(run)
+
+    def as_step(self, index: int, output_logits: bool, output_hidden_states: bool) -> DFlashStep:
+        """Copies what it did."""
+        run, (anchor, lengths) = self.run, (tensor.clone() for tensor in self.before)
+        state, generator = run.state, run.generator
+        return DFlashStep(
+            index=index,
+            anchor=anchor,
+            proposals=state.proposals.clone(),
+            tokens=(state.tokens if run.accept is None else cast(_Checked, run.accept).given[1]).clone(),
+            positions=lengths[:, None] + torch.arange(1, state.width + 1, device=lengths.device),
+            num_accepted=state.num_accepted.clone().masked_fill(
+                torch.tensor(self.counts, device=lengths.device) == 0, 0
+            ),
+            committed=_committed(run, self.counts),
+            done=state.done.clone(),
+            logits=self.logits.clone() if output_logits else None,
+            draft_logits=generator.logits.clone() if output_logits and generator.logits is not None else None,
+            hidden_states=generator.context_hidden_states[:, : state.width].clone() if output_hidden_states else None,
+        )
 
 
 def _committed(run: Run, counts: list[int]) -> list[Tensor]:
@@ -255,11 +261,11 @@ class _Checked:
         shape, highest = given[0].shape[: self.dims], given[0].shape[1] if self.highest is None else self.highest
         if not isinstance(out, Tensor) or out.shape != shape or out.dtype.is_floating_point:
             got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-            raise ValueError(f"expected integers of shape {tuple(shape)} from {name}, got {got}; mend it")
+            raise ValueError(f"expected integers of shape {tuple(shape)} from {name}, got {got}; correct it")
         if out.numel() and (int(out.min()) < 0 or int(out.max()) > highest):
             raise ValueError(
                 f"expected {name} to return values in [0, {highest}], got {int(out.min())} to {int(out.max())}; "
-                "mend it"
+                "correct it"
             )
         return out
 

@@ -191,7 +191,8 @@ class KeptCache:
         generator: DFlashCandidateGenerator,
         sequences: Tensor,
         verify: Callable[[Iterator[RaggedBlock]], None],
-        is_lent: bool = False,
+        *,
+        keeps_buffers: bool,
     ) -> int:
         """Advances the cache by what was decoded and attaches the draft's context. The run is over then.
 
@@ -199,11 +200,12 @@ class KeptCache:
 
         Args:
             state (`DecodeState`): After the run; its `block` is overwritten.
-            ragged (`RaggedCache`): The run's; emptied layer by layer unless it is lent.
+            ragged (`RaggedCache`): The run's; emptied layer by layer unless its buffers are kept.
             generator (`DFlashCandidateGenerator`): The run's.
             sequences (`torch.Tensor` of shape `[B, columns + longest answer]`): What `generate` returns.
             verify (callable): Runs the target over `state.block` wherever an iterator of blocks says.
-            is_lent (`bool`): The buffers of both caches are for the next call: nothing of them may go with the cache.
+            keeps_buffers (`bool`): The buffers of both caches are for the next call: nothing of them may go with
+                the cache.
 
         Returns:
             `int`: Forwards of the target that it took.
@@ -226,11 +228,11 @@ class KeptCache:
             assert isinstance(layer, RaggedLayer)
             if new.shape[1]:
                 self.cache.update(*layer.read_rows(new), index)
-            if not is_lent:
+            if not keeps_buffers:
                 layer.release()
         # The draft has context for the token that ended a row, and for no padding after it.
         positions = positions.masked_fill(answer >= state.num_new[:, None], -1)
-        self._attach_context(generator, torch.cat([self.positions, positions], dim=1), is_lent)
+        self._attach_context(generator, torch.cat([self.positions, positions], dim=1), keeps_buffers)
         return num_forwards
 
     def _padding(
@@ -252,7 +254,7 @@ class KeptCache:
             if index == 0:
                 generator.flush()
 
-    def _attach_context(self, generator: DFlashCandidateGenerator, positions: Tensor, is_lent: bool) -> None:
+    def _attach_context(self, generator: DFlashCandidateGenerator, positions: Tensor, keeps_buffers: bool) -> None:
         """Attaches a draft's context to the cache; `positions` `[B, C]` are those that there is context for."""
         holder: Any = self.cache
         holder.dflash_context = None
@@ -265,9 +267,9 @@ class KeptCache:
         layer = (full or attention)[-1]
         holder.dflash_context = DraftContext(
             draft=_names.setdefault(generator.draft, uuid.uuid4().hex),
-            buffers=[_pair(layer, is_lent) for layer in generator.cache.layers],
+            buffers=[_pair(layer, keeps_buffers) for layer in generator.cache.layers],
             positions=positions,
-            offset=offset.clone() if is_lent else offset,
+            offset=offset.clone() if keeps_buffers else offset,
             # The draft's last blocks were written behind its context.
             newest=lengths - offset + max(generator.block_size, generator.verify_width) - 1,
             layer=layer,
@@ -296,11 +298,11 @@ class KeptCache:
         return (None, "the cache has other rows now") if context is None else (context, "")
 
 
-def _pair(layer: object, is_lent: bool) -> tuple[Tensor, Tensor]:
-    """A ragged layer's buffers, or copies of lent ones."""
+def _pair(layer: object, keeps_buffers: bool) -> tuple[Tensor, Tensor]:
+    """A ragged layer's buffers, or copies of those that are kept."""
     assert isinstance(layer, RaggedLayer)
     keys, values = layer.key_buffer, layer.value_buffer
-    return (keys.clone(), values.clone()) if is_lent else (keys, values)
+    return (keys.clone(), values.clone()) if keeps_buffers else (keys, values)
 
 
 def check_cache(cache: object, target: Target, rows: int, num_ids: int, mask: Tensor | None) -> None:

@@ -16,10 +16,10 @@ from transformers.generation.logits_process import SynthIDTextWatermarkLogitsPro
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteria, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from dflash_hf.generation.acceptance import accept_matching, accept_rejection, choose
+from dflash_hf.generation.accept import accept_matching
+from dflash_hf.generation.acceptance import accept_rejection, choose, ends_row
 from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.state import DecodeState
-from dflash_hf.generation.steps import commit_step
 
 # Transformers' own processors look at nothing but each row's prefix and scores; SynthID keeps state.
 TOKEN_LOCAL_PROCESSORS = "transformers.generation.logits_process"
@@ -85,22 +85,22 @@ class Lockstep:
             scores=scores,
         )
 
-    def decide(self, state: DecodeState, logits_BCV: Tensor, positions_BC: Tensor) -> Tensor:
-        """Decides and commits as many columns as all running rows agree to go on with; reads on the host.
+    def decide(self, state: DecodeState, logits_BCV: Tensor) -> tuple[Tensor, Tensor]:
+        """Decides as many columns as all running rows agree to go on with; reads on the host.
 
         Args:
-            state (`DecodeState`): Changed in place: `ids`, `done`, counts, lengths and anchor.
-            logits_BCV (`torch.Tensor` of shape `[B, C, V]`): The target's logits, `C` at most the verify width.
-            positions_BC (`torch.Tensor` of shape `[B, C]`): Index of the token that each column decides.
+            state (`DecodeState`): `tokens` and columns of `ids` that are not committed yet are written, and
+                `remaining` is lowered where something stops a row.
+            logits_BCV (`torch.Tensor` of shape `[B, C, V]`): The target's, `C` being the state's width.
 
         Returns:
-            `torch.Tensor`: Processed scores `[B, C, V]`, float32 or what a processor makes of it; raw beyond the
-            committed columns.
+            `tuple[torch.Tensor, torch.Tensor]`: Processed scores `[B, C, V]`, float32 or what a processor makes of it,
+            raw beyond the last column; and the number of proposals that each row keeps `[B]`.
         """
-        is_stateless, last = self.processors.is_stateless, logits_BCV.shape[1] - 1
+        is_stateless, last, positions = self.processors.is_stateless, state.width - 1, state.decided_positions
         scores = self.processors.warp(logits_BCV) if is_stateless else logits_BCV.to(torch.float32, copy=True)
-        chosen, agreed = self._at_once(state, scores, positions_BC) if is_stateless else (None, None)
-        committed = torch.zeros_like(state.num_committed)
+        chosen, agreed = self._at_once(state, scores, positions) if is_stateless else (None, None)
+        committed, was_running = torch.zeros_like(state.remaining), self._running()
         for column in range(last + 1):
             prefix = state.ids[:, : state.columns + self.num_columns]
             if not is_stateless:
@@ -111,19 +111,18 @@ class Lockstep:
             if chosen is not None:
                 tokens = chosen[:, column]
             else:
-                tokens = choose(scores[:, column, None], state.key, positions_BC[:, column, None])[:, 0]
-            running = self._commit_column(state, tokens, scores[:, column])
+                tokens = choose(scores[:, column, None], state.key, positions[:, column, None])[:, 0]
+            state.tokens[:, column] = tokens
+            running = self._take_column(state, tokens, scores[:, column])
             committed += running
             if not bool(self.unfinished.any()) or column == last:
                 break
             going_on = tokens == state.proposals[:, column] if agreed is None else agreed > column
             if not bool((going_on | ~self._running()).all()):
                 break
-        state.num_committed.copy_(committed)
-        state.num_accepted.copy_((committed - 1).clamp_min(0))
-        state.done.copy_(~self._running() if bool(self.unfinished.any()) else torch.ones_like(state.done))
-        commit_step(state)
-        return scores
+        goes_on = self._running() & self.unfinished.any()
+        state.remaining.copy_(torch.where(was_running & ~goes_on, committed, state.remaining))
+        return scores, (committed - 1).clamp_min(0)
 
     def _running(self) -> Tensor:
         """Rows whose tokens count `[B]`."""
@@ -137,7 +136,7 @@ class Lockstep:
         chosen = choose(scores, state.key, positions)
         return chosen, accept_matching(state.proposals, chosen) if scores.shape[1] > 1 else None
 
-    def _commit_column(self, state: DecodeState, tokens: Tensor, scores: Tensor) -> Tensor:
+    def _take_column(self, state: DecodeState, tokens: Tensor, scores: Tensor) -> Tensor:
         """Appends one column to every row and asks what has finished; returns the rows whose token counts `[B]`."""
         running = self._running()
         if self.pad_id is not None:
@@ -148,7 +147,7 @@ class Lockstep:
             self.scores.append(scores.clone())
         stopped = torch.zeros_like(self.unfinished)
         if state.eos_ids is not None:
-            stopped |= torch.isin(tokens, state.eos_ids)
+            stopped |= ends_row(tokens, state.eos_ids)
         if self.num_columns >= state.limit:
             stopped |= True
         ids = state.ids[:, : state.columns + self.num_columns]

@@ -47,7 +47,7 @@ class Recorder:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is collected at all."""
+        """Returns True if anything is collected at all."""
         return self.has_scores or self.has_logits or self.has_hidden_states
 
     def add_prefill(self, outputs: Any) -> None:
@@ -64,7 +64,9 @@ class Recorder:
             num_committed (`list[int]`): Columns each row has committed.
         """
         if self.has_scores:
-            self._keep("scores", scores, num_committed)
+            # Transformers makes scores float32; a processor of the user's may make them float64.
+            wide = torch.promote_types(scores.dtype, torch.float32)
+            self._keep("scores", scores.to(wide), num_committed)
         if self.has_logits:
             self._keep("logits", outputs_logits.to(torch.float32), num_committed)
         if self.has_hidden_states and hidden_states is not None:

@@ -14,15 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from dflash_hf.cache import RaggedCache
 from dflash_hf.cache_size import OutOfRoomError
 from dflash_hf.devices import execution_device
-from dflash_hf.generation import steps
-from dflash_hf.generation.acceptance import choose
-from dflash_hf.generation.buffers import (
-    EOS_IDS,
-    BufferShape,
-    FixedBuffers,
-    free_buffers,
-    take_buffers,
-)
+from dflash_hf.generation.buffers import BufferShape, FixedBuffers, free_buffers, take_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
 from dflash_hf.generation.kept_cache import KeptCache
 from dflash_hf.generation.lockstep import Lockstep
@@ -31,9 +23,10 @@ from dflash_hf.generation.outputs import Recorder
 from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.prompts import extra_inputs, position_delta, prompt_positions, run_prefill
 from dflash_hf.generation.room import first_room
-from dflash_hf.generation.run import Run, finish_step
-from dflash_hf.generation.state import DecodeState
+from dflash_hf.generation.run import Run
+from dflash_hf.generation.state import NUM_REPORTED, DecodeState, StateShape
 from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
+from dflash_hf.generation.step import settle, take_note
 from dflash_hf.generation.widths import WidthChooser, candidate_widths
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.reentry import outermost
@@ -52,12 +45,12 @@ def prefill(
     model_kwargs: dict[str, Any],
     started: float,
     kept: KeptCache | None = None,
-    is_static: bool = False,
+    keeps_buffers: bool = False,
 ) -> Run:
     """Runs the target over the prompts with taps on, moves its cache into the ragged one, commits the first token.
 
-    Arguments as `decode`; `kept` is the cache that `keep` will advance; `is_static` puts everything that a step reads
-    or writes into fixed buffers. Reads lengths on the host.
+    Arguments as `decode`; `kept` is the cache that `keep` will advance; `keeps_buffers` takes
+    those of an earlier call, which go back for the next one. Reads lengths on the host.
 
     Raises:
         ValueError: If the run would cross a boundary of the target's RoPE, or its K/V have no room in memory.
@@ -68,7 +61,7 @@ def prefill(
     watch.lap("prepare")
     pad = generation_config._pad_token_tensor
     processors = BlockProcessors(logits_processor, 0 if pad is None else int(pad))
-    block_size, width, _ = widths = _widths_and_rule(draft, generation_config, processors)
+    block_size, width, rule = _widths_and_rule(draft, generation_config, processors)
     past = 0 if kept is None else kept.past
     positions = prompt_positions(target, input_ids, generation_config, model_kwargs, past)
     limit = _limit(stopping_criteria, generation_config, input_ids.shape[1])
@@ -76,70 +69,64 @@ def prefill(
     check_length(target, min(longest, past or longest), positions.shape[1] + limit + width - 1)
     delta = position_delta(target, input_ids, model_kwargs, positions)
     eos_ids = _eos_ids(stopping_criteria, input_ids.device)
-    widest, batch = max(block_size, width), input_ids.shape[0]
-    buffers, room = None, first_room(limit, is_static)
-    if is_static:
-        shape = _buffer_shape(target, draft, batch, block_size, width, eos_ids, delta)
-        buffers = take_buffers(target, draft, shape, max(longest, input_ids.shape[1]) + room + widest)
-    generator = _generator(target, draft, processors, widths, batch, longest + room + widest, buffers)
+    room = first_room(limit, keeps_buffers)
+    shape = StateShape.of(delta, eos_ids, block_size, width)
+    buffers = _buffers(target, draft, shape, longest + room, input_ids.shape[1] + room, keeps_buffers)
+    generator = DFlashCandidateGenerator(draft, target, processors, buffers, rule)
     if kept is not None:
         kept.begin(generator, positions, limit)
+    generator.begin(positions[:, -1] + 1)
     outputs, filled = _fill(generator, input_ids, generation_config, model_kwargs, positions, kept)
-    cache = _into_ragged(generator, filled, positions, longest + room, kept, buffers)
-    state = _start(
-        input_ids, positions, limit, room, delta, eos_ids, generator, buffers, bool(generation_config.do_sample)
+    cache = _into_ragged(generator, filled, positions, longest + room, kept, keeps_buffers)
+    state = buffers.state
+    state.begin(
+        input_ids,
+        lengths=positions[:, -1] + 1,
+        limit=limit,
+        position_delta=delta,
+        eos_ids=eos_ids,
+        seed=new_key(input_ids.device) if generation_config.do_sample else None,
     )
-    _describe(stats, batch, generator, cache, state)
+    _describe(stats, generator, cache, state)
     criteria = [c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
-    recorder = Recorder(generation_config, batch)
+    recorder = Recorder(generation_config, input_ids.shape[0])
     run = Run(
         target=target,
         generator=generator,
+        buffers=buffers,
         cache=cache,
         processors=processors,
-        state=state,
         criteria=criteria,
         streamer=streamer,
+        lockstep=Lockstep.if_needed(processors, criteria, streamer, state, [] if recorder.has_scores else None),
+        recorder=recorder,
         stats=stats,
         watch=watch,
-        recorder=recorder,
-        lockstep=Lockstep.if_needed(processors, criteria, streamer, state, [] if recorder.has_scores else None),
-        longest=longest,
-        prompt=longest,
-        room=room,
-        extra=extra_inputs(model_kwargs),
-        kept=kept,
-        buffers=buffers,
         chooser=_chooser(draft, width),
+        kept=kept,
+        extra=extra_inputs(model_kwargs),
         reach=None if target.num_positions is None else (target.num_positions - delta).tolist(),
+        prompt=longest,
+        longest=longest,
+        room=room,
+        keeps_buffers=keeps_buffers,
     )
     _commit_first(run, outputs)
     return run
 
 
-def _generator(
-    target: Target,
-    draft: DFlashDraftModel,
-    processors: BlockProcessors,
-    widths: tuple[int, int, Rule],
-    batch: int,
-    max_length: int,
-    buffers: FixedBuffers | None,
-) -> DFlashCandidateGenerator:
-    """The drafting side of a run, over fixed buffers if there are any; `widths` as `_widths_and_rule` says."""
-    block_size, verify_width, rule = widths
-    return DFlashCandidateGenerator(
-        draft,
-        target,
-        processors,
-        block_size=block_size,
-        verify_width=verify_width,
-        rule=rule,
-        batch=batch,
-        max_length=max_length,
-        cache=None if buffers is None else buffers.draft_cache,
-        block_ids=None if buffers is None else buffers.block_ids,
-    )
+def _buffers(
+    target: Target, draft: DFlashDraftModel, state: StateShape, length: int, num_columns: int, keeps_buffers: bool
+) -> FixedBuffers:
+    """Buffers for rows of `length` tokens and a block behind them: those of an earlier call, or new ones."""
+    shape = BufferShape(state=state, draft_device=execution_device(draft), draft_dtype=draft.dtype)
+    if keeps_buffers:
+        return take_buffers(target, draft, shape, max(length, num_columns) + shape.block)
+    try:
+        return FixedBuffers.allocate(target, draft, shape, length + shape.block, num_columns + shape.state.width)
+    except OutOfRoomError:
+        free_buffers(draft)
+        return FixedBuffers.allocate(target, draft, shape, length + shape.block, num_columns + shape.state.width)
 
 
 def _fill(
@@ -199,88 +186,50 @@ def _into_ragged(
     positions: Tensor,
     max_length: int,
     kept: KeptCache | None,
-    buffers: FixedBuffers | None,
+    keeps_buffers: bool,
 ) -> RaggedCache:
     """Moves the prefill's cache into a ragged one with room for `max_length` tokens and a block.
 
     The prefill's own cache is emptied, one passed in is not. Where there is no room beside what calls of other shapes
     have left, that is freed, and fixed buffers are made no longer than they have to be.
     """
-    width, keep = generator.verify_width, kept is not None and kept.given
-    exact = max_length + (width if buffers is None else max(width, generator.block_size))
-    length = exact if buffers is None else buffers.capacity
-    into, recurrences = None if buffers is None else buffers.cache, generator.target.recurrences
+    buffers, width, keep = generator.buffers, generator.verify_width, kept is not None and kept.given
+    exact = max_length + (buffers.shape.block if keeps_buffers else width)
+    length = buffers.capacity if keeps_buffers else exact
+    recurrences = generator.target.recurrences
     try:
-        cache = RaggedCache.take_prefill(filled, positions, length, width, keep, into, recurrences)
+        cache = RaggedCache.take_prefill(filled, positions, length, width, keep, buffers.cache, recurrences)
     except OutOfRoomError:
         free_buffers(generator.draft)
-        cache = RaggedCache.take_prefill(filled, positions, exact, width, keep, into, recurrences)
-        if buffers is not None:
-            buffers.capacity = exact
-    if buffers is not None:
-        buffers.take_cache(cache)
+        cache = RaggedCache.take_prefill(filled, positions, exact, width, keep, buffers.cache, recurrences)
+        buffers.capacity = min(buffers.capacity, exact)
+    buffers.take_cache(cache)
     return cache
 
 
 def _describe(
-    stats: SpeculativeStats, batch: int, generator: DFlashCandidateGenerator, cache: RaggedCache, state: DecodeState
+    stats: SpeculativeStats, generator: DFlashCandidateGenerator, cache: RaggedCache, state: DecodeState
 ) -> None:
     """Says in the statistics what is known of a run before its first step."""
-    stats.num_committed, stats.num_accepted = ([[] for _ in range(batch)] for _ in range(2))
+    stats.num_committed, stats.num_accepted = ([[] for _ in range(state.ids.shape[0])] for _ in range(2))
     stats.num_proposed, stats.num_target_forwards = generator.verify_width - 1, 1
-    stats.proposal = generator.rule if state.key is not None else "greedy"
+    stats.proposal = generator.rule if state.is_sampled else "greedy"
     stats.cache_bytes = cache.num_bytes() + generator.cache.num_bytes()
 
 
-def _start(
-    input_ids: Tensor,
-    positions: Tensor,
-    limit: int,
-    room: int,
-    delta: Tensor,
-    eos_ids: Tensor | None,
-    generator: DFlashCandidateGenerator,
-    buffers: FixedBuffers | None,
-    is_sampled: bool,
-) -> DecodeState:
-    """The state of a run whose prompts are in the caches: new, or in fixed buffers."""
-    lengths, key = positions[:, -1] + 1, new_key(input_ids.device) if is_sampled else None
-    if buffers is None:
-        return DecodeState.start(
-            input_ids,
-            lengths=lengths,
-            limit=limit,
-            width=generator.verify_width,
-            position_delta=delta,
-            eos_ids=eos_ids,
-            key=key,
-            room=room,
-        )
-    buffers.state.restart(input_ids, lengths=lengths, limit=limit, position_delta=delta, eos_ids=eos_ids, key=key)
-    buffers.hold(generator)
-    return buffers.state
-
-
 def _commit_first(run: Run, outputs: CausalLMOutputWithPast) -> None:
-    """Commits the token that the prefill decides: its last logits, no proposals, all processors at once."""
+    """Commits the token that the prefill decides: a step that has verified the prompts' last tokens."""
     run.recorder.add_prefill(outputs)
     state, logits = run.state, outputs.logits
     assert logits is not None
     logits = logits[:, -1:].to(state.ids.device)
-    # The anchor is not in the caches: lengths stay where they are, the anchor's index.
-    lengths = state.lengths.clone()
-    if run.lockstep is not None:
-        scores = run.lockstep.decide(state, logits, lengths[:, None])
-    else:
-        scores = run.processors(state.ids[:, : state.columns], logits[:, 0].to(torch.float32, copy=True))[:, None]
-        state.tokens.copy_(choose(scores, state.key, lengths[:, None]).expand_as(state.tokens))
-        state.num_accepted.zero_()
-        steps.accept_step(state)
-    state.lengths.copy_(lengths)
-    reported = steps.report(state).tolist()
+    scores = settle(run, logits)
+    reported = state.outcome[:NUM_REPORTED].tolist()
     run.watch.lap("prefill")
-    committed = finish_step(run, reported, state.tokens, is_prefill=True)
-    run.recorder.add(scores, logits, None, committed)
+    take_note(run, reported, state.tokens)
+    run.recorder.add(scores, logits, None, reported[0])
+    state.width = run.generator.verify_width
+    run.watch.lap("rest")
 
 
 def _widths_and_rule(
@@ -318,29 +267,6 @@ def _eos_ids(criteria: StoppingCriteriaList, device: torch.device) -> Tensor | N
     """Every end-of-sequence id that the criteria know."""
     ids = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
     return torch.cat([i.reshape(-1) for i in ids]).to(device) if ids else None
-
-
-def _buffer_shape(
-    target: Target,
-    draft: DFlashDraftModel,
-    batch: int,
-    block_size: int,
-    width: int,
-    eos_ids: Tensor | None,
-    delta: Tensor,
-) -> BufferShape:
-    """What fixed buffers for a run must be like."""
-    num_eos = 0 if eos_ids is None else eos_ids.shape[0]
-    return BufferShape(
-        batch=batch,
-        block_size=block_size,
-        width=width,
-        num_eos=-(-max(num_eos, 1) // EOS_IDS) * EOS_IDS,
-        position_delta=tuple(delta.shape),
-        device=target.device,
-        draft_device=execution_device(draft),
-        draft_dtype=draft.dtype,
-    )
 
 
 __all__ = ["prefill"]

@@ -18,13 +18,13 @@ FIRST_ROOM = 512
 FIXED_ROOM = 8192
 
 
-def first_room(limit: int, is_fixed: bool) -> int:
+def first_room(limit: int, keeps_buffers: bool) -> int:
     """Returns how many of `limit` new tokens to begin with room for."""
-    return min(limit, FIXED_ROOM if is_fixed else FIRST_ROOM)
+    return min(limit, FIXED_ROOM if keeps_buffers else FIRST_ROOM)
 
 
 def has_room(run: Run, num_unread: int = 0) -> bool:
-    """Whether another step surely fits in, with `num_unread` steps begun that the host has not read."""
+    """Returns True if another step surely fits in, with `num_unread` steps begun that the host has not read."""
     return run.room >= run.state.limit or run.num_new + num_unread * run.generator.verify_width <= run.room
 
 
@@ -56,7 +56,7 @@ def _grow(run: Run, room: int) -> None:
         ids = state.ids.new_zeros(state.ids.shape[0], state.columns + room + state.whole_block.shape[1])
         num = min(ids.shape[1], state.ids.shape[1])
         ids[:, :num] = state.ids[:, :num]
-    state.ids, run.room, run.buffers = ids, room, None
+    state.ids, run.room, run.keeps_buffers = ids, room, False
     run.stats.cache_bytes = run.cache.num_bytes() + generator.cache.num_bytes()
 
 

@@ -1,4 +1,4 @@
-"""The state of one decoding run: preallocated tensors that the steps change in place, and nothing else."""
+"""The state of one decoding run: tensors that steps change in place, always in the same places."""
 
 from __future__ import annotations
 
@@ -6,6 +6,43 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+NUM_REPORTED = 5  # rows of `DecodeState.outcome` before the tokens
+# End-of-sequence ids are padded to a multiple of this.
+EOS_IDS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShape:
+    """What two runs must have in common to use the same state, besides room.
+
+    Args:
+        batch (`int`): Rows.
+        block_size, width (`int`): Tokens of the draft's block and of the widest verify.
+        num_eos (`int`): End-of-sequence ids, rounded up.
+        position_delta (`tuple[int, ...]`): Shape of the target's position deltas.
+        device (`torch.device`): The target's.
+    """
+
+    batch: int
+    block_size: int
+    width: int
+    num_eos: int
+    position_delta: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, position_delta: Tensor, eos_ids: Tensor | None, block_size: int, width: int) -> StateShape:
+        """Returns the shape for a run with these position deltas and end-of-sequence ids."""
+        num_eos = 0 if eos_ids is None else eos_ids.shape[0]
+        return cls(
+            batch=position_delta.shape[-1],
+            block_size=block_size,
+            width=width,
+            num_eos=-(-max(num_eos, 1) // EOS_IDS) * EOS_IDS,
+            position_delta=tuple(position_delta.shape),
+            device=position_delta.device,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -15,47 +52,113 @@ class DecodeState:
     Args:
         ids (`torch.Tensor` of shape `[B, at least columns + room + W]`, int64): The prompts, left-padded, then what
             has been committed; anything behind a row's last committed token is scratch.
-        columns (`int`): Columns of the prompts in `ids`.
-        limit (`int`): Tokens a row may generate.
         cursor (`torch.Tensor` of shape `[B]`, int64): Column of `ids` that a row's next token goes to.
         remaining (`torch.Tensor` of shape `[B]`, int64): Tokens a row may still generate.
         lengths (`torch.Tensor` of shape `[B]`, int64): Tokens in the caches: all of the row but the anchor.
+        done (`torch.Tensor` of shape `[B]`, bool): Rows that have finished; they commit nothing more, and a step over
+            them changes nothing but scratch.
         whole_block (`torch.Tensor` of shape `[B, W]`, int64): What is verified next: the anchor, which is the last
             committed token, then the proposals. `anchor` `[B]`, `block` `[B, width]` and `proposals` `[B, width - 1]`
             are views of it.
-        done (`torch.Tensor` of shape `[B]`, bool): Rows that have finished; they commit nothing more, and a step over
-            them changes nothing but scratch.
+        draft_ids (`torch.Tensor` of shape `[B, K]`, int64): What the draft reads: the anchor, then mask tokens.
+        next_positions (`torch.Tensor` of shape `[B, max(K, W)]`, int64): Index in its row of each token of the block.
+        whole_tokens (`torch.Tensor` of shape `[B, W]`, int64): The target's token after each verified one. `tokens`
+            `[B, width]` is a view of it.
+        outcome (`torch.Tensor` of shape `[5 + W, B]`, int64): What the host has to know of the last step: tokens
+            committed, proposals accepted, lengths, finished rows, filled columns of `ids`, then `tokens`.
         position_delta (`torch.Tensor` of shape `[B]` or `[rows, B]`, int64): Target position of a token minus its
             index in the row; several of them per token under M-RoPE.
-        eos_ids (`torch.Tensor` of shape `[N]`, int64, *optional*): End-of-sequence ids; negative ones are none.
-        key (`torch.Tensor` of shape `[]`, int64, *optional*): Seed of the sampling noise; `None` is greedy.
-        draft_probs (`torch.Tensor` of shape `[B, width - 1, V]`, *optional*): Law of the proposals, for rejection.
-        whole_tokens (`torch.Tensor` of shape `[B, W]`, int64): Written by the accept step: what may be committed.
-            `tokens` `[B, width]` is a view of it.
-        num_accepted (`torch.Tensor` of shape `[B]`, int64): Written by the accept step: proposals that matched.
-        num_committed (`torch.Tensor` of shape `[B]`, int64): Written by the accept step: tokens kept.
+        padded_eos_ids (`torch.Tensor` of shape `[N]`, int64): End-of-sequence ids; negative ones are none.
+        seed (`torch.Tensor` of shape `[]`, int64): Of the sampling noise.
+        columns (`int`): Columns of the prompts in `ids`.
+        limit (`int`): Tokens a row may generate.
         width (`int`): Tokens that the step verifies, at most `W`; each step may have its own.
+        has_eos, is_sampled (`bool`): Whether there are end-of-sequence ids, and whether tokens are sampled.
+        draft_probs (`torch.Tensor` of shape `[B, width - 1, V]`, *optional*): Distribution of the proposals, for
+            rejection.
 
     What a step reads of a run is in tensors, never in `columns` and `limit`, so that a captured step serves any run
     of its width.
     """
 
     ids: Tensor
-    columns: int
-    limit: int
     cursor: Tensor
     remaining: Tensor
     lengths: Tensor
-    whole_block: Tensor
     done: Tensor
-    position_delta: Tensor
-    eos_ids: Tensor | None
-    key: Tensor | None
-    draft_probs: Tensor | None
+    whole_block: Tensor
+    draft_ids: Tensor
+    next_positions: Tensor
     whole_tokens: Tensor
-    num_accepted: Tensor
-    num_committed: Tensor
-    width: int
+    outcome: Tensor
+    position_delta: Tensor
+    padded_eos_ids: Tensor
+    seed: Tensor
+    columns: int = 0
+    limit: int = 0
+    width: int = 1
+    has_eos: bool = False
+    is_sampled: bool = False
+    draft_probs: Tensor | None = None
+
+    @classmethod
+    @torch.inference_mode(False)
+    def allocate(cls, shape: StateShape, num_columns: int) -> DecodeState:
+        """Allocates tensors for runs of up to `num_columns` columns, scratch included; call [`begin`] before use.
+
+        Outside inference mode, like all that a call leaves behind.
+        """
+        batch, width, device = shape.batch, shape.width, shape.device
+
+        def zeros(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.long, device=device)
+
+        return cls(
+            ids=zeros(batch, num_columns),
+            cursor=zeros(batch),
+            remaining=zeros(batch),
+            lengths=zeros(batch),
+            done=torch.zeros(batch, dtype=torch.bool, device=device),
+            whole_block=zeros(batch, width),
+            draft_ids=zeros(batch, shape.block_size),
+            next_positions=zeros(batch, max(shape.block_size, width)),
+            whole_tokens=zeros(batch, width),
+            outcome=zeros(NUM_REPORTED + width, batch),
+            position_delta=zeros(*shape.position_delta),
+            padded_eos_ids=zeros(shape.num_eos),
+            seed=zeros(),
+        )
+
+    def begin(
+        self,
+        input_ids: Tensor,
+        *,
+        lengths: Tensor,
+        limit: int,
+        position_delta: Tensor,
+        eos_ids: Tensor | None,
+        seed: Tensor | None,
+    ) -> None:
+        """Begins a run over prompts `[B, columns]` of `lengths` tokens: as if their last token were to be verified.
+
+        The first commit, of the token that the prefill decides, makes that token the anchor.
+        """
+        self.columns, self.limit, self.width = input_ids.shape[1], limit, 1
+        self.ids.zero_()[:, : self.columns] = input_ids
+        self.cursor.fill_(self.columns)
+        self.remaining.fill_(limit)
+        self.lengths.copy_(lengths - 1)
+        for scratch in (self.done, self.whole_tokens, self.outcome):
+            scratch.zero_()
+        self.whole_block.zero_()[:, 0] = input_ids[:, -1]
+        self.next_positions.copy_(self.lengths[:, None])
+        self.position_delta.copy_(position_delta)
+        self.padded_eos_ids.fill_(-1)
+        self.has_eos, self.is_sampled, self.draft_probs = eos_ids is not None, seed is not None, None
+        if eos_ids is not None:
+            self.padded_eos_ids[: eos_ids.shape[0]] = eos_ids
+        if seed is not None:
+            self.seed.copy_(seed)
 
     @property
     def block(self) -> Tensor:
@@ -78,79 +181,37 @@ class DecodeState:
         return self.whole_tokens[:, : self.width]
 
     @property
+    def decided_positions(self) -> Tensor:
+        """Index in its row of each of `tokens` `[B, width]`."""
+        return self.next_positions[:, : self.width] + 1
+
+    @property
+    def num_accepted(self) -> Tensor:
+        """Proposals that the last step has accepted, before any cut `[B]`."""
+        return self.outcome[1]
+
+    @property
     def num_new(self) -> Tensor:
         """Tokens that each row has generated so far `[B]`."""
         return self.cursor - self.columns
 
-    @classmethod
-    def start(
-        cls,
-        input_ids: Tensor,
-        *,
-        lengths: Tensor,
-        limit: int,
-        width: int,
-        position_delta: Tensor,
-        eos_ids: Tensor | None,
-        key: Tensor | None,
-        room: int | None = None,
-    ) -> DecodeState:
-        """Allocates the state of a run over prompts `[B, columns]`; nothing has been generated yet.
+    @property
+    def eos_ids(self) -> Tensor | None:
+        """End-of-sequence ids `[N]`, if there are any; negative ones are none."""
+        return self.padded_eos_ids if self.has_eos else None
 
-        There are columns for `room` new tokens, by default as many as the limit.
-        """
-        batch, columns = input_ids.shape
-        num_columns = columns + (limit if room is None else room) + width
-        state = cls.allocate(batch, num_columns, width, input_ids.device)
-        state.restart(input_ids, lengths=lengths, limit=limit, position_delta=position_delta, eos_ids=eos_ids, key=key)
-        return state
+    @property
+    def key(self) -> Tensor | None:
+        """Seed of the sampling noise; `None` is greedy."""
+        return self.seed if self.is_sampled else None
 
-    @classmethod
-    def allocate(cls, batch: int, num_columns: int, width: int, device: torch.device) -> DecodeState:
-        """Allocates tensors for runs of up to `num_columns` columns, scratch included; call [`restart`] before use."""
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.long, device=device)
-
-        return cls(
-            ids=zeros(batch, num_columns),
-            columns=0,
-            limit=0,
-            cursor=zeros(batch),
-            remaining=zeros(batch),
-            lengths=zeros(batch),
-            whole_block=zeros(batch, width),
-            done=torch.zeros(batch, dtype=torch.bool, device=device),
-            position_delta=zeros(batch),
-            eos_ids=None,
-            key=None,
-            draft_probs=None,
-            whole_tokens=zeros(batch, width),
-            num_accepted=zeros(batch),
-            num_committed=zeros(batch),
-            width=width,
-        )
-
-    def restart(
-        self,
-        input_ids: Tensor,
-        *,
-        lengths: Tensor,
-        limit: int,
-        position_delta: Tensor,
-        eos_ids: Tensor | None,
-        key: Tensor | None,
-    ) -> None:
-        """Begins a run over prompts `[B, columns]` in the same tensors; the last three are taken as they are."""
-        self.columns, self.limit = input_ids.shape[1], limit
-        self.ids.zero_()[:, : self.columns] = input_ids
-        self.cursor.fill_(self.columns)
-        self.remaining.fill_(limit)
-        self.lengths.copy_(lengths)
-        self.width = self.whole_block.shape[1]
-        for scratch in (self.whole_block, self.done, self.whole_tokens, self.num_accepted, self.num_committed):
-            scratch.zero_()
-        self.position_delta, self.eos_ids, self.key, self.draft_probs = position_delta, eos_ids, key, None
+    def tensors(self) -> list[Tensor]:
+        """Returns every tensor that stays where it is from step to step."""
+        return [
+            value
+            for name in self.__slots__
+            if name != "draft_probs" and isinstance(value := getattr(self, name), Tensor)
+        ]
 
 
-__all__ = ["DecodeState"]
+__all__ = ["NUM_REPORTED", "DecodeState", "StateShape"]

@@ -1,10 +1,9 @@
-"""The step over fixed buffers: the same functions as the eager loop's, with nothing read on the host and the same
-operations on the same addresses whatever is accepted. That is what a CUDA graph needs; here it runs uncaptured, on any
-device.
+"""The step with lengths rounded up: the same operations on the same addresses whatever is accepted, no host sync.
 
-Where nothing of the user's has to look at a step, the step decides by itself what is accepted and the host stays one
-step behind: it starts step `n + 1`, then reads what step `n` reported. A row that has finished is frozen, so the one
-step too many at the end changes nothing. Elsewhere only the two forwards are taken from here and `loop.step` decides.
+That is what a CUDA graph needs; here it runs uncaptured, on any device.
+Where nothing of the user's has to look at a step, the host stays one step behind: it starts step `n + 1`, then reads
+what step `n` has reported. A row that has finished is frozen, so the one step too many at the end changes nothing.
+Elsewhere only the two forwards are launched from here, and the host settles the step.
 """
 
 from __future__ import annotations
@@ -18,16 +17,14 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
-from dflash_hf import ops
-from dflash_hf.attention import RaggedBlock
-from dflash_hf.generation import steps
-from dflash_hf.generation.buffers import NUM_REPORTED, FixedBuffers, round_up
+from dflash_hf.generation.buffers import round_up
 from dflash_hf.generation.compiled import compile_errors, compiled_layers
 from dflash_hf.generation.room import has_room
-from dflash_hf.generation.run import Run, finish_step, verify
+from dflash_hf.generation.run import Run
+from dflash_hf.generation.state import NUM_REPORTED
+from dflash_hf.generation.step import begin, conclude, finish, forwards, settle
 
 logger: Any = logging.get_logger(__name__)
-Forwards = tuple[CausalLMOutputWithPast, RaggedBlock]
 
 
 @dataclass(slots=True)
@@ -65,107 +62,89 @@ class StaticStep:
     """A step over a run's fixed buffers, uncaptured.
 
     Args:
-        run (`Run`): Begun, with buffers.
+        run (`Run`): Begun.
     """
 
     name = "static"
 
     def __init__(self, run: Run) -> None:
-        assert run.buffers is not None
         self.run = run
-        self.buffers: FixedBuffers = run.buffers
-        self.decides = (
-            run.processors.is_stateless and not run.criteria and run.lockstep is None and not run.recorder.is_on
-        )
-        generator, state = run.generator, run.state
-        # A kernel that ends the step begins the next block too.
-        self.is_settled = self.decides and ops.accepts(state.block, state.ids, generator.block_ids)
-        if self.is_settled:
-            self.buffers.begin_block()
-        self.widest = max(generator.block_size, generator.verify_width)
-        self.compiles = generator.draft.generation_config.compile_layers
+        self.decides = run.decides()
+        self.widest = run.buffers.shape.block
+        self.compiles = run.generator.draft.generation_config.compile_layers
         run.stats.engine = self.name
 
-    def forwards(self, run: Run) -> Forwards:
-        """Drafts and verifies, once; what is returned is overwritten by the next call."""
-        run.begin_step()
-        found = self.launch(self.bound(run, 0))
-        assert found is not None
-        return found
+    def advance(self) -> None:
+        """Runs steps until every row has finished or the buffers are full."""
+        if self.decides:
+            self._run_ahead()
+            return
+        run = self.run
+        while not run.finished and has_room(run):
+            begin(run)
+            outputs = self.launch(self.bound(0))
+            assert outputs is not None
+            conclude(run, outputs)
 
-    def advance(self, run: Run) -> None:
-        """Runs steps until every row has finished or the buffers are full, the host one step behind."""
-        slots = (_Slot.beside(self.buffers.outcome), _Slot.beside(self.buffers.outcome))
-        self._begin(run, slots[0], 0)
+    def _run_ahead(self) -> None:
+        """Runs steps that decide by themselves, the host one step behind."""
+        run, outcome = self.run, self.run.state.outcome
+        slots = (_Slot.beside(outcome), _Slot.beside(outcome))
+        self._begin(slots[0], 0)
         index = 0
         fits = True
         while not run.finished and fits:
             fits = has_room(run, 1)
             if fits:
-                self._begin(run, slots[(index + 1) % 2], 1)
-            outcome = slots[index % 2].read()
+                self._begin(slots[(index + 1) % 2], 1)
+            reported = slots[index % 2].read()
             run.watch.lap("verify")
-            finish_step(run, outcome[:NUM_REPORTED].tolist(), outcome[NUM_REPORTED:].T)
+            finish(run, reported[:NUM_REPORTED].tolist(), reported[NUM_REPORTED:].T)
             index += 1
 
     def on_device(self) -> AbstractContextManager[Any]:
         """What has to be entered before a step is launched."""
         return nullcontext()
 
-    def launch(self, bound: int) -> Forwards | None:
+    def launch(self, bound: int) -> CausalLMOutputWithPast | None:
         """Runs a step, or its forwards alone, over the first `bound` slots of every row."""
         return self.body(bound)
 
-    def body(self, bound: int) -> Forwards | None:
+    def body(self, bound: int) -> CausalLMOutputWithPast | None:
         """What is captured: the whole step if it decides by itself, else its forwards, which are returned."""
-        run, state = self.run, self.run.state
-        generator, width = run.generator, state.width
-        positions = self.buffers.positions if self.is_settled else None
-        drafted = RaggedBlock(state.lengths, generator.block_size, bound, positions=positions)
-        block = drafted
-        if drafted.width != width:
-            block = RaggedBlock(state.lengths, width, bound, positions=positions)
-        steps.draft_step(state, generator, drafted, has_anchor=self.is_settled)
-        outputs = self._verify(block)
+        outputs = self._forwards(bound)
         if not self.decides:
-            return outputs, block
+            return outputs
         assert outputs.logits is not None
-        logits = outputs.logits.to(state.ids.device)
-        if positions is not None:
-            outcome = self.buffers.outcome[: NUM_REPORTED + width]
-            steps.settle_step(state, logits, block, run.processors, generator, positions=positions, outcome=outcome)
-            return None
-        steps.select_step(state, logits, block, run.processors)
-        steps.accept_step(state)
-        self.buffers.outcome[:NUM_REPORTED] = steps.report(state)
-        self.buffers.outcome[NUM_REPORTED : NUM_REPORTED + width] = state.tokens.T
+        settle(self.run, outputs.logits.to(self.run.state.ids.device))
         return None
 
-    def _verify(self, block: RaggedBlock) -> CausalLMOutputWithPast:
-        """Verifies, with compiled layers if that is asked for and works.
+    def _forwards(self, bound: int) -> CausalLMOutputWithPast:
+        """Drafts and verifies, with compiled layers if that is asked for and works.
 
         A compilation that fails does so before the step has changed more than scratch: it is done again without.
         """
-        if not self.compiles:
-            return verify(self.run, block)
-        try:
-            with compiled_layers(self.run.target, (block.lengths.shape[0], block.width)):
-                return verify(self.run, block)
-        except compile_errors() as error:
-            self.compiles = False
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            logger.warning_once(f"The target's layers run as they are, torch.compile cannot compile them: {reason}")
-        return verify(self.run, block)
+        if self.compiles:
+            try:
+                with compiled_layers(self.run.target, (self.run.state.ids.shape[0], self.run.state.width)):
+                    return forwards(self.run, bound)
+            except compile_errors() as error:
+                self.compiles = False
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                logger.warning_once(
+                    f"The target's layers run as they are, torch.compile cannot compile them: {reason}"
+                )
+        return forwards(self.run, bound)
 
-    def bound(self, run: Run, num_unread: int) -> int:
+    def bound(self, num_unread: int) -> int:
         """The slots that a step may need, `num_unread` steps after the one the host has read last."""
-        longest = run.longest + num_unread * run.generator.verify_width + self.widest
-        return min(round_up(longest), self.buffers.capacity)
+        longest = self.run.longest + num_unread * self.run.generator.verify_width + self.widest
+        return min(round_up(longest), self.run.buffers.capacity)
 
-    def _begin(self, run: Run, slot: _Slot, num_unread: int) -> None:
-        run.begin_step()
-        self.launch(self.bound(run, num_unread))
-        slot.fetch(self.buffers.outcome, run.state.width)
+    def _begin(self, slot: _Slot, num_unread: int) -> None:
+        begin(self.run)
+        self.launch(self.bound(num_unread))
+        slot.fetch(self.run.state.outcome, self.run.state.width)
 
 
-__all__ = ["Forwards", "StaticStep"]
+__all__ = ["StaticStep"]

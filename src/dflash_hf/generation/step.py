@@ -1,0 +1,180 @@
+"""One step of decoding: draft a block, verify it, decide what stands, commit, and tell the host.
+
+`forwards` and `settle` read nothing on the host where the run decides by itself: that is the step that a CUDA graph
+replays. `finish` is the host's part. Without a graph `step` runs them one after the other.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from dflash_hf.attention import RaggedBlock
+from dflash_hf.generation.accept import commit, decide_at_once, decide_by_position, stop_by_criteria
+from dflash_hf.generation.room import make_room
+from dflash_hf.generation.run import Run, tapped
+from dflash_hf.generation.state import NUM_REPORTED
+from dflash_hf.taps import Taps
+
+
+def step(run: Run, taps: Taps | None = None) -> tuple[Tensor, list[int]]:
+    """Runs one step eagerly, over exactly as many keys as there are.
+
+    Args:
+        run (`Run`): Changed in place.
+        taps (`Taps`, *optional*): Those of a target that is tapped already, see [`verify`].
+
+    Returns:
+        `tuple[torch.Tensor, list[int]]`: The target's logits `[B, W, V]`, and how many tokens each row has committed.
+    """
+    make_room(run)
+    begin(run)
+    outputs = forwards(run, taps=taps)
+    return conclude(run, outputs)
+
+
+def begin(run: Run) -> None:
+    """Sets the step's width and counts its two forwards; a block of one token is not drafted."""
+    if run.chooser is not None:
+        run.state.width = run.chooser.next_width()
+    run.stats.num_target_forwards += 1
+    run.stats.num_draft_forwards += run.generator.verify_width > 1
+
+
+def forwards(run: Run, bound: int | None = None, taps: Taps | None = None) -> CausalLMOutputWithPast:
+    """Drafts and verifies.
+
+    Args:
+        run (`Run`): Its `state.block`, caches and context are changed in place.
+        bound (`int`, *optional*): How many slots of every row to read; by default as many as the longest row needs.
+        taps (`Taps`, *optional*): See [`verify`].
+
+    Returns:
+        `CausalLMOutputWithPast`: The target's output, with logits `[B, W, V]`.
+    """
+    state, size, width = run.state, run.generator.block_size, run.state.width
+    # With one row the longest row is the row.
+    is_exact, positions = bound is None and state.ids.shape[0] == 1, state.next_positions
+    drafted = RaggedBlock(state.lengths, size, bound or run.longest + size, is_exact, positions)
+    run.generator.propose(state, drafted)
+    if bound is None:
+        run.watch.lap("draft")
+    if width == size:
+        return verify(run, drafted, taps)
+    return verify(run, RaggedBlock(state.lengths, width, bound or run.longest + width, is_exact, positions), taps)
+
+
+def verify(run: Run, block: RaggedBlock, taps: Taps | None = None) -> CausalLMOutputWithPast:
+    """Runs the target once over the anchor and the proposals, and hands its tapped states to the draft.
+
+    Through the top-level model, so that soft caps, adapters and device hooks apply. Keys and values of all `W` tokens
+    go into the cache; the rejected ones are overwritten by the next block.
+
+    Args:
+        run (`Run`): Its caches are changed in place.
+        block (`RaggedBlock`): Where `state.block` stands.
+        taps (`Taps`, *optional*): Those of a target that is tapped already; without them it is tapped, and its
+            attention switched, for no longer than this call.
+
+    Returns:
+        `CausalLMOutputWithPast`: The target's output, with logits `[B, W, V]`.
+
+    Raises:
+        RuntimeError: If a layer did not go over the ragged cache as it must.
+    """
+    state, target = run.state, run.target
+    with tapped(run) if taps is None else nullcontext(taps) as open_taps:
+        run.cache.begin(block)
+        outputs = target.model(
+            input_ids=state.block,
+            position_ids=target.position_ids(block.positions, state.position_delta),
+            past_key_values=run.cache,
+            use_cache=True,
+            return_dict=True,
+            ragged=block,
+            **run.extra,
+        )
+        run.cache.check_passed(block)
+        run.generator.observe_block(open_taps.take(), block)
+    return outputs
+
+
+def settle(run: Run, logits_BWV: Tensor) -> Tensor:
+    """Decides and commits, by whatever way the run decides; returns the processed scores `[B, W, V]`."""
+    state, processors = run.state, run.processors
+    if run.lockstep is not None:
+        scores, num_accepted = run.lockstep.decide(state, logits_BWV)
+    elif processors.is_stateless:
+        scores, num_accepted = decide_at_once(state, logits_BWV, processors, run.accept)
+    else:
+        scores, num_accepted = decide_by_position(state, logits_BWV, processors), None
+    if run.criteria and run.lockstep is None:
+        stop_by_criteria(state, run.criteria, num_accepted)
+    commit(state, run.generator.draft.config.mask_token_id, num_accepted)
+    return scores
+
+
+def conclude(run: Run, outputs: CausalLMOutputWithPast) -> tuple[Tensor, list[int]]:
+    """Settles a step whose forwards have run, and finishes it on the host; returns as [`step`]."""
+    run.watch.lap("verify")
+    assert outputs.logits is not None
+    logits = outputs.logits.to(run.state.ids.device)  # where the head is need not be where ids go in
+    scores = settle(run, logits)
+    reported = run.state.outcome[:NUM_REPORTED].tolist()
+    run.watch.lap("accept")
+    committed = finish(run, reported, run.state.tokens)
+    run.recorder.add(scores, logits, outputs.get("hidden_states"), committed)
+    return logits, committed
+
+
+def finish(run: Run, reported: list[list[int]], tokens: Tensor) -> list[int]:
+    """Does on the host what follows a step: streamer, statistics, whether the run has finished.
+
+    Args:
+        run (`Run`): Changed in place.
+        reported (`list[list[int]]`): The first five rows of the step's `state.outcome`.
+        tokens (`torch.Tensor` of shape `[B, width]`, int64): The step's `state.tokens`, on any device.
+
+    Returns:
+        `list[int]`: Number of tokens that each row has committed.
+
+    Raises:
+        ValueError: If a row needs more positions than the target has.
+    """
+    committed, accepted = reported[:2]
+    stats, width = run.stats, tokens.shape[1]
+    take_note(run, reported, tokens)
+    running = [row for row, num in enumerate(committed) if num]
+    for row in running:
+        stats.num_committed[row].append(committed[row])
+        stats.num_accepted[row].append(accepted[row])
+    stats.verify_widths.append(width)
+    if run.chooser is not None:
+        # Without the rest: how long a streamer takes does not depend on the width.
+        seconds = stats.draft_seconds + stats.verify_seconds + stats.accept_seconds
+        run.chooser.observe(width, [accepted[row] for row in running], seconds)
+    run.watch.lap("rest")
+    return committed
+
+
+def take_note(run: Run, reported: list[list[int]], tokens: Tensor) -> None:
+    """Notes where the rows stand, and hands what is new to the streamer; arguments and errors as [`finish`]."""
+    committed, _, lengths, done, filled = reported
+    if run.reach is not None:
+        for length, reach, has_ended in zip(lengths, run.reach, done, strict=True):
+            # At the forward that plain decoding would fail in: nothing is made of positions that do not exist.
+            if length > reach - (not has_ended):
+                raise ValueError(
+                    f"expected rows of at most {reach + 1} tokens (the target has learned positions, "
+                    f"{run.target.num_positions} of them), got a row that is longer or goes on; lower max_new_tokens"
+                )
+    if run.streamer is not None and run.lockstep is None and committed[0]:
+        # A copy: the next step writes into the same memory, and a streamer may keep what it gets.
+        run.streamer.put(tokens[0, : committed[0]].to("cpu", copy=True))
+    run.longest, run.num_new = max(lengths), max(filled) - run.state.columns
+    run.finished = all(done)
+
+
+__all__ = ["begin", "conclude", "finish", "forwards", "settle", "step", "take_note", "verify"]
