@@ -112,7 +112,7 @@ class Page:
                         raise ImageError(f"{missing} after {MINUTES} minutes; add it again", file)
                 running = self.model.ask(conversation, text, [read_image(file) for file in files], settings)
             except ImageError as error:
-                # What was not refused stays, so that the message can be mended.
+                # What was not refused stays, so that the message can be corrected.
                 kept = [str(file) for file in files if error.path not in (None, file) and self._is_there(file)]
                 yield {self.box: gr.update(value={"text": text, "files": kept})}
                 raise

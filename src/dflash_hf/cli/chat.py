@@ -91,7 +91,7 @@ def converse(model: ChatModel, settings: Settings, console: Console) -> None:
 
 def _image(path: Path) -> ChatImage:
     if not path.is_file():
-        raise ValueError(f"expected an image, got {path}, which is not there; mend the path")
+        raise ValueError(f"expected an image, got {path}, which is not there; correct the path")
     return read_image(path)
 
 

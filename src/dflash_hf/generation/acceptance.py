@@ -41,7 +41,7 @@ def accept_rejection(
     Args:
         proposals (`torch.Tensor` of shape `[B, W - 1]`): Tokens drawn from `draft_probs`.
         target_scores_BWV (`torch.Tensor` of shape `[B, W, V]`): The target's processed scores.
-        draft_probs (`torch.Tensor` of shape `[B, W - 1, V]`): The law `q` the proposals were drawn from.
+        draft_probs (`torch.Tensor` of shape `[B, W - 1, V]`): The distribution `q` the proposals were drawn from.
         key (`torch.Tensor`): The run's seed.
         positions_BW (`torch.Tensor` of shape `[B, W]`): Index of the token that each position decides.
 

@@ -10,7 +10,7 @@ second is the greatest:
 where `p_i` is the share of verifies that accepted proposal `i` among those that accepted all before it and were wide
 enough to try it, and `seconds(w)` is what a step of width `w` takes. The text is the same at any width. A width
 follows from tokens that have been committed and from the clock, never from those it is about, so that rejection keeps
-its law too; which text it gives may then depend on the clock.
+its distribution too; which text it gives may then depend on the clock.
 
 Nothing here touches a tensor or waits for a device: counts come from what the host reads of a step anyhow, times from
 its clock or, for captured steps, from replays before the first one.
