@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import dflash_kernels
+
 INTERPRETED = pytest.param(
     "cpu",
     marks=pytest.mark.skipif(
@@ -87,22 +89,29 @@ class Calls:
         self.kernels: Counter[str] = Counter()
         self.references: Counter[str] = Counter()
         for name in OPERATIONS:
-            # Not as an attribute of dflash_kernels: there the name is the function's.
-            package = importlib.import_module(f"dflash_kernels.{name}")
-            self._count(monkeypatch, package, f"{name}_reference", self.references, name)
+            bodies = getattr(dflash_kernels, name).op._backend_fns
+            for device, body in bodies.items():
+                monkeypatch.setitem(bodies, device, self._counted(name, body))
             if importlib.util.find_spec("triton"):
-                kernel = importlib.import_module(f"dflash_kernels.{name}.kernel")
-                self._count(monkeypatch, kernel, f"{name}_triton", self.kernels, name)
+                kernel: Any = importlib.import_module(f"dflash_kernels.{name}.kernel")
+                monkeypatch.setattr(kernel, "launch", self._counted_launch(name, kernel.launch))
 
-    @staticmethod
-    def _count(monkeypatch: pytest.MonkeyPatch, module: Any, function: str, calls: Counter[str], name: str) -> None:
-        original = getattr(module, function)
-
+    def _counted(self, name: str, body: Callable[..., Any]) -> Callable[..., Any]:
         def counting(*args: Any) -> Any:
-            calls[name] += 1
-            return original(*args)
+            before = self.kernels[name]
+            out = body(*args)
+            if self.kernels[name] == before:
+                self.references[name] += 1
+            return out
 
-        monkeypatch.setattr(module, function, counting)
+        return counting
+
+    def _counted_launch(self, name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(given: Any) -> Any:
+            self.kernels[name] += 1
+            return launch(given)
+
+        return counting
 
     def all(self) -> Counter[str]:
         """Both together."""

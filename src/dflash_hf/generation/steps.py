@@ -152,7 +152,7 @@ def settle_step(
         ids_BT=state.ids,
         draft_ids_BK=generator.block_ids,
         positions_BP=positions,
-        record_SCB=outcome[None],
+        record_FB=outcome,
         mask_token_id=generator.draft.config.mask_token_id,
         eos_ids_N=state.eos_ids,
         accepted_B=num_accepted,
