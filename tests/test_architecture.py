@@ -38,6 +38,7 @@ LEVELS = {
     "dflash_hf.configuration_dflash": 1,
     "dflash_hf.devices": 1,
     "dflash_hf.errors": 1,
+    "dflash_hf.formats": 1,
     "dflash_hf.generation_config": 1,
     "dflash_hf.positions": 1,
     "dflash_hf.scopes": 0,
@@ -62,6 +63,7 @@ LEVELS = {
     # The public surface and what is built on it; that they do not go in circles is the cycle rule's business.
     "dflash_hf": 7,
     "dflash_hf.integration": 7,
+    "dflash_hf.registration": 7,
     "dflash_hf.generation.integration": 7,
     "dflash_hf.generation.iterate": 7,
     "dflash_hf.chat": 7,
@@ -74,7 +76,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_JIT_LINES = 120
 OPTIONAL_DEPENDENCIES = ("triton", "gradio", "datasets", "matplotlib", "PIL", "pandas")
-NOT_LOADED_BY_IMPORT = ("gradio", "datasets", "matplotlib", "pandas")
+NOT_LOADED_BY_IMPORT = ("torch", "transformers", "gradio", "datasets", "matplotlib", "pandas")
 
 # Modules that must not wait for the device -> their functions that may: they run once, before or after the loop, or
 # where the host decides.
@@ -427,9 +429,26 @@ def loaded_by(code: str, names: tuple[str, ...]) -> list[str]:
 
 
 @pytest.mark.skipif(not has_module("dflash_hf"), reason="dflash_hf has no __init__.py yet")
-def test_import_loads_no_optional_dependency() -> None:
+def test_import_loads_nothing_heavy() -> None:
     assert loaded_by("import json", ("json", "gradio")) == ["json"]
     assert not (loaded := loaded_by("import dflash_hf", NOT_LOADED_BY_IMPORT)), f"import dflash_hf loads {loaded}"
+
+
+COMMANDS = ("generate", "demo", "chat", "convert", "doctor")
+COMMAND_LINES = [["--help"], ["--nonsense"], *([name, what] for name in COMMANDS for what in ("--help", "--nonsense"))]
+
+
+@pytest.mark.skipif(not has_module("dflash_hf.cli.main"), reason="dflash_hf.cli.main does not exist yet")
+def test_help_and_wrong_options_load_nothing_heavy() -> None:
+    code = f"""
+from typer.testing import CliRunner
+from dflash_hf.cli.main import app
+assert {{c.callback.__name__ for c in app.registered_commands}} == set({COMMANDS})
+for line in {COMMAND_LINES}:
+    result = CliRunner().invoke(app, line)
+    assert result.exit_code == (0 if "--help" in line else 2), (line, result.output)
+"""
+    assert not (loaded := loaded_by(code, NOT_LOADED_BY_IMPORT)), f"the command line loads {loaded}"
 
 
 # ---- the rules themselves: each reports its bad sources, and only those

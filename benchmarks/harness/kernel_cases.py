@@ -18,11 +18,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import dflash_kernels
 from dflash_hf.attention import RaggedBlock, attend, mask_repeats
-from dflash_kernels.accept_and_prepare import NUM_FIGURES, accept_and_prepare_reference
-from dflash_kernels.argmax import argmax_reference
-from dflash_kernels.block_attention import block_attention_reference
-from dflash_kernels.context_kv import context_kv_reference
-from dflash_kernels.norm_rope_write import norm_rope_write_reference
+from dflash_kernels import accept_and_prepare, argmax, block_attention, context_kv, norm_rope_write
+from dflash_kernels.accept_and_prepare import NUM_FIGURES
 
 Inputs = dict[str, Any]
 Way = Callable[[Inputs], Any]
@@ -90,9 +87,7 @@ def attention_case(
 
     ways: dict[str, Way] = {
         "kernel": lambda x: dflash_kernels.block_attention(*states(x), x["lengths"], scaling=scaling, causal=causal),
-        "reference": lambda x: block_attention_reference(
-            *states(x), x["lengths"], scaling, causal, None, False, None, None
-        ),
+        "reference": lambda x: block_attention.reference(*states(x), x["lengths"], scaling, causal),
         "sdpa": lambda x: attend(*states(x), x["mask"], scaling),
     }
     unavailable: dict[str, str] = {}
@@ -189,7 +184,7 @@ def norm_rope_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, d
         buffers = [torch.zeros(batch, ring, g, e, dtype=dtype, device=device) for _ in range(2)]
         return {"all": [*shared, torch.full((batch,), context, device=device), *buffers, EPS]}
 
-    compiled: Any = torch.compile(norm_rope_write_reference)
+    compiled: Any = torch.compile(norm_rope_write.reference)
     return Case(
         kernel="norm_rope_write",
         batch=batch,
@@ -198,7 +193,7 @@ def norm_rope_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, d
         num_bytes=2 * dtype.itemsize * batch * w * (sizes.heads + 2 * g) * e,
         ways={
             "kernel": lambda x: dflash_kernels.norm_rope_write(*x["all"]),
-            "reference": lambda x: norm_rope_write_reference(*x["all"]),
+            "reference": lambda x: norm_rope_write.reference(*x["all"]),
             **({"torch.compile": lambda x: compiled(*x["all"])} if device.type == "cuda" else {}),
         },
         results=lambda out, x: [out, x["all"][8], x["all"][9]],
@@ -215,7 +210,7 @@ def context_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, dev
         buffers = [[torch.zeros(batch, ring, g, e, dtype=dtype, device=device) for _ in range(n)] for _ in range(2)]
         return {"all": [*shared, torch.full((batch,), context, device=device), *buffers, EPS]}
 
-    compiled: Any = torch.compile(context_kv_reference)
+    compiled: Any = torch.compile(context_kv.reference)
     return Case(
         kernel="context_kv",
         batch=batch,
@@ -224,7 +219,7 @@ def context_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, dev
         num_bytes=2 * dtype.itemsize * batch * w * n * 2 * g * e,
         ways={
             "kernel": lambda x: dflash_kernels.context_kv(*x["all"]),
-            "reference": lambda x: context_kv_reference(*x["all"]),
+            "reference": lambda x: context_kv.reference(*x["all"]),
             **({"torch.compile": lambda x: compiled(*x["all"])} if device.type == "cuda" else {}),
         },
         results=lambda out, x: [*x["all"][5], *x["all"][6]],
@@ -241,7 +236,7 @@ def argmax_case(sizes: Sizes, batch: int, dtype: torch.dtype, device: torch.devi
         num_bytes=dtype.itemsize * batch * sizes.width * sizes.vocab,
         ways={
             "kernel": lambda x: dflash_kernels.argmax(x["logits"]),
-            "reference": lambda x: argmax_reference(x["logits"]),
+            "reference": lambda x: argmax.reference(x["logits"]),
         },
         results=lambda out, x: [out],
     )
@@ -258,10 +253,9 @@ def accept_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
             return torch.randint(4, shape, generator=generator).to(device)
 
         state = [draw(batch), draw(batch), draw(batch), draw(batch) >= 0, draw(batch, 4096)]
-        state += [draw(batch, width), draw(batch, width), draw(2, NUM_FIGURES + width, batch), draw(1).repeat(batch)]
-        return {"all": [draw(batch, width), draw(batch, width), None, torch.tensor([9, 10], device=device), *state, 7]}
+        state += [draw(batch, width), draw(batch, width), draw(NUM_FIGURES + width, batch)]
+        return {"all": [draw(batch, width), draw(batch, width), *state, 7, torch.tensor([9, 10], device=device)]}
 
-    operation = torch.ops.dflash_kernels.accept_and_prepare
     return Case(
         kernel="accept_and_prepare",
         batch=batch,
@@ -269,8 +263,8 @@ def accept_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
         make=make,
         num_bytes=8 * batch * (5 * width + 12),
         ways={
-            "kernel": lambda x: operation(*x["all"]),
-            "reference": lambda x: accept_and_prepare_reference(*x["all"]),
+            "kernel": lambda x: dflash_kernels.accept_and_prepare(*x["all"]),
+            "reference": lambda x: accept_and_prepare.reference(*x["all"]),
         },
         results=lambda out, x: [t for t in x["all"] if isinstance(t, Tensor)],
     )

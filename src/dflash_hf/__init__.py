@@ -1,19 +1,58 @@
-"""DFlash speculative decoding inside Transformers: `target.generate(..., assistant_model=draft)`."""
+"""DFlash speculative decoding inside Transformers: `target.generate(..., assistant_model=draft)`.
 
-from dflash_hf.configuration_dflash import DFlashConfig
-from dflash_hf.drafts import load_draft, save_draft
-from dflash_hf.generation.buffers import free_buffers
-from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
-from dflash_hf.generation.integration import disable, enable
-from dflash_hf.generation.iterate import DFlashStep, iterate
-from dflash_hf.generation.outputs import DFlashGenerateOutput
-from dflash_hf.generation.stats import SpeculativeStats
-from dflash_hf.generation_config import DFlashGenerationConfig
-from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.processing_qwen3_vl import register as register_processor
+Importing this registers drafts with Transformers and imports neither it nor torch: the names below are imported when
+they are first used, and so are the package's modules.
+"""
 
-enable()
-register_processor()
+from typing import TYPE_CHECKING, Any
+
+from dflash_hf.registration import disable, enable, register
+
+if TYPE_CHECKING:
+    from dflash_hf.configuration_dflash import DFlashConfig
+    from dflash_hf.drafts import load_draft, save_draft
+    from dflash_hf.generation.buffers import free_buffers
+    from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
+    from dflash_hf.generation.iterate import DFlashStep, iterate
+    from dflash_hf.generation.outputs import DFlashGenerateOutput
+    from dflash_hf.generation.stats import SpeculativeStats
+    from dflash_hf.generation_config import DFlashGenerationConfig
+    from dflash_hf.modeling_dflash import DFlashDraftModel
+else:
+    from importlib import import_module
+    from importlib.util import find_spec
+
+    _HOMES = {
+        "DFlashCandidateGenerator": "generation.candidate_generator",
+        "DFlashConfig": "configuration_dflash",
+        "DFlashDraftModel": "modeling_dflash",
+        "DFlashGenerateOutput": "generation.outputs",
+        "DFlashGenerationConfig": "generation_config",
+        "DFlashStep": "generation.iterate",
+        "SpeculativeStats": "generation.stats",
+        "free_buffers": "generation.buffers",
+        "iterate": "generation.iterate",
+        "load_draft": "drafts",
+        "save_draft": "drafts",
+    }
+
+    def __getattr__(name: str) -> Any:
+        """Imports a public name, or a module of this package."""
+        if name in _HOMES:
+            value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        elif not name.startswith("__") and find_spec(f"{__name__}.{name}"):
+            value = import_module(f"{__name__}.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        """Returns all names, those not yet imported too."""
+        return sorted({*globals(), *__all__})
+
+
+register()
 
 __all__ = [
     "DFlashCandidateGenerator",

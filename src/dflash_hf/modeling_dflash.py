@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AutoConfig, AutoModel, Cache
+from transformers import Cache
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -489,8 +489,5 @@ def _combined_mask(
         mask = mask & padding[:, None, None, -num_keys:].bool()
     return mask
 
-
-AutoConfig.register(DFlashConfig.model_type, DFlashConfig, exist_ok=True)
-AutoModel.register(DFlashConfig, DFlashDraftModel, exist_ok=True)
 
 __all__ = ["DFlashDraftModel"]

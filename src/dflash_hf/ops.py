@@ -3,7 +3,8 @@
 By themselves kernels run on CUDA devices of compute capability 8 and more, in float16 and bfloat16, if Triton is
 installed; everywhere else torch computes the same. Those that choose and count, and so are exact, also run in float32.
 Triton is imported when the first one is launched. One function each says whether a kernel is to be used: `attends`,
-`writes` (both that write caches), `picks` and `accepts`. They read nothing on the host.
+`writes` (both that write caches), `picks` and `accepts`; `best` and `commit` ask by themselves. They read nothing on
+the host.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,9 +91,15 @@ def picks(logits: Tensor) -> bool:
     return _uses_kernels(logits) and (bool(_Setting.enabled) or logits.dtype in (*HALF, torch.float32))
 
 
-def accepts(*counts: Tensor) -> bool:
-    """Whether [`accept_and_prepare`] is to end a step over these tensors, which then are on one device."""
-    return _uses_kernels(counts[0]) and all(tensor.device == counts[0].device for tensor in counts)
+def accepts(counts: Tensor) -> bool:
+    """Returns True if [`accept_and_prepare`] is to end a step over state on this tensor's device."""
+    return _uses_kernels(counts)
+
+
+def commit(block_BW: Tensor, tokens_BW: Tensor, **rows: Any) -> None:
+    """Ends a step by [`accept_and_prepare`], whose arguments these are: by the kernel or as torch defines it."""
+    end: Any = accept_and_prepare if accepts(block_BW) else accept_and_prepare.reference
+    end(block_BW, tokens_BW, **rows)
 
 
 def best(logits: Tensor) -> Tensor:
@@ -127,12 +135,12 @@ def _say_triton_is_missing() -> None:
 
 
 __all__ = [
-    "accept_and_prepare",
     "accepts",
     "argmax",
     "attends",
     "best",
     "block_attention",
+    "commit",
     "context_kv",
     "forced",
     "kernels",

@@ -10,11 +10,9 @@ import os
 from typing import Any
 
 from transformers import ProcessorMixin
-from transformers.models.auto import processing_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen2_5_vl import processing_qwen2_5_vl
 from transformers.models.qwen3_vl import processing_qwen3_vl
-from transformers.utils.import_utils import is_torchvision_available
 from transformers.video_processing_utils import BaseVideoProcessor
 
 # What pictures and videos have in common, so that a folder that says nothing of videos fits its own vision tower.
@@ -113,14 +111,12 @@ def check_pixels(images: Any) -> None:
         raise ValueError(f"expected a picture of at least one pixel, got one of {sides}; leave it out")
 
 
-def register() -> None:
-    """Lets `AutoProcessor` choose these classes where torchvision is missing, and it could only fail otherwise.
+def register_processors(auto: Any) -> None:
+    """Lets `AutoProcessor` choose these classes; `registration` does it where it could only fail otherwise.
 
-    Importing `dflash_hf` does it. Where torchvision is installed, nothing changes.
+    Args:
+        auto (module): `transformers.models.auto.processing_auto`.
     """
-    if is_torchvision_available():
-        return
-    auto: Any = processing_auto
     names: dict[str, str] = auto.PROCESSOR_MAPPING_NAMES
     for ours in (Qwen3VLProcessor, Qwen2_5_VLProcessor):
         for model_type in [model for model, name in names.items() if name == ours.__name__]:
@@ -132,4 +128,4 @@ def register() -> None:
             auto.PROCESSOR_MAPPING._extra_content.setdefault(config, ours)
 
 
-__all__ = ["Qwen2_5_VLProcessor", "Qwen3VLProcessor", "check_pixels", "register"]
+__all__ = ["Qwen2_5_VLProcessor", "Qwen3VLProcessor", "check_pixels", "register_processors"]

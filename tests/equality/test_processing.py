@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoProcessor, ProcessorMixin
+from transformers.models.auto import processing_auto
 from transformers.models.qwen2_5_vl import processing_qwen2_5_vl
 from transformers.models.qwen3_vl import processing_qwen3_vl
+from transformers.utils import import_utils
 from transformers.utils.import_utils import is_torchvision_available
 
-from dflash_hf import processing_qwen3_vl as module
+from dflash_hf import registration
 from dflash_hf.processing_qwen3_vl import Qwen2_5_VLProcessor, Qwen3VLProcessor
 
 pytest.importorskip("PIL")
@@ -212,13 +214,13 @@ def test_pictures_without_pixels_are_refused(processor: Any, empty: Any, sides: 
 
 
 def test_nothing_changes_where_torchvision_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    auto: Any = module.processing_auto
-    monkeypatch.setattr(module, "is_torchvision_available", lambda: True)
+    auto: Any = processing_auto
+    monkeypatch.setattr(import_utils, "is_torchvision_available", lambda: True)
     for model_type, name, theirs in (
         ("qwen3_vl", "Qwen3VLProcessor", processing_qwen3_vl.Qwen3VLProcessor),
         ("qwen2_5_vl", "Qwen2_5_VLProcessor", processing_qwen2_5_vl.Qwen2_5_VLProcessor),
     ):
         monkeypatch.setitem(auto.PROCESSOR_MAPPING_NAMES, model_type, name)
-        module.register()
+        registration.register()
         assert auto.PROCESSOR_MAPPING_NAMES[model_type] == name
         assert auto.processor_class_from_name(name) is theirs

@@ -160,7 +160,7 @@ def end_of_sequence_missed(patches: Patches) -> None:
     def missed(accept: Any, block: Tensor, *args: Any, eos_ids_N: Tensor | None, **kwargs: Any) -> None:
         accept(block, *args, eos_ids_N=eos_ids_N if block.shape[1] == 1 else None, **kwargs)
 
-    _wrapped(patches, ops, "accept_and_prepare", missed)
+    _wrapped(patches, ops, "commit", missed)
 
 
 def limit_passed(patches: Patches) -> None:

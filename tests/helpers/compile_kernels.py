@@ -1,14 +1,16 @@
 """Compiles every kernel for a Hopper GPU without having one, and prints what each needs as JSON; run as a script.
 
-The launchers are called with CPU tensors; in the place of a launch the compiled kernel is looked at. Not under
+Launches are made with CPU tensors; in the place of each the compiled kernel is looked at. Not under
 `TRITON_INTERPRET=1`. Needs nothing but Triton's own package, which holds ptxas and cuobjdump.
 """
 
+import importlib
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -62,22 +64,20 @@ def compile_all(which: str) -> list[dict[str, Any]]:
         found.append({"kernel": self.fn.__name__, "case": case, "hash": compiled.hash, **resources(compiled)})
 
     with mock.patch.object(JITFunction, "run", look):
-        for case, (launch, arguments) in launches().items():
+        for case, launch in launches().items():
             if which in case:
-                launch(*arguments)
+                launch()
     return found
 
 
-def launches() -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """Launchers and arguments by name."""
-    from dflash_kernels.accept_and_prepare.kernel import accept_and_prepare_triton
-    from dflash_kernels.argmax.kernel import argmax_triton
+def launches() -> dict[str, Callable[[], Any]]:
+    """Launches by name."""
+    from dflash_kernels import accept_and_prepare, argmax, block_attention, context_kv, norm_rope_write
     from dflash_kernels.block_attention import kernel
-    from dflash_kernels.context_kv.kernel import context_kv_triton
-    from dflash_kernels.norm_rope_write.kernel import norm_rope_write_triton
 
     # Sizes are chosen for the machine this runs on otherwise.
     kernel.device_limits = lambda device: (132, 227 * 1024)
+    choose_num_splits = kernel.choose_num_splits
     batch, width, groups, size, layers, ring = 2, 16, 8, 128, 5, 2064
     lengths = torch.tensor([5, 900])
 
@@ -89,16 +89,24 @@ def launches() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     def counts(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.long)
 
-    def attention(heads: int, size: int, dtype: torch.dtype, *rule: Any, splits: int) -> tuple[Any, tuple[Any, ...]]:
-        query = torch.zeros(batch, heads, width, size, dtype=dtype)
-        key = torch.zeros(batch, ring, groups, size, dtype=dtype).transpose(1, 2)
-        sinks = torch.zeros(heads, dtype=dtype) if rule[-1] else None
-        return kernel.block_attention_triton, (query, key, key, lengths, 0.1, *rule[:-1], sinks, splits)
+    def launch(operation: Any, *arguments: Any) -> Callable[[], Any]:
+        module: Any = importlib.import_module(".kernel", operation.reference.__module__)
+        return lambda: module.launch(operation._named(arguments, {}))
 
-    def growing(extent: int) -> tuple[Any, tuple[Any, ...]]:
-        """The eager loop's verify reads as many slots as the longest row needs."""
-        launch, (query, key, value, *rest) = attention(32, 128, half, True, None, False, None, False, splits=0)
-        return launch, (query, key[:, :, :extent], value[:, :, :extent], *rest)
+    def attention(
+        heads: int, size: int, dtype: torch.dtype, *rule: Any, splits: int | None, extent: int = ring
+    ) -> Callable[[], Any]:
+        """Over `extent` slots: the eager loop's verify reads as many as the longest row needs."""
+        query = torch.zeros(batch, heads, width, size, dtype=dtype)
+        key = torch.zeros(batch, ring, groups, size, dtype=dtype).transpose(1, 2)[:, :, :extent]
+        sinks = torch.zeros(heads, dtype=dtype) if rule[-1] else None
+        run = launch(block_attention, query, key, key, lengths, 0.1, *rule[:-1], sinks)
+
+        def split() -> None:
+            kernel.choose_num_splits = choose_num_splits if splits is None else lambda *_: splits
+            run()
+
+        return split
 
     def buffers() -> list[Tensor]:
         return [zeros(batch, ring, groups, size) for _ in range(layers)]
@@ -106,27 +114,27 @@ def launches() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     angles = (zeros(batch, width, size), zeros(batch, width, size))
     heads = (zeros(batch, width, 32, size), zeros(batch, width, groups, size), zeros(batch, width, groups, size))
     stacked = (zeros(batch, width, layers, 2, groups, size), zeros(layers, size))
-    state = [counts(batch, width), counts(batch, width), None, counts(3), counts(batch), counts(batch), counts(batch)]
+    state = [counts(batch, width), counts(batch, width), counts(batch), counts(batch), counts(batch)]
     state += [counts(batch).bool(), counts(batch, 99), counts(batch, width), counts(batch, width)]
+    state += [counts(5 + width, batch)]
+    verify = (True, None, False, None, False)  # causal, window, from_anchor, softcap, sinks
     return {
-        "argmax": (argmax_triton, (zeros(batch, 15, 151936),)),
-        "context_kv": (
-            context_kv_triton,
-            (*stacked, *angles, lengths, buffers(), buffers(), 1e-6),
+        "argmax": launch(argmax, zeros(batch, 15, 151936)),
+        "context_kv": launch(context_kv, *stacked, *angles, lengths, buffers(), buffers(), 1e-6),
+        "norm_rope_write": launch(
+            norm_rope_write, *heads, zeros(size), zeros(size), *angles, lengths, buffers()[0], buffers()[0], 1e-6
         ),
-        "norm_rope_write": (
-            norm_rope_write_triton,
-            (*heads, zeros(size), zeros(size), *angles, lengths, buffers()[0], buffers()[0], 1e-6),
-        ),
-        "accept_and_prepare": (accept_and_prepare_triton, (*state, counts(2, 5 + width, batch), counts(batch), 7)),
-        "accept_and_prepare, one record": (accept_and_prepare_triton, (*state, counts(1, 5 + width, batch), None, 7)),
-        **{f"growing to {extent}": growing(extent) for extent in (300, 501, 1024, 1777)},
-        # causal, window, from_anchor, softcap, sinks
-        "attention, verify": attention(32, 128, half, True, None, False, None, False, splits=16),
+        "accept_and_prepare": launch(accept_and_prepare, *state, 7, counts(3)),
+        "accept_and_prepare, counted elsewhere": launch(accept_and_prepare, *state, 7, None, counts(batch)),
+        **{
+            f"growing to {extent}": attention(32, 128, half, *verify, splits=None, extent=extent)
+            for extent in (300, 501, 1024, 1777)
+        },
+        "attention, verify": attention(32, 128, half, *verify, splits=16),
         "attention, draft, one split": attention(32, 128, half, False, None, False, None, False, splits=1),
         "attention, 256, window, soft cap": attention(32, 256, half, True, 512, False, 50.0, False, splits=8),
         "attention, 64, from the anchor, sinks": attention(64, 64, half, True, 128, True, None, True, splits=8),
-        "attention, float32": attention(32, 128, full, True, None, False, None, False, splits=16),
+        "attention, float32": attention(32, 128, full, *verify, splits=16),
     }
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import dflash_kernels
+
 INTERPRETED = pytest.param(
     "cpu",
     marks=pytest.mark.skipif(
@@ -87,33 +89,40 @@ class Calls:
         self.kernels: Counter[str] = Counter()
         self.references: Counter[str] = Counter()
         for name in OPERATIONS:
-            # Not as an attribute of dflash_kernels: there the name is the function's.
-            package = importlib.import_module(f"dflash_kernels.{name}")
-            self._count(monkeypatch, package, f"{name}_reference", self.references, name)
+            bodies = getattr(dflash_kernels, name).op._backend_fns
+            for device, body in bodies.items():
+                monkeypatch.setitem(bodies, device, self._counted(name, body))
             if importlib.util.find_spec("triton"):
-                kernel = importlib.import_module(f"dflash_kernels.{name}.kernel")
-                self._count(monkeypatch, kernel, f"{name}_triton", self.kernels, name)
+                kernel: Any = importlib.import_module(f"dflash_kernels.{name}.kernel")
+                monkeypatch.setattr(kernel, "launch", self._counted_launch(name, kernel.launch))
 
-    @staticmethod
-    def _count(monkeypatch: pytest.MonkeyPatch, module: Any, function: str, calls: Counter[str], name: str) -> None:
-        original = getattr(module, function)
-
+    def _counted(self, name: str, body: Callable[..., Any]) -> Callable[..., Any]:
         def counting(*args: Any) -> Any:
-            calls[name] += 1
-            return original(*args)
+            before = self.kernels[name]
+            out = body(*args)
+            if self.kernels[name] == before:
+                self.references[name] += 1
+            return out
 
-        monkeypatch.setattr(module, function, counting)
+        return counting
+
+    def _counted_launch(self, name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(given: Any) -> Any:
+            self.kernels[name] += 1
+            return launch(given)
+
+        return counting
 
     def all(self) -> Counter[str]:
         """Both together."""
         return self.kernels + self.references
 
 
-def calls_of(draft: Any, is_static: bool) -> Counter[str]:
+def calls_of(draft: Any) -> Counter[str]:
     """How often each operation must have run in the last call of a draft's target of four layers, greedy or sampled.
 
-    A static step has context to write from the first one on, and decides by itself what is accepted; the prefill
-    chooses a token too; a selector chooses among candidates, not over the vocabulary.
+    A step has context to write from the first one on; the prefill chooses and commits a token too; a selector chooses
+    among candidates, not over the vocabulary.
     """
     stats, config = draft.last_stats, draft.config
     verifies, drafts = stats.num_target_forwards - 1, stats.num_draft_forwards
@@ -121,7 +130,7 @@ def calls_of(draft: Any, is_static: bool) -> Counter[str]:
     return +Counter(
         block_attention=verifies * 4 + drafts * config.num_hidden_layers,
         norm_rope_write=drafts * config.num_hidden_layers,
-        context_kv=drafts if is_static else drafts - 1,
+        context_kv=drafts,
         argmax=1 + verifies + (drafts if config.selector_rank is None else 0),
-        accept_and_prepare=verifies if is_static else 0,
+        accept_and_prepare=1 + verifies,
     )

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from dflash_kernels import argmax
 from dflash_kernels._dispatch import runs_kernel
-from dflash_kernels.argmax import _argmax
 from helpers.kernel_checks import CUDA, DEVICES, DTYPES, check_raises, poisoned
 
 NAN, INF = float("nan"), float("inf")
@@ -88,7 +87,7 @@ def test_other_dtypes_take_the_reference() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_operation_with_a_true_schema(device: str) -> None:
-    torch.library.opcheck(_argmax, (torch.randn(1, 2, 9, device=device),))
+    torch.library.opcheck(argmax.op, (torch.randn(1, 2, 9, device=device),))
 
 
 def test_bad_input() -> None:

@@ -13,8 +13,6 @@ from dflash_hf.cache_size import LayerShape
 from dflash_hf.modeling_dflash import DFlashAttention, rotate
 from dflash_kernels import context_kv, norm_rope_write
 from dflash_kernels._dispatch import runs_kernel
-from dflash_kernels.context_kv import _context_kv, context_kv_reference
-from dflash_kernels.norm_rope_write import _norm_rope_write, norm_rope_write_reference
 from helpers.kernel_checks import CUDA, DEVICES, DTYPES, Guarded, assert_same_writes, check_raises, poisoned
 from tiny import tiny_draft, tiny_target
 
@@ -76,7 +74,7 @@ class Inputs:
         assert runs_kernel(self.states[0])
         with poisoned():
             out = norm_rope_write(*shared, ours["keys0"].tensor, ours["values0"].tensor, EPS)
-        query = norm_rope_write_reference(*shared, wanted["keys0"].tensor, wanted["values0"].tensor, EPS)
+        query = norm_rope_write.reference(*shared, wanted["keys0"].tensor, wanted["values0"].tensor, EPS)
         tolerance = 4 * torch.finfo(query.dtype).eps
         torch.testing.assert_close(out, query, rtol=tolerance, atol=tolerance)
         assert out.is_contiguous()
@@ -88,7 +86,7 @@ class Inputs:
         shared = (self.projected, self.weight_LE, self.cos, self.sin, self.lengths)
         assert runs_kernel(self.projected)
         context_kv(*shared, *self.buffers(ours), EPS)
-        context_kv_reference(*shared, *self.buffers(wanted), EPS)
+        context_kv.reference(*shared, *self.buffers(wanted), EPS)
         assert_same_writes(ours, wanted, 4 * torch.finfo(self.projected.dtype).eps)
 
 
@@ -188,14 +186,14 @@ def test_references_are_the_drafts_own_modules() -> None:
     projected = product.unflatten(2, (-1, 2)).unflatten(-1, (-1, draft.config.head_dim))
     weights = torch.stack([a.k_norm.weight for a in attentions])
     buffers = [[getattr(layer, name) for layer in ours.layers] for name in ("key_buffer", "value_buffer")]
-    context_kv_reference(projected, weights, cos[:, :, 0], sin[:, :, 0], block.lengths, *buffers, EPS)
+    context_kv.reference(projected, weights, cos[:, :, 0], sin[:, :, 0], block.lengths, *buffers, EPS)
     assert_same_caches(ours, cache)
 
     again = empty_cache(draft.cache_shapes())
     for attention, layer in zip(attentions, again.layers, strict=True):
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         heads = [project(hidden).unflatten(-1, (-1, draft.config.head_dim)) for project in projections]
-        query = norm_rope_write_reference(
+        query = norm_rope_write.reference(
             *heads,
             attention.q_norm.weight,
             attention.k_norm.weight,
@@ -215,9 +213,9 @@ def test_one_operation_each_with_a_true_schema(device: str) -> None:
     inputs = Inputs((2, 2, 1, 4, [3, 5], [0, 2]), torch.float32, device)
     keys, values = ([t.nan_to_num() for t in side] for side in inputs.buffers(inputs.cache))
     block = (*inputs.states, *inputs.weights, inputs.cos, inputs.sin, inputs.lengths, keys[0], values[0], EPS)
-    torch.library.opcheck(_norm_rope_write, block)
+    torch.library.opcheck(norm_rope_write.op, block)
     context = (inputs.projected, inputs.weight_LE, inputs.cos, inputs.sin, inputs.lengths, keys, values, EPS)
-    torch.library.opcheck(_context_kv, context)
+    torch.library.opcheck(context_kv.op, context)
 
 
 def test_bad_input() -> None:

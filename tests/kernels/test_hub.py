@@ -115,20 +115,38 @@ def check_loaded(module: ModuleType) -> None:
         assert hasattr(getattr(torch.ops, NAMESPACE), name), name
 
 
-@pytest.mark.usefixtures("clean_modules")
-def test_a_built_copy_loads_under_another_name(tmp_path: Path) -> None:
-    variant = build(tmp_path, "cpu")
-    name = f"{NAMESPACE}_cpu"
+def load(name: str, variant: Path) -> Any:
+    """Imports a built variant as the loader does."""
     spec = importlib.util.spec_from_file_location(name, variant / "__init__.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    own = {key: value for key, value in sys.modules.items() if key.split(".")[0] == "dflash_kernels"}
     spec.loader.exec_module(module)
-    check_loaded(module)
+    return module
+
+
+@pytest.mark.usefixtures("clean_modules")
+def test_a_built_copy_loads_under_another_name(tmp_path: Path) -> None:
+    variant = build(tmp_path, "cpu")
+    name = f"{NAMESPACE}_cpu"
+    own = {key: value for key, value in sys.modules.items() if key.split(".")[0] == "dflash_kernels"}
+    check_loaded(load(name, variant))
     assert all(str(variant) in str(sys.modules[key].__file__) for key in sys.modules if key.startswith(name))
     assert {key: sys.modules[key] for key in own} == own
+
+
+@pytest.mark.usefixtures("clean_modules")
+def test_without_triton_definitions_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "triton" else find_spec(name, *a)
+    )
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    module = load(f"{NAMESPACE}_cpu", build(tmp_path, "cpu"))
+    check_loaded(module)
+    for name in module.__all__:
+        assert list(getattr(module, name).op._backend_fns) == [None], "nothing but the definition is registered"
 
 
 @pytest.mark.usefixtures("clean_modules")

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from dflash_kernels import block_attention
 from dflash_kernels.accept_and_prepare import NUM_FIGURES
-from dflash_kernels.block_attention import block_attention_reference
 
 pytestmark = pytest.mark.gpu
 BATCH, WIDTH, HEADS, GROUPS, SIZE, RING = 2, 16, 32, 8, 128, 4112
@@ -35,8 +34,8 @@ def calls() -> dict[str, Callable[[], Any]]:
     block = [*heads, normal(SIZE), normal(SIZE), *angles, lengths, keys[0], values[0], 1e-6]
     context = [normal(BATCH, WIDTH, 3, 2, GROUPS, SIZE), normal(3, SIZE), *angles, lengths, keys, values, 1e-6]
     state = [lengths, counts(BATCH), counts(BATCH) + 9, counts(BATCH).bool(), counts(BATCH, 300)]
-    state += [counts(BATCH, WIDTH), counts(BATCH, WIDTH), counts(2, NUM_FIGURES + WIDTH, BATCH), counts(BATCH)]
-    accept = [counts(BATCH, WIDTH), counts(BATCH, WIDTH), None, counts(3) + 5, *state, 7]
+    state += [counts(BATCH, WIDTH), counts(BATCH, WIDTH), counts(NUM_FIGURES + WIDTH, BATCH)]
+    accept = [counts(BATCH, WIDTH), counts(BATCH, WIDTH), *state, 7, counts(3) + 5]
     logits = normal(BATCH, WIDTH, 151936)
     cache = [t.transpose(1, 2) for t in (keys[0], values[0])]
     return {
@@ -75,5 +74,5 @@ def test_a_captured_launch_follows_the_lengths() -> None:
     for now in ([0, 4000], [63, 64], [4096, 1]):
         lengths.copy_(torch.tensor(now))
         graph.replay()
-        wanted = block_attention_reference(query, keys, values, lengths, SIZE**-0.5, True, None, False, None, None)
+        wanted = block_attention.reference(query, keys, values, lengths, SIZE**-0.5, True, None, False, None, None)
         torch.testing.assert_close(out, wanted, rtol=0, atol=torch.finfo(torch.bfloat16).eps * 5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from dflash_hf.checkpoints.deepspec import DEEPSPEC
 from dflash_hf.checkpoints.mapping import FIELDS, CheckpointFormat, make_config
@@ -12,8 +12,8 @@ from dflash_hf.checkpoints.own import OWN
 from dflash_hf.checkpoints.speculators import SPECULATORS
 from dflash_hf.checkpoints.zlab import ZLAB
 from dflash_hf.errors import require, shown
+from dflash_hf.formats import FormatName
 
-FormatName = Literal["dflash", "zlab", "speculators", "muse", "deepspec"]
 FORMATS = {known.name: known for known in (OWN, ZLAB, SPECULATORS, MUSE, DEEPSPEC)}
 
 

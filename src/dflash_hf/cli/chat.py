@@ -6,16 +6,17 @@ import signal
 import sys
 from collections.abc import Generator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 
-from dflash_hf.chat.conversation import Answer, Conversation, Settings
 from dflash_hf.chat.image_files import ChatImage, ImageError, read_image
-from dflash_hf.chat.model import ChatModel
 from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION, load_pair
+
+if TYPE_CHECKING:
+    from dflash_hf.chat.conversation import Answer, Settings
+    from dflash_hf.chat.model import ChatModel
 
 
 def bundled_pair() -> Path:
@@ -36,6 +37,11 @@ def chat(
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
 ) -> None:
     """Chat with a pair, about images too if the target sees them, and see why the answers are fast."""
+    import torch
+
+    from dflash_hf.chat.conversation import Settings
+    from dflash_hf.chat.model import ChatModel
+
     console = Console()
     is_bundled = Path(target).resolve().is_relative_to(BUNDLED)
     if threads or is_bundled:
@@ -60,6 +66,8 @@ def converse(model: ChatModel, settings: Settings, console: Console) -> None:
 
     `/image PATH` adds an image to the next question, `/new` starts over, `/quit` ends; Ctrl-C ends an answer.
     """
+    from dflash_hf.chat.conversation import Conversation
+
     console.print("[dim]/image PATH adds an image, /new starts over, /quit ends; Ctrl-C ends an answer", markup=True)
     conversation, images = Conversation(), list[ChatImage]()
     while True:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-from transformers.utils import logging
 
-from dflash_hf.checkpoints import FormatName, get_format
-from dflash_hf.checkpoints.files import stored_tensors, widest_dtype
 from dflash_hf.cli.pair import check_place, takes_pictures
-from dflash_hf.drafts import load_draft, save_draft
-from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.formats import FormatName
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from dflash_hf.modeling_dflash import DFlashDraftModel
 
 
 def convert(
@@ -39,6 +38,11 @@ def convert(
     check_place("SRC", source)
     if target is not None:
         check_place("--target", target)
+    from transformers.utils import logging
+
+    from dflash_hf.checkpoints.files import stored_tensors, widest_dtype
+    from dflash_hf.drafts import load_draft, save_draft
+
     logging.disable_progress_bar()
     draft = load_draft(source, dtype=widest_dtype(stored_tensors(source)))
     model = None if target is None else _load_target(target, draft, to)
@@ -56,6 +60,11 @@ def convert(
 
 def _load_target(target: str, draft: DFlashDraftModel, to: FormatName) -> PreTrainedModel:
     """The target; without its weights where its config says all that is needed."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from dflash_hf.checkpoints import get_format
+
     config = AutoConfig.from_pretrained(target)
     model_class = AutoModelForImageTextToText if takes_pictures(config) else AutoModelForCausalLM
     has_vocabulary = get_format(to).has_vocabulary

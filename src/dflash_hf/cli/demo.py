@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import track
-from transformers import TextStreamer
 
 from dflash_hf.cli.pair import BUNDLED, VISION, load_pair
 from dflash_hf.cli.table import comparison_table, prompt_line
-from dflash_hf.evaluation.harness import Comparison, compare, pool, tokenizer_of, warm_up
 from dflash_hf.evaluation.prompt_files import image_names, prompt_of, read_rows
+
+if TYPE_CHECKING:
+    from dflash_hf.evaluation.harness import Comparison
 
 
 def demo(
@@ -31,6 +31,10 @@ def demo(
 
     Fails if a single token differs.
     """
+    import torch
+
+    from dflash_hf.evaluation.harness import pool
+
     torch.set_num_threads(threads)
     console = Console(stderr=as_json)
     folders = [pair, *([pair / VISION] if (pair / VISION / "target").is_dir() else [])]
@@ -50,6 +54,10 @@ def _answer(
     folder: Path, prompts: list[dict[str, Any]], settings: dict[str, Any], console: Console, as_json: bool
 ) -> list[Comparison]:
     """Loads a pair, streams an answer to its first prompt (with a picture, if one has), and compares all of them."""
+    from transformers import TextStreamer
+
+    from dflash_hf.evaluation.harness import compare, tokenizer_of, warm_up
+
     target, draft, processor = load_pair(str(folder / "target"), str(folder / "draft"))
     shown = next((prompt for prompt in prompts if image_names(prompt["messages"])), prompts[0])["messages"]
     warm_up(target, draft, processor, shown)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,8 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from dflash_hf.cli.pair import BUNDLED, load_pair
-from dflash_hf.evaluation.diagnosis import Diagnosis, diagnose
 from dflash_hf.evaluation.prompt_files import read_prompts
+
+if TYPE_CHECKING:
+    from dflash_hf.evaluation.diagnosis import Diagnosis
 
 COLOURS = {"ok": "green", "finding": "bold red", "skipped": "dim"}
 
@@ -32,6 +34,8 @@ def doctor(
 ) -> None:
     """Find what ruins a draft's acceptance. Status 0: nothing found, 1: findings, 2: cannot be examined."""
     given = None if prompts is None else read_prompts(prompts)[:num_prompts]
+    from dflash_hf.evaluation.diagnosis import diagnose
+
     model, assistant, processor = load_pair(target, draft, dtype, device)
     diagnosis = diagnose(model, assistant, processor, given, max_new_tokens=max_new_tokens)
     if as_json:

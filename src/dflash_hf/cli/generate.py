@@ -6,14 +6,11 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
-from transformers import TextStreamer
 
 from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION, load_pair
 from dflash_hf.cli.table import comparison_table, prompt_line
-from dflash_hf.evaluation.harness import compare, tokenizer_of, warm_up
 from dflash_hf.evaluation.prompt_files import with_images
 
 
@@ -42,6 +39,11 @@ def generate(
     console = Console(stderr=as_json)
     asked = with_images(prompt, image or [])
     bundled = BUNDLED_VISION if image else BUNDLED
+    import torch
+    from transformers import TextStreamer
+
+    from dflash_hf.evaluation.harness import compare, tokenizer_of, warm_up
+
     model, assistant, processor = load_pair(
         target or str(bundled / "target"), draft or str(bundled / "draft"), dtype, device
     )

@@ -1,24 +1,18 @@
-"""Loading a target with its draft and its tokenizer or processor, for the subcommands."""
+"""Loading a target with its draft and its tokenizer or processor, for the subcommands.
+
+Subcommands import torch and Transformers when they run: `--help` and a wrong option are answered without.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.utils import logging
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-from dflash_hf.configuration_dflash import DFlashConfig
-from dflash_hf.evaluation.harness import Processor
-from dflash_hf.modeling_dflash import DFlashDraftModel
+    from dflash_hf.evaluation.harness import Processor
+    from dflash_hf.modeling_dflash import DFlashDraftModel
 
 # A clone has the bundled pair beside the package; an installed wheel has not.
 BUNDLED = Path(__file__).resolve().parents[3] / "demos" / "toy"
@@ -39,6 +33,8 @@ def check_place(option: str, place: str) -> None:
 
 def takes_pictures(config: PreTrainedConfig) -> bool:
     """Whether Transformers has an image-text-to-text model for a config."""
+    from transformers import AutoModelForImageTextToText
+
     return type(config) in AutoModelForImageTextToText._model_mapping
 
 
@@ -58,9 +54,21 @@ def load_pair(
     Raises:
         ValueError: If one of them is not there, if the target is a draft, or if the draft is none or does not load.
     """
-    logging.disable_progress_bar()
     for option, place in (("--target", target), ("--draft", draft)):
         check_place(option, place)
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoProcessor,
+        AutoTokenizer,
+    )
+    from transformers.utils import logging
+
+    from dflash_hf.configuration_dflash import DFlashConfig
+    from dflash_hf.modeling_dflash import DFlashDraftModel
+
+    logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(target)
     if config.model_type == DFlashConfig.model_type:
         raise ValueError(f"expected a target as --target, got the DFlash draft {target!r}; swap --target and --draft")

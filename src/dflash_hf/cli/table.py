@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
 
-from dflash_hf.evaluation.harness import Comparison, pool
 from dflash_hf.evaluation.prompt_files import Prompt, as_messages, image_names, text_of
+
+if TYPE_CHECKING:
+    from dflash_hf.evaluation.harness import Comparison
 
 
 def comparison_table(rows: Sequence[Comparison]) -> Table:
     """Builds the table: one line per kind of prompt, and one over all of them where there are several kinds."""
+    from dflash_hf.evaluation.harness import pool
+
     table = Table(title="the same answers, with and without the draft")
     table.add_column("prompts", no_wrap=True)
     for heading in ("same", "tokens", "forwards", "acceptance", "without", "with", "ratio"):

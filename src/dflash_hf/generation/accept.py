@@ -34,7 +34,7 @@ def commit(state: DecodeState, mask_token_id: int, num_accepted: Tensor | None =
         num_accepted (`torch.Tensor` of shape `[B]`, int64, *optional*): In `[0, W - 1]`; by default the proposals that
             equal `state.tokens`, up to the first that does not.
     """
-    ops.accept_and_prepare(
+    ops.commit(
         state.block,
         state.tokens,
         lengths_B=state.lengths,
@@ -44,7 +44,7 @@ def commit(state: DecodeState, mask_token_id: int, num_accepted: Tensor | None =
         ids_BT=state.ids,
         draft_ids_BK=state.draft_ids,
         positions_BP=state.next_positions,
-        record_SCB=state.outcome[None, : NUM_REPORTED + state.width],
+        record_FB=state.outcome[: NUM_REPORTED + state.width],
         mask_token_id=mask_token_id,
         eos_ids_N=state.eos_ids,
         accepted_B=num_accepted,

@@ -1,7 +1,7 @@
-"""What makes `model.generate(..., assistant_model=draft)` work: a shim of a few lines around `generate`.
+"""What happens to `model.generate(..., assistant_model=draft)`, which `registration` brings here.
 
-Everything that is not a [`DFlashDraftModel`] passes through untouched. For a draft the shim refuses what cannot be
-honoured, before any forward, and calls the original `generate` with `custom_generate=decode`: Transformers still
+Everything that is not a [`DFlashDraftModel`] passes through untouched. With a draft it is refused what cannot be
+honoured, before any forward, and the original `generate` is called with `custom_generate=decode`: Transformers still
 prepares inputs, masks, processors, stopping criteria and lengths.
 """
 
@@ -33,58 +33,35 @@ from dflash_hf.generation.loop import decode
 from dflash_hf.generation.pictures import check_pictures, keep_new_pictures
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.scopes import undo_stale
 from dflash_hf.target import Target, check_pair, check_target, find_target
 
-_MARK = "_dflash_original"
-# Its methods are typed for models only; here the class itself is changed.
-_mixin: Any = GenerationMixin
 
+def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Answers a call of `generate`; one without a DFlash draft goes on as it is.
 
-def enable() -> None:
-    """Makes `generate` recognise DFlash drafts. Importing `dflash_hf` does it; calling it again changes nothing."""
-    original = _mixin.generate
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        undo_stale()
-        if not args and "assistant_model" not in kwargs:
-            return original(self, *args, **kwargs)
-        bound = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        draft = bound.get("assistant_model")
-        draft = getattr(draft, "_orig_mod", draft)  # torch.compile's wrapper: blocks never go through its forward
-        if not isinstance(draft, DFlashDraftModel):
-            foreign = None if draft is None else explain_foreign_draft(draft)
-            if foreign is not None:
-                raise ValueError(foreign)
-            return original(self, *args, **kwargs)
-        bound.pop("self")
-        extra = bound.pop("kwargs", {})
-        arguments = {**bound, **extra}
-        if _speculation_type(self, arguments) == "dflash":
-            _check_stock(draft)
-            return original(self, *args, **kwargs)
-        return original(self, **prepare(self, draft, arguments, decode))
-
-    setattr(generate, _MARK, original)
-    _mixin.generate = generate
-
-
-def disable() -> None:
-    """Puts Transformers' own `generate` back; calling it again changes nothing.
+    Args:
+        original (callable): Transformers' own `generate`.
+        model (`PreTrainedModel`): The target.
+        args, kwargs: What the user passed.
 
     Raises:
-        RuntimeError: If something else has wrapped `generate` since; undo that first.
+        ValueError: If something in the call cannot be honoured.
     """
-    current: Any = _mixin.generate
-    original = current.__dict__.get(_MARK)
-    if original is None:
-        return
-    if inspect.unwrap(current, stop=lambda f: f is original) is not original:
-        raise RuntimeError("expected dflash_hf's generate, got one wrapped around it; undo that wrapping first")
-    _mixin.generate = original
+    bound = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    draft = bound.get("assistant_model")
+    draft = getattr(draft, "_orig_mod", draft)  # torch.compile's wrapper: blocks never go through its forward
+    if not isinstance(draft, DFlashDraftModel):
+        foreign = None if draft is None else explain_foreign_draft(draft)
+        if foreign is not None:
+            raise ValueError(foreign)
+        return original(model, *args, **kwargs)
+    bound.pop("self")
+    extra = bound.pop("kwargs", {})
+    arguments = {**bound, **extra}
+    if _speculation_type(model, arguments) == "dflash":
+        _check_stock(draft)
+        return original(model, *args, **kwargs)
+    return original(model, **prepare(model, draft, arguments, decode))
 
 
 def _check_stock(draft: DFlashDraftModel) -> None:
@@ -129,7 +106,8 @@ def prepare(
     arguments.pop("assistant_tokenizer", None)
     if arguments.get("custom_generate") is not None:
         raise ValueError("expected no custom_generate beside a DFlash draft, got one; drop one of the two")
-    own = {*inspect.signature(_mixin.generate).parameters, "tokenizer"}
+    mixin: Any = GenerationMixin  # its methods are typed for models only
+    own = {*inspect.signature(mixin.generate).parameters, "tokenizer"}
     settings = {name: value for name, value in arguments.items() if name not in own}
     config, model_kwargs = model._prepare_generation_config(
         copy.deepcopy(arguments.get("generation_config")), **settings
@@ -301,4 +279,4 @@ def _add_stop_strings(config: GenerationConfig, arguments: dict[str, Any]) -> No
     arguments["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, config.stop_strings)])
 
 
-__all__ = ["disable", "enable", "prepare"]
+__all__ = ["generate_with", "prepare"]

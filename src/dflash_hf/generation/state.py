@@ -150,7 +150,9 @@ class DecodeState:
         self.lengths.copy_(lengths - 1)
         for scratch in (self.done, self.whole_tokens, self.outcome):
             scratch.zero_()
-        self.whole_block.zero_()[:, 0] = input_ids[:, -1]
+        self.whole_block.zero_()
+        if self.columns:  # none where prompts are embeddings
+            self.whole_block[:, 0] = input_ids[:, -1]
         self.next_positions.copy_(self.lengths[:, None])
         self.position_delta.copy_(position_delta)
         self.padded_eos_ids.fill_(-1)

@@ -5,17 +5,29 @@
 import torch
 from torch import Tensor
 
-from .._dispatch import has_triton, interprets, on_device_of
-from .._ops import add_op_namespace_prefix
-from .reference import accept_and_prepare_reference
+from ..operation import Given, Sizes, check_dtype, operation
 
 NUM_FIGURES = 5
+COUNTS = ("lengths_B", "cursor_B", "remaining_B", "done_B")
+TABLES = ("block_BW", "ids_BT", "draft_ids_BK", "positions_BP", "record_FB")
 
 
+def _check(given: Given, size: Sizes) -> None:
+    dtypes = {"done_B": [torch.bool], "record_FB": [torch.int64]}
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        check_dtype(given, dtypes.get(name, (torch.int64, torch.int32)), name)
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(f"expected {name} with unit stride in its last dimension, got {tensor.stride()}; copy it")
+    if size["F"] != NUM_FIGURES + size["W"]:
+        raise ValueError(f"expected record_FB with {NUM_FIGURES} + {size['W']} lines, got {size['F']}; allocate it so")
+
+
+@operation(check=_check, mutates=COUNTS + TABLES, covers=lambda *_: True)
 def accept_and_prepare(
     block_BW: Tensor,
     tokens_BW: Tensor,
-    *,
     lengths_B: Tensor,
     cursor_B: Tensor,
     remaining_B: Tensor,
@@ -23,9 +35,8 @@ def accept_and_prepare(
     ids_BT: Tensor,
     draft_ids_BK: Tensor,
     positions_BP: Tensor,
-    record_SCB: Tensor,
+    record_FB: Tensor,
     mask_token_id: int,
-    step_B: Tensor | None = None,
     eos_ids_N: Tensor | None = None,
     accepted_B: Tensor | None = None,
 ) -> None:
@@ -40,160 +51,60 @@ def accept_and_prepare(
         lengths += committed, cursor += committed, remaining -= committed
         block[0] = draft_ids[0] = tokens[committed - 1], the new anchor; draft_ids[i > 0] = mask_token_id
         positions[i] = lengths + i
-        record[step mod S] = [committed, accepted, lengths, done, cursor, tokens...]; step += 1, where it is counted
+        record = [committed, accepted, lengths, done, cursor, tokens...]
 
     A row that is done commits nothing and keeps its anchor. Nothing is written outside `ids`, whatever the counts.
 
     Args:
         block_BW (`torch.Tensor` of shape `[B, W]`, int64): What was verified: anchor, proposals. Column 0 is written.
         tokens_BW (`torch.Tensor` of shape `[B, W]`, int64): The target's token after each of them.
-        lengths_B (`torch.Tensor` of shape `[B]`, int64 or int32): Tokens in the caches. Written.
-        cursor_B (`torch.Tensor` of shape `[B]`, int64 or int32): Column of `ids` for the next token. Written.
-        remaining_B (`torch.Tensor` of shape `[B]`, int64 or int32): Tokens a row may still generate. Written.
+        lengths_B, cursor_B, remaining_B (`torch.Tensor` of shape `[B]`, int64 or int32): Tokens in the caches, column
+            of `ids` for the next token, tokens that may still be generated. Written.
         done_B (`torch.Tensor` of shape `[B]`, bool): Rows that have finished. Written.
         ids_BT (`torch.Tensor` of shape `[B, T]`, int64): Prompts, then the answers. Written.
         draft_ids_BK (`torch.Tensor` of shape `[B, K]`, int64): The draft's next input. Written.
         positions_BP (`torch.Tensor` of shape `[B, P]`, int64): Indices of the next block's tokens. Written.
-        record_SCB (`torch.Tensor` of shape `[S, 5 + W, B]`, int64, contiguous): A ring of what the last `S` steps did,
-            to be copied to the host while the next step runs. One slot is written.
+        record_FB (`torch.Tensor` of shape `[5 + W, B]`, int64): What the step did, for the host. Written.
         mask_token_id (`int`): The draft's mask token.
-        step_B (`torch.Tensor` of shape `[B]`, int64, *optional*): Steps so far, the same number in each row. Written.
-            Without it the record is in slot 0.
         eos_ids_N (`torch.Tensor` of shape `[N]`, int64, *optional*): End-of-sequence ids; negative ones are none.
-        accepted_B (`torch.Tensor` of shape `[B]`, int64, *optional*): Proposals accepted, in `[0, W - 1]`, where
+        accepted_B (`torch.Tensor` of shape `[B]`, int64, *optional*): Proposals accepted, at most `W - 1`, if
             another rule than equality decides.
 
     Raises:
         ValueError: If shapes, dtypes or strides are not as said.
     """
-    counts = {"lengths_B": lengths_B, "cursor_B": cursor_B, "remaining_B": remaining_B}
-    counts |= {"done_B": done_B} if step_B is None else {"done_B": done_B, "step_B": step_B}
-    tables = {"block_BW": block_BW, "ids_BT": ids_BT, "draft_ids_BK": draft_ids_BK, "positions_BP": positions_BP}
-    _check(tokens_BW, counts, tables, record_SCB, eos_ids_N, accepted_B)
-    _accept_and_prepare(
-        block_BW,
-        tokens_BW,
-        accepted_B,
-        eos_ids_N,
-        lengths_B,
-        cursor_B,
-        remaining_B,
-        done_B,
-        ids_BT,
-        draft_ids_BK,
-        positions_BP,
-        record_SCB,
-        step_B,
-        mask_token_id,
-    )
+    width, device = tokens_BW.shape[1], tokens_BW.device
+    index = torch.arange(width, device=device)
+    if accepted_B is None:
+        accepted_B = (block_BW[:, 1:] == tokens_BW[:, :-1]).cumprod(dim=1).sum(dim=1)
+    ends = torch.zeros_like(tokens_BW, dtype=torch.bool)
+    if eos_ids_N is not None:
+        # Not `torch.isin`, which may read on the host.
+        ends = (tokens_BW[..., None] == eos_ids_N).any(dim=-1)
+    up_to_end = torch.where(ends, index + 1, width + 1).amin(dim=1)
+    committed = torch.minimum(torch.minimum(accepted_B + 1, remaining_B), up_to_end)
+    finished = done_B | (committed == up_to_end) | (committed >= remaining_B)
+    committed = committed.masked_fill(done_B, 0)
+
+    column = cursor_B[:, None] + index
+    size = ids_BT.shape[1]
+    # What is not kept goes into columns behind the buffer, which are dropped.
+    column = torch.where((index < committed[:, None]) & (column < size), column, size + index)
+    padded = torch.cat([ids_BT, torch.zeros_like(tokens_BW, dtype=ids_BT.dtype)], dim=1)
+    ids_BT.copy_(padded.scatter_(1, column, tokens_BW.to(ids_BT.dtype))[:, :size])
+    last = committed.clamp_min(1)[:, None] - 1
+    anchor = torch.where(committed[:, None] > 0, tokens_BW.gather(1, last), block_BW[:, :1])
+
+    lengths_B += committed
+    cursor_B += committed
+    remaining_B -= committed
+    done_B.copy_(finished)
+    block_BW[:, :1] = anchor
+    draft_ids_BK.fill_(mask_token_id)
+    draft_ids_BK[:, :1] = anchor
+    positions_BP.copy_(lengths_B[:, None] + torch.arange(positions_BP.shape[1], device=device))
+    figures = torch.stack([committed, accepted_B, lengths_B, finished, cursor_B])
+    record_FB.copy_(torch.cat([figures, tokens_BW.T]))
 
 
-def _check(
-    tokens_BW: Tensor,
-    counts: dict[str, Tensor],
-    tables: dict[str, Tensor],
-    record_SCB: Tensor,
-    eos_ids_N: Tensor | None,
-    accepted_B: Tensor | None,
-) -> None:
-    """Checks shapes, dtypes and strides; `counts` have one entry per row, `tables` one line."""
-    batch, width = tokens_BW.shape
-    shapes = dict.fromkeys(counts, (batch,)) | {name: (batch, table.shape[-1]) for name, table in tables.items()}
-    shapes |= {"block_BW": (batch, width), "accepted_B": (batch,)}
-    given = {"tokens_BW": tokens_BW, **counts, **tables}
-    given |= {} if eos_ids_N is None else {"eos_ids_N": eos_ids_N}
-    given |= {} if accepted_B is None else {"accepted_B": accepted_B}
-    for name, tensor in given.items():
-        shape = shapes.get(name, tuple(tensor.shape))
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"expected {name} of shape {shape}, got {tuple(tensor.shape)}; allocate it so")
-        if tensor.dtype not in ((torch.bool,) if name == "done_B" else (torch.int64, torch.int32)):
-            wanted = "bool" if name == "done_B" else "int64"
-            raise ValueError(f"expected {name} of dtype {wanted}, got {tensor.dtype}; allocate it so")
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise ValueError(f"expected {name} with unit stride in its last dimension, got {tensor.stride()}; copy it")
-    shape = (record_SCB.shape[0], NUM_FIGURES + width, batch)
-    if tuple(record_SCB.shape) != shape or record_SCB.dtype != torch.int64 or not record_SCB.is_contiguous():
-        raise ValueError(
-            f"expected a contiguous int64 record_SCB of shape {shape}, got {record_SCB.dtype} of shape "
-            f"{tuple(record_SCB.shape)} and strides {record_SCB.stride()}; allocate it so"
-        )
-
-
-@torch.library.custom_op(
-    add_op_namespace_prefix("accept_and_prepare"),
-    mutates_args=(
-        "block",
-        "lengths",
-        "cursor",
-        "remaining",
-        "done",
-        "ids",
-        "draft_ids",
-        "positions",
-        "record",
-        "step",
-    ),
-)
-def _accept_and_prepare(
-    block: Tensor,
-    tokens: Tensor,
-    accepted: Tensor | None,
-    eos_ids: Tensor | None,
-    lengths: Tensor,
-    cursor: Tensor,
-    remaining: Tensor,
-    done: Tensor,
-    ids: Tensor,
-    draft_ids: Tensor,
-    positions: Tensor,
-    record: Tensor,
-    step: Tensor | None,
-    mask_token_id: int,
-) -> None:
-    arguments = (
-        block,
-        tokens,
-        accepted,
-        eos_ids,
-        lengths,
-        cursor,
-        remaining,
-        done,
-        ids,
-        draft_ids,
-        positions,
-        record,
-        step,
-        mask_token_id,
-    )
-    if has_triton() and (tokens.is_cuda or interprets()):
-        from .kernel import accept_and_prepare_triton
-
-        with on_device_of(tokens):
-            accept_and_prepare_triton(*arguments)
-    else:
-        accept_and_prepare_reference(*arguments)
-
-
-@_accept_and_prepare.register_fake
-def _(
-    block: Tensor,
-    tokens: Tensor,
-    accepted: Tensor | None,
-    eos_ids: Tensor | None,
-    lengths: Tensor,
-    cursor: Tensor,
-    remaining: Tensor,
-    done: Tensor,
-    ids: Tensor,
-    draft_ids: Tensor,
-    positions: Tensor,
-    record: Tensor,
-    step: Tensor | None,
-    mask_token_id: int,
-) -> None:
-    return None
-
-
-__all__ = ["NUM_FIGURES", "accept_and_prepare", "accept_and_prepare_reference"]
+__all__ = ["NUM_FIGURES", "accept_and_prepare"]

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import cdiv, power_of_two
+from ..operation import Given
 
 # One load per program, no loop: 37 programs per row of 150 thousand.
 BLOCK_V = 4096
@@ -47,30 +48,19 @@ def _argmax_row_kernel(partial, out, num_chunks, BLOCK_C: tl.constexpr):
     tl.store(out + row, 0x7FFFFFFF - (tl.max(packed, axis=0) & 0x7FFFFFFF))
 
 
-def argmax_triton(logits_BKV: Tensor) -> Tensor:
-    """Launches both stages over `[B, K, V]` of any strides; returns `[B, K]`, int64."""
-    batch, num_columns, vocab_size = logits_BKV.shape
+def launch(given: Given) -> Tensor:
+    """Launches both stages, over logits of any strides."""
+    logits: Tensor = given["logits"]
+    # Up to two leading dimensions keep their strides: a slice of the block's slots is not copied.
+    rows = logits[(None,) * (3 - logits.dim())] if logits.dim() < 4 else logits.flatten(0, -2)[None]
+    batch, num_columns, vocab_size = rows.shape
     num_rows, num_chunks = batch * num_columns, cdiv(vocab_size, BLOCK_V)
-    partial = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits_BKV.device)
-    out = torch.empty(batch, num_columns, dtype=torch.int64, device=logits_BKV.device)
-    _argmax_chunk_kernel[(num_rows, num_chunks)](
-        logits_BKV,
-        partial,
-        num_columns,
-        vocab_size,
-        num_chunks,
-        *logits_BKV.stride(),
-        BLOCK_V=BLOCK_V,
-        num_warps=8,
-    )
-    _argmax_row_kernel[(num_rows,)](
-        partial,
-        out,
-        num_chunks,
-        BLOCK_C=power_of_two(num_chunks),
-        num_warps=1,
-    )
+    partial = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
+    out = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    sizes = (num_columns, vocab_size, num_chunks)
+    _argmax_chunk_kernel[(num_rows, num_chunks)](rows, partial, *sizes, *rows.stride(), BLOCK_V=BLOCK_V, num_warps=8)
+    _argmax_row_kernel[(num_rows,)](partial, out, num_chunks, BLOCK_C=power_of_two(num_chunks), num_warps=1)
     return out
 
 
-__all__ = ["argmax_triton"]
+__all__ = ["launch"]

@@ -5,26 +5,75 @@
 import torch
 from torch import Tensor
 
-from .._dispatch import on_device_of, runs_kernel
-from .._ops import add_op_namespace_prefix
-from .reference import block_attention_reference
+from .._dispatch import runs_kernel
+from ..operation import Given, Sizes, check_dtype, operation
 
 MAX_HEAD_SIZE = 256
 
 
+def covers(query_BHWE: Tensor, key_BGRE: Tensor, value_BGRF: Tensor, *_: object) -> bool:
+    """Whether the kernel, not the reference, would compute this attention."""
+    sizes = (query_BHWE.shape[-1], value_BGRF.shape[-1])
+    same = query_BHWE.dtype == key_BGRE.dtype == value_BGRF.dtype
+    return same and runs_kernel(query_BHWE) and max(sizes) <= MAX_HEAD_SIZE
+
+
+def _check(given: Given, size: Sizes) -> None:
+    check_dtype(given, [given["query_BHWE"].dtype], "key_BGRE", "value_BGRF")
+    check_dtype(given, (torch.int64, torch.int32), "lengths_B")
+    heads, groups, ring, width = (size[dim] for dim in "HGRW")
+    if groups == 0 or heads % groups or ring < width or width < 1:
+        raise ValueError(
+            f"expected H a multiple of G and R >= W >= 1, got H {heads}, G {groups}, R {ring}, W {width}; the "
+            "cache must hold the block"
+        )
+    window, softcap = given["window"], given["softcap"]
+    if (window is not None and window < 0) or (softcap is not None and softcap <= 0):
+        raise ValueError(f"expected window >= 0 and softcap > 0, got {window} and {softcap}; pass None for none")
+
+
+def seen_by(
+    lengths_B: Tensor, width: int, ring: int, causal: bool, window: int | None, from_anchor: bool
+) -> tuple[Tensor, Tensor]:
+    """Says which slots a block's queries see, and which hold anything at all.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: Boolean, `[B, W, R]` and `[B, R]`. See [`block_attention`].
+    """
+    slots = torch.arange(ring, device=lengths_B.device)
+    last = lengths_B[:, None] + (width - 1)
+    held_BR = last - (last - slots) % ring
+    filled = held_BR >= 0
+    held = held_BR[:, None]
+    position = lengths_B[:, None, None] + torch.arange(width, device=lengths_B.device)[:, None]
+    seen = filled[:, None] & (position >= 0)
+    if causal:
+        seen = seen & (held <= position)
+    if window is not None and from_anchor:
+        seen = seen & (lengths_B[:, None, None] - held <= window)
+    elif window is not None:
+        seen = seen & (position - held < window)
+        if not causal:
+            seen = seen & (held - position < window)
+    return seen, filled
+
+
+@operation(
+    check=_check,
+    fake=lambda query, key, value, *_: query.new_empty(*query.transpose(1, 2).shape[:3], value.shape[3]),
+    covers=covers,
+)
 def block_attention(
     query_BHWE: Tensor,
     key_BGRE: Tensor,
-    value_BGRE: Tensor,
+    value_BGRF: Tensor,
     lengths_B: Tensor,
-    *,
     scaling: float,
     causal: bool,
     window: int | None = None,
     from_anchor: bool = False,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
-    num_splits: int | None = None,
 ) -> Tensor:
     """Softmax attention of `W` new tokens per row, the first of row `b` at index `lengths[b]`; no host sync.
 
@@ -44,7 +93,7 @@ def block_attention(
 
     Args:
         query_BHWE (`torch.Tensor`): Queries. Any strides; `H` is a multiple of `G`.
-        key_BGRE, value_BGRE (`torch.Tensor`): One layer of the cache, or its first slots if none of them has wrapped.
+        key_BGRE, value_BGRF (`torch.Tensor`): One layer of the cache, or its first slots if none of them has wrapped.
             Any strides; of one dtype with the queries; values may have another head size.
         lengths_B (`torch.Tensor` of shape `[B]`, integer): Tokens each row had before the block; read on the device.
         scaling (`float`): Factor on the scores.
@@ -53,106 +102,35 @@ def block_attention(
         from_anchor (`bool`): Whether the window counts from the block's first token and hides nothing of the block.
         softcap (`float`, *optional*): Soft cap.
         sinks_H (`torch.Tensor` of shape `[H]`, *optional*): Sink score per head.
-        num_splits (`int`, *optional*): Shares that a row's slots are cut into; by default what fills the device.
 
     Returns:
-        `torch.Tensor` of shape `[B, W, H, E]` (the values' `E`), contiguous, in the queries' dtype.
+        `torch.Tensor` of shape `[B, W, H, F]`, contiguous, in the queries' dtype.
 
     Raises:
         ValueError: If shapes or dtypes are not as said.
     """
-    _check(query_BHWE, key_BGRE, value_BGRE, lengths_B, sinks_H)
-    if (window is not None and window < 0) or (softcap is not None and softcap <= 0):
-        raise ValueError(f"expected window >= 0 and softcap > 0, got {window} and {softcap}; pass None for none")
-    return _block_attention(
-        query_BHWE,
-        key_BGRE,
-        value_BGRE,
-        lengths_B,
-        scaling,
-        causal,
-        window,
-        from_anchor,
-        softcap,
-        None if sinks_H is None else sinks_H.contiguous(),
-        num_splits,
-    )
+    batch, num_heads, width, _ = query_BHWE.shape
+    groups, ring = key_BGRE.shape[1], key_BGRE.shape[2]
+    wide = torch.promote_types(query_BHWE.dtype, torch.float32)
+    query = query_BHWE.to(wide).unflatten(1, (groups, num_heads // groups))
+    seen, filled = seen_by(lengths_B, width, ring, causal, window, from_anchor)
+    # Slots that nothing was written to may hold anything, and 0 * NaN is NaN.
+    empty = ~filled[:, None, :, None]
+    key, value = (states.to(wide).masked_fill(empty, 0)[:, :, None] for states in (key_BGRE, value_BGRF))
+    scores = query @ key.mT * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+    if sinks_H is None:
+        sink = torch.full_like(scores[..., :1], -torch.inf)
+    else:
+        sink = sinks_H.to(wide).view(1, groups, -1, 1, 1).expand(batch, -1, -1, width, 1)
+    top = torch.cat([scores, sink], dim=-1).amax(dim=-1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0)
+    weights = torch.exp(scores - top)
+    total = weights.sum(dim=-1, keepdim=True) + torch.exp(sink - top)
+    out = (weights / torch.where(total > 0, total, 1)) @ value
+    return out.flatten(1, 2).transpose(1, 2).to(query_BHWE.dtype).contiguous()
 
 
-def _check(
-    query_BHWE: Tensor, key_BGRE: Tensor, value_BGRE: Tensor, lengths_B: Tensor, sinks_H: Tensor | None
-) -> None:
-    """Checks shapes and dtypes."""
-    batch, num_heads, width, key_size = query_BHWE.shape
-    groups, ring, value_size = key_BGRE.shape[1], key_BGRE.shape[2], value_BGRE.shape[3]
-    for name, tensor, shape in (
-        ("key_BGRE", key_BGRE, (batch, groups, ring, key_size)),
-        ("value_BGRE", value_BGRE, (batch, groups, ring, value_size)),
-    ):
-        if tuple(tensor.shape) != shape or tensor.dtype != query_BHWE.dtype:
-            raise ValueError(
-                f"expected {name} of shape {shape} and dtype {query_BHWE.dtype}, got {tuple(tensor.shape)} and "
-                f"{tensor.dtype}; pass one layer of the cache"
-            )
-    if groups == 0 or num_heads % groups or ring < width or width < 1:
-        raise ValueError(
-            f"expected H a multiple of G and R >= W >= 1, got H {num_heads}, G {groups}, R {ring}, W {width}; the "
-            "cache must hold the block"
-        )
-    if tuple(lengths_B.shape) != (batch,) or lengths_B.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"expected int64 lengths_B of shape {(batch,)}, got {lengths_B.dtype} of shape {tuple(lengths_B.shape)}; "
-            "pass one per row"
-        )
-    if sinks_H is not None and tuple(sinks_H.shape) != (num_heads,):
-        raise ValueError(f"expected sinks_H of shape {(num_heads,)}, got {tuple(sinks_H.shape)}; pass one per head")
-
-
-def covers(query_BHWE: Tensor, key_BGRE: Tensor, value_BGRE: Tensor) -> bool:
-    """Whether the kernel, not the reference, would compute this attention."""
-    sizes = (query_BHWE.shape[-1], value_BGRE.shape[-1])
-    same = query_BHWE.dtype == key_BGRE.dtype == value_BGRE.dtype
-    return same and runs_kernel(query_BHWE) and max(sizes) <= MAX_HEAD_SIZE
-
-
-@torch.library.custom_op(add_op_namespace_prefix("block_attention"), mutates_args=())
-def _block_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor,
-    scaling: float,
-    causal: bool,
-    window: int | None,
-    from_anchor: bool,
-    softcap: float | None,
-    sinks: Tensor | None,
-    num_splits: int | None,
-) -> Tensor:
-    arguments = (query, key, value, lengths, scaling, causal, window, from_anchor, softcap, sinks)
-    if covers(query, key, value):
-        from .kernel import block_attention_triton
-
-        with on_device_of(query):
-            return block_attention_triton(*arguments, num_splits)
-    return block_attention_reference(*arguments)
-
-
-@_block_attention.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor,
-    scaling: float,
-    causal: bool,
-    window: int | None,
-    from_anchor: bool,
-    softcap: float | None,
-    sinks: Tensor | None,
-    num_splits: int | None,
-) -> Tensor:
-    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-
-
-__all__ = ["block_attention", "block_attention_reference", "covers"]
+__all__ = ["block_attention", "covers"]

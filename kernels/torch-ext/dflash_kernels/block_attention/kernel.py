@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import cdiv, interprets, power_of_two
+from ..operation import Given, run_kernel
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 # A program that reads less than this many tiles is not worth its part of the reduction.
@@ -122,7 +123,7 @@ def _attend_tiles(
 # What grows with the context must not make it compile again.
 @triton.jit(do_not_specialize=["width", "ring", "splits"])
 def _block_attention_kernel(
-    query_ptr,
+    query,
     key,
     value,
     lengths,
@@ -136,7 +137,7 @@ def _block_attention_kernel(
     splits,
     scaling,
     softcap,
-    stride_lengths,
+    stride_lengths_b,
     stride_query_b,
     stride_query_h,
     stride_query_w,
@@ -148,7 +149,7 @@ def _block_attention_kernel(
     stride_value_b,
     stride_value_g,
     stride_value_r,
-    stride_value_e,
+    stride_value_f,
     H: tl.constexpr,
     G: tl.constexpr,
     IS_SPLIT: tl.constexpr,
@@ -171,17 +172,17 @@ def _block_attention_kernel(
     """
     tile, split, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, group = (pair // G).to(tl.int64), pair % G
-    length = tl.load(lengths + batch * stride_lengths).to(tl.int32)
+    length = tl.load(lengths + batch * stride_lengths_b).to(tl.int32)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = row < (H // G) * width
     head, index = group * (H // G) + row // width, row % width
     size_k, size_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    at = query_ptr + batch * stride_query_b + head * stride_query_h + index * stride_query_w
-    query = tl.load(
+    at = query + batch * stride_query_b + head * stride_query_h + index * stride_query_w
+    q = tl.load(
         at[:, None] + size_k[None, :] * stride_query_e, mask=is_row[:, None] & (size_k[None, :] < KEY_SIZE), other=0.0
     )
     if UPCAST:
-        query = query.to(tl.float32)
+        q = q.to(tl.float32)
     key += batch * stride_key_b + group * stride_key_g
     value += batch * stride_value_b + group * stride_value_g
 
@@ -202,10 +203,10 @@ def _block_attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     for masked in tl.static_range(2):
         acc, top, total = _attend_tiles(
-            acc, top, total, query, key, value,
+            acc, top, total, q, key, value,
             middle if masked else begin, end if masked else middle,
             length, length + index, width, ring, scaling, softcap,
-            stride_key_r, stride_key_e, stride_value_r, stride_value_e,
+            stride_key_r, stride_key_e, stride_value_r, stride_value_f,
             masked, CAUSAL, WINDOW, FROM_ANCHOR, HAS_SOFTCAP, UPCAST, KEY_SIZE, VALUE_SIZE, BLOCK_N, BLOCK_K, BLOCK_V,
         )  # fmt: skip
 
@@ -301,95 +302,62 @@ def choose_num_splits(num_tiles: int, num_programs: int, num_processors: int) ->
     return max(1, min(wanted, num_tiles // MIN_TILES_PER_SPLIT, MAX_SPLITS))
 
 
-def _reduce(partial: Tensor, tops: Tensor, totals: Tensor, sinks_H: Tensor | None, out_BWHE: Tensor) -> None:
-    """Launches the reduction over the splits, the last dimension of `tops` and `totals`."""
-    batch, width, num_heads, value_size = out_BWHE.shape
-    splits = tops.shape[-1]
-    _reduce_kernel[(batch * width * num_heads,)](
-        partial,
-        tops,
-        totals,
-        sinks_H,
-        out_BWHE,
-        splits,
-        H=num_heads,
-        HAS_SINKS=sinks_H is not None,
-        VALUE_SIZE=value_size,
-        BLOCK_S=power_of_two(splits),
-        BLOCK_V=max(power_of_two(value_size), 16),
-        num_warps=4,
-    )
-
-
-def block_attention_triton(
-    query_BHWE: Tensor,
-    key_BGRE: Tensor,
-    value_BGRE: Tensor,
-    lengths_B: Tensor,
-    scaling: float,
-    causal: bool,
-    window: int | None,
-    from_anchor: bool,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-    num_splits: int | None = None,
-) -> Tensor:
-    """Launches the kernel and, with more than one split, the reduction; arguments as [`block_attention`]."""
-    batch, num_heads, width, key_size = query_BHWE.shape
-    groups, ring, value_size = key_BGRE.shape[1], key_BGRE.shape[2], value_BGRE.shape[3]
-    heads_per_key = num_heads // groups
-    num_processors, shared_bytes = device_limits(query_BHWE.device)
+def launch(given: Given) -> Tensor:
+    """Launches the kernel and, with more than one split, the reduction over the splits."""
+    query, (_, groups, ring, value_size) = given["query_BHWE"], given["value_BGRF"].shape
+    batch, num_heads, width, key_size = query.shape
+    softcap, sinks = given["softcap"], given["sinks_H"]
+    sinks = None if sinks is None else sinks.contiguous()
+    num_processors, shared_bytes = device_limits(query.device)
     block_m, block_n, num_stages, num_warps = tile_sizes(
-        width, heads_per_key, key_size, value_size, query_BHWE.element_size(), shared_bytes
+        width, num_heads // groups, key_size, value_size, query.element_size(), shared_bytes
     )
-    num_blocks = cdiv(heads_per_key * width, block_m)
-    splits = num_splits or choose_num_splits(cdiv(ring, block_n), num_blocks * batch * groups, num_processors)
-    out = query_BHWE.new_empty(batch, width, num_heads, value_size)
+    num_blocks = cdiv(num_heads // groups * width, block_m)
+    splits = choose_num_splits(cdiv(ring, block_n), num_blocks * batch * groups, num_processors)
+    out = query.new_empty(batch, width, num_heads, value_size)
     lines = (batch, width, num_heads, splits)
     partial = out if splits == 1 else out.new_empty(*lines, value_size, dtype=torch.float32)
     tops, totals = (out, out) if splits == 1 else out.new_empty(2, *lines, dtype=torch.float32).unbind(0)
-    _block_attention_kernel[(num_blocks, splits, batch * groups)](
-        query_BHWE,
-        key_BGRE,
-        value_BGRE,
-        lengths_B,
-        sinks_H,
-        out,
-        partial,
-        tops,
-        totals,
-        width,
-        ring,
-        splits,
+    shared: Given = {
+        "sinks": sinks,
+        "out": out,
+        "partial": partial,
+        "tops": tops,
+        "totals": totals,
+        "splits": splits,
+        "H": num_heads,
+        "HAS_SINKS": sinks is not None,
+        "VALUE_SIZE": value_size,
+        "BLOCK_V": max(power_of_two(value_size), 16),
+    }
+    run_kernel(
+        _block_attention_kernel,
+        (num_blocks, splits, batch * groups),
+        given,
+        **shared,
+        width=width,
+        ring=ring,
         # Powers of two are cheaper than of e: log2(e) goes into the factor on the scores, or behind the soft cap.
-        scaling if softcap is not None else scaling * math.log2(math.e),
-        softcap or 0.0,
-        *lengths_B.stride(),
-        *query_BHWE.stride(),
-        *key_BGRE.stride(),
-        *value_BGRE.stride(),
-        H=num_heads,
+        scaling=given["scaling"] * (1.0 if softcap is not None else math.log2(math.e)),
+        softcap=softcap or 0.0,
         G=groups,
         IS_SPLIT=splits > 1,
-        CAUSAL=causal,
-        WINDOW=window,
-        FROM_ANCHOR=from_anchor,
+        CAUSAL=given["causal"],
+        WINDOW=given["window"],
+        FROM_ANCHOR=given["from_anchor"],
         HAS_SOFTCAP=softcap is not None,
-        HAS_SINKS=sinks_H is not None,
         # The interpreter's tl.dot knows no bfloat16.
-        UPCAST=interprets() and query_BHWE.dtype == torch.bfloat16,
+        UPCAST=interprets() and query.dtype == torch.bfloat16,
         KEY_SIZE=key_size,
-        VALUE_SIZE=value_size,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=max(power_of_two(key_size), 16),
-        BLOCK_V=max(power_of_two(value_size), 16),
         num_warps=num_warps,
         num_stages=num_stages,
     )
     if splits > 1:
-        _reduce(partial, tops, totals, sinks_H, out)
+        _reduce_kernel[(batch * width * num_heads,)](**shared, BLOCK_S=power_of_two(splits), num_warps=4)
     return out
 
 
-__all__ = ["block_attention_triton", "choose_num_splits", "device_limits", "tile_sizes"]
+__all__ = ["choose_num_splits", "device_limits", "launch", "tile_sizes"]

@@ -7,11 +7,34 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._dispatch import on_device_of, runs_kernel
-from .._ops import add_op_namespace_prefix
-from .reference import context_kv_reference
+from ..operation import Given, Sizes, check_dtype, operation
+from ..rotary import norm_and_rotate, write_slots
 
 
+def _check(given: Given, size: Sizes) -> None:
+    check_dtype(given, [given["projected_BWLAGE"].dtype], "weight_LE", "cos_BWE", "sin_BWE")
+    batch, width, num_layers, groups, head_size = (size[dim] for dim in "BWLGE")
+    if size["A"] != 2 or head_size % 2:
+        raise ValueError(
+            f"expected projected_BWLAGE with A 2 and an even E, got A {size['A']} and E {head_size}; project keys and "
+            "values of whole heads: RoPE rotates halves"
+        )
+    sides = given["key_buffers"], given["value_buffers"]
+    if any(len(buffers) != num_layers for buffers in sides):
+        raise ValueError(f"expected buffers of {num_layers} layers, got {[len(side) for side in sides]}; pass all")
+    for buffers in sides:
+        for buffer, keys in zip(buffers, sides[0], strict=True):
+            ring = keys.shape[1]
+            fits = tuple(buffer.shape) == (batch, ring, groups, head_size) and ring >= width
+            if not fits or not buffer.is_contiguous() or buffer.dtype != buffers[0].dtype:
+                raise ValueError(
+                    f"expected contiguous buffers of shape {(batch, 'R', groups, head_size)} with R >= {width} and of "
+                    f"dtype {buffers[0].dtype}, got {tuple(buffer.shape)}, strides {buffer.stride()} and "
+                    f"{buffer.dtype}; pass whole layers of the cache"
+                )
+
+
+@operation(check=_check, mutates=("key_buffers", "value_buffers"))
 def context_kv(
     projected_BWLAGE: Tensor,
     weight_LE: Tensor,
@@ -46,73 +69,12 @@ def context_kv(
     Raises:
         ValueError: If shapes, dtypes or strides are not as said.
     """
-    batch, width, num_layers, _, groups, size = projected_BWLAGE.shape
-    per_token = (batch, width, size)
-    for name, tensor, shape in (
-        ("projected_BWLAGE", projected_BWLAGE, (batch, width, num_layers, 2, groups, size)),
-        ("weight_LE", weight_LE, (num_layers, size)),
-        ("cos_BWE", cos_BWE, per_token),
-        ("sin_BWE", sin_BWE, per_token),
-    ):
-        if tuple(tensor.shape) != shape or tensor.dtype != projected_BWLAGE.dtype:
-            raise ValueError(
-                f"expected {name} of shape {shape} and dtype {projected_BWLAGE.dtype}, got {tuple(tensor.shape)} and "
-                f"{tensor.dtype}; pass one that fits"
-            )
-    if tuple(lengths_B.shape) != (batch,):
-        raise ValueError(f"expected lengths_B of shape {(batch,)}, got {tuple(lengths_B.shape)}; pass one per row")
-    if len(key_buffers) != num_layers or len(value_buffers) != num_layers:
-        raise ValueError(
-            f"expected buffers of {num_layers} layers, got {len(key_buffers)} and {len(value_buffers)}; pass all"
-        )
-    for buffers in (key_buffers, value_buffers):
-        for buffer, keys in zip(buffers, key_buffers, strict=True):
-            ring = keys.shape[1]
-            fits = tuple(buffer.shape) == (batch, ring, groups, size) and ring >= width
-            if not fits or not buffer.is_contiguous() or buffer.dtype != buffers[0].dtype:
-                raise ValueError(
-                    f"expected contiguous buffers of shape {(batch, 'R', groups, size)} with R >= {width} and of "
-                    f"dtype {buffers[0].dtype}, got {tuple(buffer.shape)}, strides {buffer.stride()} and "
-                    f"{buffer.dtype}; pass whole layers of the cache"
-                )
-    if size % 2:
-        raise ValueError(f"expected an even head size, got {size}; RoPE rotates halves")
-    _context_kv(projected_BWLAGE, weight_LE, cos_BWE, sin_BWE, lengths_B, list(key_buffers), list(value_buffers), eps)
+    cos, sin = cos_BWE[:, :, None], sin_BWE[:, :, None]
+    positions = lengths_B[:, None] + torch.arange(projected_BWLAGE.shape[1], device=lengths_B.device)
+    for index, (keys, values) in enumerate(zip(key_buffers, value_buffers, strict=True)):
+        key, value = projected_BWLAGE[:, :, index].unbind(2)
+        write_slots(keys, norm_and_rotate(key, weight_LE[index], cos, sin, eps), positions)
+        write_slots(values, value, positions)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("context_kv"), mutates_args=("key_buffers", "value_buffers"))
-def _context_kv(
-    projected: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    lengths: Tensor,
-    key_buffers: Sequence[Tensor],
-    value_buffers: Sequence[Tensor],
-    eps: float,
-) -> None:
-    arguments = (projected, weight, cos, sin, lengths, key_buffers, value_buffers, eps)
-    if runs_kernel(projected):
-        from .kernel import context_kv_triton
-
-        with on_device_of(projected):
-            context_kv_triton(*arguments)
-    else:
-        context_kv_reference(*arguments)
-
-
-@_context_kv.register_fake
-def _(
-    projected: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    lengths: Tensor,
-    key_buffers: Sequence[Tensor],
-    value_buffers: Sequence[Tensor],
-    eps: float,
-) -> None:
-    return None
-
-
-__all__ = ["context_kv", "context_kv_reference"]
+__all__ = ["context_kv"]

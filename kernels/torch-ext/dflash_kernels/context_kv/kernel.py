@@ -6,13 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .._dispatch import power_of_two
+from ..operation import Given, run_kernel
 from ..rotary_kernel import norm_and_rotate
 
 
@@ -37,13 +35,13 @@ def _context_kv_kernel(
     rings,
     width,
     eps,
-    stride_lengths,
-    stride_b,
-    stride_w,
-    stride_l,
-    stride_a,
-    stride_h,
-    stride_e,
+    stride_lengths_b,
+    stride_projected_b,
+    stride_projected_w,
+    stride_projected_l,
+    stride_projected_a,
+    stride_projected_g,
+    stride_projected_e,
     stride_weight_l,
     stride_weight_e,
     stride_cos_b,
@@ -64,11 +62,11 @@ def _context_kv_kernel(
     token, layer, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, index = (token // width).to(tl.int64), token % width
     dtype: tl.constexpr = projected.dtype.element_ty
-    projected += row * stride_b + index * stride_w + layer * stride_l
+    projected += row * stride_projected_b + index * stride_projected_w + layer * stride_projected_l
     ring = rings[0] + 0
     for other in tl.static_range(1, L):
         ring = tl.where(layer == other, rings[other], ring)
-    position = tl.load(lengths + row * stride_lengths).to(tl.int64) + index
+    position = tl.load(lengths + row * stride_lengths_b).to(tl.int64) + index
     HALF: tl.constexpr = E // 2
     lane = tl.arange(0, BLOCK)
     written = (lane < HALF) & (position >= 0)
@@ -76,11 +74,11 @@ def _context_kv_kernel(
     if head < G:
         buffer_dtype: tl.constexpr = key_buffers[0].dtype.element_ty
         key1, key2 = norm_and_rotate(
-            projected + head * stride_h,
+            projected + head * stride_projected_g,
             weight + layer * stride_weight_l,
             cos + row * stride_cos_b + index * stride_cos_w,
             sin + row * stride_sin_b + index * stride_sin_w,
-            stride_e,
+            stride_projected_e,
             stride_weight_e,
             stride_cos_e,
             stride_sin_e,
@@ -95,42 +93,24 @@ def _context_kv_kernel(
     else:
         group = head - G
         value_dtype: tl.constexpr = value_buffers[0].dtype.element_ty
-        projected += stride_a + group * stride_h
-        value1 = tl.load(projected + lane * stride_e, mask=written)
-        value2 = tl.load(projected + (HALF + lane) * stride_e, mask=written)
+        projected += stride_projected_a + group * stride_projected_g
+        value1 = tl.load(projected + lane * stride_projected_e, mask=written)
+        value2 = tl.load(projected + (HALF + lane) * stride_projected_e, mask=written)
         values = _address(value_buffers, layer, L).to(tl.pointer_type(value_dtype)) + (start + group) * E
         tl.store(values + lane, value1.to(value_dtype), mask=written)
         tl.store(values + HALF + lane, value2.to(value_dtype), mask=written)
 
 
-def context_kv_triton(
-    projected_BWLAGE: Tensor,
-    weight_LE: Tensor,
-    cos_BWE: Tensor,
-    sin_BWE: Tensor,
-    lengths_B: Tensor,
-    key_buffers: Sequence[Tensor],
-    value_buffers: Sequence[Tensor],
-    eps: float,
-) -> None:
-    """Launches the kernel; arguments as [`context_kv`]."""
-    batch, width, num_layers, _, groups, size = projected_BWLAGE.shape
-    _context_kv_kernel[(batch * width, num_layers, 2 * groups)](
-        projected_BWLAGE,
-        weight_LE,
-        cos_BWE,
-        sin_BWE,
-        lengths_B,
-        tuple(key_buffers),
-        tuple(value_buffers),
-        tuple(buffer.shape[1] for buffer in key_buffers),
-        width,
-        eps,
-        *lengths_B.stride(),
-        *projected_BWLAGE.stride(),
-        *weight_LE.stride(),
-        *cos_BWE.stride(),
-        *sin_BWE.stride(),
+def launch(given: Given) -> None:
+    """Launches the kernel: one program per token, layer and head of keys and values."""
+    batch, width, num_layers, _, groups, size = given["projected_BWLAGE"].shape
+    keys, values = tuple(given["key_buffers"]), tuple(given["value_buffers"])
+    run_kernel(
+        _context_kv_kernel,
+        (batch * width, num_layers, 2 * groups),
+        given | {"key_buffers": keys, "value_buffers": values},
+        rings=tuple(buffer.shape[1] for buffer in keys),
+        width=width,
         L=num_layers,
         G=groups,
         E=size,
@@ -139,4 +119,4 @@ def context_kv_triton(
     )
 
 
-__all__ = ["context_kv_triton"]
+__all__ = ["launch"]

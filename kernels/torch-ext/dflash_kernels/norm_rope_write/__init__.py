@@ -5,11 +5,24 @@
 import torch
 from torch import Tensor
 
-from .._dispatch import on_device_of, runs_kernel
-from .._ops import add_op_namespace_prefix
-from .reference import norm_rope_write_reference
+from ..operation import Given, Sizes, check_dtype, operation
+from ..rotary import norm_and_rotate, write_slots
 
 
+def _check(given: Given, size: Sizes) -> None:
+    alike = ("key_BWGE", "value_BWGE", "query_weight_E", "key_weight_E", "cos_BWE", "sin_BWE")
+    check_dtype(given, [given["query_BWHE"].dtype], *alike)
+    if size["E"] % 2 or size["R"] < size["W"]:
+        raise ValueError(
+            f"expected an even E and R >= W, got E {size['E']}, R {size['R']}, W {size['W']}; the cache must hold it"
+        )
+
+
+@operation(
+    check=_check,
+    mutates=("key_buffer_BRGE", "value_buffer_BRGE"),
+    fake=lambda query, *_: query.new_empty(query.shape),
+)
 def norm_rope_write(
     query_BWHE: Tensor,
     key_BWGE: Tensor,
@@ -51,79 +64,11 @@ def norm_rope_write(
     Raises:
         ValueError: If shapes or dtypes are not as said.
     """
-    batch, width, _, size = query_BWHE.shape
-    groups, ring = key_BWGE.shape[2], key_buffer_BRGE.shape[1]
-    for name, tensor, shape in (
-        ("key_BWGE", key_BWGE, (batch, width, groups, size)),
-        ("value_BWGE", value_BWGE, (batch, width, groups, size)),
-        ("query_weight_E", query_weight_E, (size,)),
-        ("key_weight_E", key_weight_E, (size,)),
-        ("cos_BWE", cos_BWE, (batch, width, size)),
-        ("sin_BWE", sin_BWE, (batch, width, size)),
-        ("lengths_B", lengths_B, (batch,)),
-        ("key_buffer_BRGE", key_buffer_BRGE, (batch, ring, groups, size)),
-        ("value_buffer_BRGE", value_buffer_BRGE, (batch, ring, groups, size)),
-    ):
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"expected {name} of shape {shape}, got {tuple(tensor.shape)}; pass one that fits")
-    for tensor in (key_BWGE, value_BWGE, query_weight_E, key_weight_E, cos_BWE, sin_BWE):
-        if tensor.dtype != query_BWHE.dtype:
-            raise ValueError(f"expected states, weights, cos and sin of one dtype, got {tensor.dtype}; convert them")
-    if size % 2 or ring < width:
-        raise ValueError(f"expected an even E and R >= W, got E {size}, R {ring}, W {width}; the cache must hold it")
-    return _norm_rope_write(
-        query_BWHE,
-        key_BWGE,
-        value_BWGE,
-        query_weight_E,
-        key_weight_E,
-        cos_BWE,
-        sin_BWE,
-        lengths_B,
-        key_buffer_BRGE,
-        value_buffer_BRGE,
-        eps,
-    )
+    cos, sin = cos_BWE[:, :, None], sin_BWE[:, :, None]
+    positions = lengths_B[:, None] + torch.arange(query_BWHE.shape[1], device=lengths_B.device)
+    write_slots(key_buffer_BRGE, norm_and_rotate(key_BWGE, key_weight_E, cos, sin, eps), positions)
+    write_slots(value_buffer_BRGE, value_BWGE, positions)
+    return norm_and_rotate(query_BWHE, query_weight_E, cos, sin, eps).contiguous()
 
 
-@torch.library.custom_op(add_op_namespace_prefix("norm_rope_write"), mutates_args=("key_buffer", "value_buffer"))
-def _norm_rope_write(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_weight: Tensor,
-    key_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    lengths: Tensor,
-    key_buffer: Tensor,
-    value_buffer: Tensor,
-    eps: float,
-) -> Tensor:
-    arguments = (query, key, value, query_weight, key_weight, cos, sin, lengths, key_buffer, value_buffer, eps)
-    if runs_kernel(query):
-        from .kernel import norm_rope_write_triton
-
-        with on_device_of(query):
-            return norm_rope_write_triton(*arguments)
-    return norm_rope_write_reference(*arguments)
-
-
-@_norm_rope_write.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_weight: Tensor,
-    key_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    lengths: Tensor,
-    key_buffer: Tensor,
-    value_buffer: Tensor,
-    eps: float,
-) -> Tensor:
-    return query.new_empty(query.shape)
-
-
-__all__ = ["norm_rope_write", "norm_rope_write_reference"]
+__all__ = ["norm_rope_write"]

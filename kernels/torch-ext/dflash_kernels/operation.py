@@ -1,0 +1,157 @@
+"""Makes one operation of torch.library of a definition in torch and the Triton kernel beside it.
+
+Both go by the names of the definition's parameters, which are written nowhere else. A tensor's name ends in its
+dimensions: `key_BGRE` is `[B, G, R, E]`, and a letter stands for one size throughout a call, which is checked. The
+kernel is given what it has a parameter for: `key`, and of its strides `stride_key_r`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from ._dispatch import has_triton, interprets, on_device_of, runs_kernel
+from ._ops import add_op_namespace_prefix
+
+P = ParamSpec("P")
+T = TypeVar("T")
+# The arguments of a call by name, and the sizes of their dimensions by letter.
+Given = dict[str, Any]
+Sizes = dict[str, int]
+
+
+class Operation(Generic[P, T]):
+    """An operation, called as its definition is; [`operation`] makes it, and says what the arguments are."""
+
+    def __init__(
+        self,
+        reference: Callable[P, T],
+        mutates: Sequence[str],
+        check: Callable[[Given, Sizes], None],
+        fake: Callable[..., Tensor] | None,
+        covers: Callable[..., bool],
+    ) -> None:
+        functools.update_wrapper(self, reference)
+        self.reference = reference
+        self.op = torch.library.custom_op(add_op_namespace_prefix(reference.__name__), reference, mutates_args=mutates)
+        if fake is not None:
+            self.op.register_fake(fake)
+        if has_triton():
+            self.op.register_kernel(("cuda", "cpu") if interprets() else "cuda")(self._run)
+        self._check, self._covers = check, covers
+        parameters = inspect.signature(reference).parameters
+        self._defaults: Given = {n: None if p.default is p.empty else p.default for n, p in parameters.items()}
+        self._dims = {name: dims for name in parameters if (dims := split(name)[1])}
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Checks the arguments and runs the operation."""
+        given = self._named(args, kwargs)
+        self._check(given, sizes_of(given, self._dims))
+        return self.op(*args, **kwargs)
+
+    def _run(self, *args: Any) -> Any:
+        """Runs the kernel, or the definition where the kernel does not cover what is given."""
+        if not self._covers(*args):
+            reference: Callable[..., Any] = self.reference
+            return reference(*args)
+        kernel: Any = importlib.import_module(".kernel", self.reference.__module__)
+        with on_device_of(args[0]):
+            return kernel.launch(self._named(args, {}))
+
+    def _named(self, args: Sequence[Any], kwargs: Given) -> Given:
+        return self._defaults | dict(zip(self._defaults, args, strict=False)) | kwargs
+
+
+def operation(
+    *,
+    check: Callable[[Given, Sizes], None],
+    mutates: Sequence[str] = (),
+    fake: Callable[..., Tensor] | None = None,
+    covers: Callable[..., bool] = lambda first, *_: runs_kernel(first),
+) -> Callable[[Callable[P, T]], Operation[P, T]]:
+    """Makes an operation of the definition below it, which runs wherever the kernel does not.
+
+    The kernel is what the function `launch` of the module `kernel` beside it launches; it gets all arguments by name.
+
+    Args:
+        check (callable): Raises a `ValueError` where sizes that fit each other are not enough.
+        mutates (sequence of `str`): The parameters that are written.
+        fake (callable, *optional*): Makes a result without values, where there is one.
+        covers (callable): Whether the kernel takes these arguments, which are where it can run.
+    """
+    return lambda reference: Operation(reference, mutates, check, fake, covers)
+
+
+def split(name: str) -> tuple[str, str]:
+    """Returns `("key", "BGRE")` of `"key_BGRE"`, and no dimensions of a name that ends in none."""
+    bare, _, dims = name.rpartition("_")
+    return (bare, dims) if dims.isupper() else (name, "")
+
+
+def sizes_of(given: Given, dims_of: dict[str, str]) -> Sizes:
+    """Returns the size of every dimension, of arguments and their dimensions by name.
+
+    Raises:
+        ValueError: If two tensors disagree, or one has more or fewer dimensions than its name.
+    """
+    sizes: Sizes = {}
+    for name, dims in dims_of.items():
+        tensor = given[name]
+        if tensor is None:
+            continue
+        shape = tensor.shape
+        if tuple(map(sizes.setdefault, dims, shape)) != shape or len(dims) != len(shape):
+            wanted = ", ".join(str(sizes.get(dim, dim)) for dim in dims)
+            first = next(iter(given))
+            raise ValueError(
+                f"expected {name} of shape [{wanted}] beside {first}, got {list(shape)}; pass one that fits"
+            )
+    return sizes
+
+
+def check_dtype(given: Given, dtypes: Sequence[torch.dtype], *names: str) -> None:
+    """Raises a `ValueError` if one of these arguments is there and of another dtype."""
+    for name in names:
+        if given[name] is not None and given[name].dtype not in dtypes:
+            wanted = " or ".join(str(dtype) for dtype in dtypes)
+            raise ValueError(f"expected {name} of dtype {wanted}, got {given[name].dtype}; convert it")
+
+
+def run_kernel(kernel: Any, grid: tuple[int, ...], given: Given, **own: Any) -> None:
+    """Launches a Triton kernel.
+
+    Args:
+        kernel (callable): The jit function.
+        grid (`tuple[int, ...]`): Numbers of programs.
+        given (`dict`): The operation's arguments, of which the kernel gets those that it has a parameter for.
+        own: The kernel's other arguments, and Triton's options.
+    """
+    taken = _taken_by(kernel.fn, tuple(given))
+    arguments: Given = {bare: given[name] for name, bare, _ in taken}
+    for name, _, strides in taken:
+        if strides:
+            of_tensor = given[name].stride()
+            arguments.update({parameter: of_tensor[dim] for parameter, dim in strides})
+    kernel[grid](**arguments | own)
+
+
+@functools.cache
+def _taken_by(function: Callable[..., None], names: tuple[str, ...]) -> list[tuple[str, str, list[tuple[str, int]]]]:
+    """Of the arguments that a jit function has a parameter for: both names, and its parameters for strides."""
+    parameters = inspect.signature(function).parameters
+    taken: list[tuple[str, str, list[tuple[str, int]]]] = []
+    for name in names:
+        bare, dims = split(name)
+        asked = [(f"stride_{bare}_{dim}", at) for at, dim in enumerate(dims.lower())]
+        if bare in parameters:
+            taken.append((name, bare, [stride for stride in asked if stride[0] in parameters]))
+    return taken
+
+
+__all__ = ["Given", "Operation", "Sizes", "check_dtype", "operation", "run_kernel"]

@@ -1,0 +1,7 @@
+"""The names of the checkpoint formats; what they are is in `checkpoints`, which needs torch."""
+
+from typing import Literal
+
+FormatName = Literal["dflash", "zlab", "speculators", "muse", "deepspec"]
+
+__all__ = ["FormatName"]
