@@ -198,9 +198,9 @@ def captured_step(run: Run) -> Step:
     """
     step = StaticStep(run)
     state = run.state
-    changed = {"proposals": state.whole_block, "draft": state.draft_ids}
+    changed = {"proposals": state.whole_block}
     if step.decides:
-        changed |= {"outcome": state.outcome, "ids": state.ids, "lengths": state.lengths}
+        changed |= {"draft": state.draft_ids, "outcome": state.outcome, "ids": state.ids, "lengths": state.lengths}
     caches = {"target": run.cache, "draft": run.generator.cache}
     changed |= {
         f"{name} cache {i}": t for name, cache in caches.items() for i, t in enumerate(_written_by_step(cache))

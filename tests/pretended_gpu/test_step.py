@@ -35,9 +35,9 @@ from transformers import (
 
 from dflash_hf import DFlashConfig, ops
 from dflash_hf.cache import RaggedLayer
+from dflash_hf.generation import step as step_module
 from dflash_hf.generation.host_reads import HostReadError
 from dflash_hf.generation.run import Run
-from dflash_hf.generation.static_step import StaticStep
 from helpers.pretended_gpu import Step, begin, build_draft, build_target, captured_step
 
 BLOCK, DRAFT_LAYERS = 16, 5
@@ -255,19 +255,19 @@ PLANTED: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("what", PLANTED)
 def test_what_needs_the_host_is_found_in_the_same_step(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, verify = run_of(Case(target=SHORT)), StaticStep._verify
+    run, verify = run_of(Case(target=SHORT)), step_module.verify
 
-    def planted(step: StaticStep, block: Any) -> Any:
-        outputs = verify(step, block)
+    def planted(*args: Any) -> Any:
+        outputs = verify(*args)
         PLANTED[what](run.state.whole_block)
         return outputs
 
-    monkeypatch.setattr(StaticStep, "_verify", planted)
+    monkeypatch.setattr(step_module, "verify", planted)
     with pytest.raises(HostReadError, match="the host"):
         captured_step(run)
 
 
 def test_a_step_that_leaves_something_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(Case(target=SHORT))
-    monkeypatch.setattr(ops, "accept_and_prepare", lambda *args, **kwargs: None)
+    monkeypatch.setattr(ops, "commit", lambda *args, **kwargs: None)
     assert not captured_step(run).written["outcome"]
