@@ -94,13 +94,11 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.scopes": set(),
     "dflash_hf.taps": set(),
     "dflash_hf.target": set(),
-    "dflash_hf.generation.accept": {"decide_by_position", "stop_by_criteria"},
-    "dflash_hf.generation.acceptance": set(),
+    "dflash_hf.generation.accept": {"_take_column", "decide_by_position", "stop_by_criteria"},
+    "dflash_hf.generation.sampling": set(),
     "dflash_hf.generation.buffers": set(),
     "dflash_hf.generation.candidate_generator": set(),
-    "dflash_hf.generation.noise": set(),
     "dflash_hf.generation.processors": {"_at", "_plain", "walk"},
-    "dflash_hf.generation.room": set(),
     "dflash_hf.generation.run": set(),
     "dflash_hf.generation.state": set(),
     "dflash_hf.generation.static_step": {"_run_ahead"},
@@ -110,7 +108,7 @@ HOT_MODULES: dict[str, set[str]] = {
 ROW_COUNTS = {"anchor", "cursor", "lengths", "remaining"}
 MOVES_ROWS = {"dflash_hf.generation.state": {"begin"}, "dflash_hf.generation.accept": {"commit"}}
 # A stop lowers what a row may still generate, and the commit ends it there.
-STOPS_ROWS = {"dflash_hf.generation.accept": {"stop_by_criteria"}, "dflash_hf.generation.lockstep": {"decide"}}
+STOPS_ROWS = {"dflash_hf.generation.accept": {"decide", "stop_by_criteria"}}
 HOST_READS = {"item", "tolist", "cpu", "numpy"}
 
 
@@ -523,7 +521,7 @@ BAD: list[tuple[Rule, Sources, str]] = [
     (rows_move_on_in_one_place, {"dflash_hf.generation.loop": "s.cursor[0] = 1"}, "changes cursor"),
     (rows_move_on_in_one_place, {"dflash_hf.generation.run": "s.anchor.copy_(x)"}, "changes anchor"),
     (rows_move_on_in_one_place, {"dflash_hf.generation.accept": "def f():\n    g(cursor_B=c)"}, "changes cursor_B"),
-    (rows_move_on_in_one_place, {"dflash_hf.generation.lockstep": "def decide(s):\n    s.lengths[0] = 1"}, "lengths"),
+    (rows_move_on_in_one_place, {"dflash_hf.generation.accept": "def decide(s):\n    s.lengths[0] = 1"}, "lengths"),
     (exceptions_are_not_swallowed, {"m": "try:\n    f()\nexcept:\n    raise"}, "bare except"),
     (exceptions_are_not_swallowed, {"m": "try:\n    f()\nexcept (OSError, Exception):\n    pass"}, "swallows"),
 ]

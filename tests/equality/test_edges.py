@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.generation import BaseStreamer
 
-from dflash_hf.generation.noise import exponential_noise
+from dflash_hf.generation.sampling import exponential_noise
 from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}

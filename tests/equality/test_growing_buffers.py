@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from dflash_hf import iterate
 from dflash_hf.cache import RaggedCache
 from dflash_hf.cache_size import OutOfRoomError
-from dflash_hf.generation import buffers, room
+from dflash_hf.generation import buffers, run
 from helpers.static import tensor_oracle, use_tapes
 from helpers.turns import GREEDY as TURN
 from helpers.turns import first_turn, next_turn, turn
@@ -34,8 +34,8 @@ def grown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         grow(self, max_length)
 
     monkeypatch.setattr(RaggedCache, "grow", noted)
-    monkeypatch.setattr(room, "FIRST_ROOM", 2)
-    monkeypatch.setattr(room, "FIXED_ROOM", 2)
+    monkeypatch.setattr(run, "FIRST_ROOM", 2)
+    monkeypatch.setattr(run, "FIXED_ROOM", 2)
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 8)
     return lengths
 
@@ -61,7 +61,7 @@ def test_bytes_are_those_that_are_held(grown: list[int]) -> None:
     ref = target.generate(**inputs, **GREEDY)
     draft = oracle_draft(target, truth_of(inputs, ref), 0)
     target.generate(**inputs, **GREEDY, assistant_model=draft)
-    room.FIRST_ROOM = NEW
+    run.FIRST_ROOM = NEW
     whole = oracle_draft(target, truth_of(inputs, ref), 0)
     target.generate(**inputs, **GREEDY, assistant_model=whole)
     assert draft.last_stats.cache_bytes == whole.last_stats.cache_bytes
@@ -115,7 +115,7 @@ def test_a_limit_far_beyond_the_answer(limit: int, engine: Any) -> None:
     begun = time.process_time()
     assert torch.equal(target.generate(**settings, max_new_tokens=limit, assistant_model=draft), ref)
     assert time.process_time() - begun < 10
-    rows = room.FIRST_ROOM if engine == "eager" else room.FIXED_ROOM + 2048
+    rows = run.FIRST_ROOM if engine == "eager" else run.FIXED_ROOM + 2048
     assert draft.last_stats.cache_bytes < 2 * 8 * (rows + 20) * 6 * (2 * 2 * 16)
 
 

@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from dflash_hf.dflash2 import follow_path
 from dflash_hf.generation import candidate_generator
-from dflash_hf.generation.noise import exponential_noise, gumbel_noise
+from dflash_hf.generation.sampling import exponential_noise, gumbel_noise
 from tiny import DFLASH2, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 SETTINGS: dict[str, dict[str, Any]] = {

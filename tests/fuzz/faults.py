@@ -17,10 +17,9 @@ from torch import Tensor
 from dflash_hf import attention, ops, scopes, taps
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache import RaggedLayer
-from dflash_hf.generation import acceptance, integration, prefill, step
-from dflash_hf.generation.accept import accept_matching
+from dflash_hf.generation import integration, prefill, sampling, step
+from dflash_hf.generation.accept import Lockstep, accept_matching
 from dflash_hf.generation.kept_cache import KeptCache
-from dflash_hf.generation.lockstep import Lockstep
 from dflash_hf.generation.outputs import Recorder
 from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.recurrent_cache import RecurrentGroup
@@ -174,7 +173,7 @@ def noise_by_slot(patches: Patches) -> None:
     def by_slot(noise: Any, key: Tensor, positions: Tensor, *args: Any) -> Tensor:
         return noise(key, positions - positions[:, :1], *args)
 
-    _wrapped(patches, acceptance, "gumbel_noise", by_slot)
+    _wrapped(patches, sampling, "gumbel_noise", by_slot)
 
 
 def cache_one_short(patches: Patches) -> None:

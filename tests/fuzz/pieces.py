@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.generation import BaseStreamer
 
-from dflash_hf.generation import room
+from dflash_hf.generation import run
 from dflash_hf.target import find_target
 from fuzz.cases import EOS, PROCESSORS, SAMPLERS, Turn
 from helpers.static import use_tapes
@@ -141,8 +141,8 @@ def engine_of(turn: Turn, context: str | None) -> Generator[str]:
         if engine == "tape":
             use_tapes(patches)
         if context == "room":
-            patches.setattr(room, "FIRST_ROOM", 2)
-            patches.setattr(room, "FIXED_ROOM", 5)
+            patches.setattr(run, "FIRST_ROOM", 2)
+            patches.setattr(run, "FIXED_ROOM", 5)
         yield "cuda_graph" if engine == "tape" else engine
 
 

@@ -11,10 +11,9 @@ from torch import Tensor
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.devices import execution_device
 from dflash_hf.dflash2 import follow_path
-from dflash_hf.generation.acceptance import DRAFT_STREAM, TARGET_STREAM, choose
 from dflash_hf.generation.buffers import FixedBuffers
-from dflash_hf.generation.noise import gumbel_noise
 from dflash_hf.generation.processors import BlockProcessors
+from dflash_hf.generation.sampling import DRAFT_STREAM, TARGET_STREAM, choose, gumbel_noise
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.new_context import NewContext

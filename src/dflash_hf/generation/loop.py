@@ -23,8 +23,7 @@ from dflash_hf.generation.cuda_graph import choose_engine, device_errors_explain
 from dflash_hf.generation.kept_cache import KeptCache
 from dflash_hf.generation.outputs import DFlashGenerateOutput
 from dflash_hf.generation.prefill import prefill
-from dflash_hf.generation.room import make_room
-from dflash_hf.generation.run import Run, tapped
+from dflash_hf.generation.run import Run, make_room, tapped
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.step import step, verify
 from dflash_hf.generation_config import Engine

@@ -19,8 +19,7 @@ from transformers.utils import logging
 
 from dflash_hf.generation.buffers import round_up
 from dflash_hf.generation.compiled import compile_errors, compiled_layers
-from dflash_hf.generation.room import has_room
-from dflash_hf.generation.run import Run
+from dflash_hf.generation.run import Run, has_room
 from dflash_hf.generation.state import NUM_REPORTED
 from dflash_hf.generation.step import begin, conclude, finish, forwards, settle
 

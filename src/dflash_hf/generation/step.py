@@ -13,8 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.generation.accept import commit, decide_at_once, decide_by_position, stop_by_criteria
-from dflash_hf.generation.room import make_room
-from dflash_hf.generation.run import Run, tapped
+from dflash_hf.generation.run import Run, make_room, tapped
 from dflash_hf.generation.state import NUM_REPORTED
 from dflash_hf.taps import Taps
 
