@@ -248,7 +248,7 @@ def settings_changed(patches: Patches) -> None:
         model.generation_config.max_length = (model.generation_config.max_length or 0) + 1
         check(model, config, arguments)
 
-    _wrapped(patches, integration, "_check_settings", changed)
+    _wrapped(patches, integration, "check_settings", changed)
 
 
 def cache_not_restored(patches: Patches) -> None:

@@ -25,6 +25,7 @@ from transformers.utils import logging
 from dflash_hf import ops
 from dflash_hf.devices import execution_devices, is_offloaded
 from dflash_hf.generation.buffers import buckets_between
+from dflash_hf.generation.checks import check_device
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep
@@ -110,18 +111,6 @@ def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
         return "cuda_graph"
     _log_eager(reason)
     return "eager"
-
-
-def check_device(engine: Engine, device: torch.device) -> None:
-    """Refuses CUDA graphs where there is no CUDA.
-
-    Raises:
-        ValueError: If `engine` is `"cuda_graph"` and `device` is no CUDA device.
-    """
-    if engine == "cuda_graph" and device.type != "cuda":
-        raise ValueError(
-            f"expected a target on CUDA under engine='cuda_graph', got one on {device}; leave engine at 'auto'"
-        )
 
 
 def why_not(target: Target, draft: DFlashDraftModel) -> str | None:
@@ -392,7 +381,6 @@ __all__ = [
     "GraphStep",
     "Graphs",
     "NotCapturableError",
-    "check_device",
     "choose_engine",
     "device_errors_explained",
     "start_engine",

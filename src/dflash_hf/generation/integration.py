@@ -14,26 +14,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from transformers import (
-    Cache,
     GenerationConfig,
     GenerationMixin,
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.distributed.fsdp import is_fsdp_managed_module
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dflash_hf.checkpoints import explain_foreign_draft
 from dflash_hf.devices import execution_devices
-from dflash_hf.generation.cuda_graph import check_device
-from dflash_hf.generation.kept_cache import check_cache, seq_length
+from dflash_hf.generation.checks import check_device, check_images, check_inputs, check_settings, check_stock
 from dflash_hf.generation.loop import decode
-from dflash_hf.generation.pictures import check_pictures, keep_new_pictures
+from dflash_hf.generation.prefill import keep_new_images
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target import Target, check_pair, check_target, find_target
+from dflash_hf.target import check_pair, check_target, find_target
 
 
 def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -59,23 +54,9 @@ def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwa
     extra = bound.pop("kwargs", {})
     arguments = {**bound, **extra}
     if _speculation_type(model, arguments) == "dflash":
-        _check_stock(draft)
+        check_stock(draft)
         return original(model, *args, **kwargs)
     return original(model, **prepare(model, draft, arguments, decode))
-
-
-def _check_stock(draft: DFlashDraftModel) -> None:
-    """Refuses drafts that Transformers' own DFlash path would run wrongly, with hardly a token accepted.
-
-    Raises:
-        ValueError: Naming the fields.
-    """
-    names = ("own_embed_tokens", "own_lm_head", "sample_from_anchor", "window_from_anchor", "tap_after_deepstack")
-    if wrong := [name for name in names if getattr(draft.config, name)]:
-        raise ValueError(
-            f"expected a draft that Transformers' speculation_type='dflash' can run, got {', '.join(wrong)} in its "
-            "config; leave speculation_type out"
-        )
 
 
 def _speculation_type(model: Any, arguments: dict[str, Any]) -> str | None:
@@ -128,14 +109,14 @@ def prepare(
         )
     knobs.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
     check_device(knobs.engine, target.device)
-    _check_settings(model, config, arguments)
-    _check_inputs(target, config, arguments, model_kwargs)
+    check_settings(model, config, arguments)
+    check_inputs(target, config, arguments, model_kwargs)
     cache, ids = model_kwargs.get("past_key_values"), arguments.get("inputs", model_kwargs.get("input_ids"))
-    past = 0 if cache is None else seq_length(cache)
+    past = 0 if cache is None else int(cache.get_seq_length())
     if ids is not None and past:
-        keep_new_pictures(target, ids, past, arguments)
+        keep_new_images(target, ids, past, arguments)
     elif ids is not None and model_kwargs.get("inputs_embeds") is None:
-        check_pictures(target, ids, arguments)
+        check_images(target, ids, arguments)
     if config.token_healing:
         _heal_tokens(model, arguments)
     if config.stop_strings is not None:
@@ -152,100 +133,6 @@ def prepare(
         started=started,
     )
     return arguments
-
-
-def _is_sharded(model: Any) -> bool:
-    """Whether forwards of this model wait for other processes: every row of every process would have to keep step."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return (
-        distributed
-        and torch.distributed.get_world_size() > 1
-        and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
-    )
-
-
-def _check_settings(model: Any, config: GenerationConfig, arguments: dict[str, Any]) -> None:
-    """Refuses generation settings that drafting cannot honour.
-
-    Raises:
-        ValueError: Naming the setting.
-    """
-    refused: list[tuple[bool, str, object, str]] = [
-        ((config.num_beams or 1) > 1, "num_beams=1", config.num_beams, "beam search has no single text to draft for"),
-        (
-            bool(config.penalty_alpha) and (config.top_k or 0) > 1 and not config.do_sample,
-            "no penalty_alpha",
-            config.penalty_alpha,
-            "contrastive search re-ranks candidates",
-        ),
-        (bool(config.dola_layers), "no dola_layers", config.dola_layers, "DoLa changes the target's logits"),
-        (config.use_cache is False, "use_cache=True", config.use_cache, "drafting needs the caches"),
-        (
-            config.guidance_scale is not None and config.guidance_scale != 1,
-            "no guidance_scale",
-            config.guidance_scale,
-            "guidance runs a second forward per token",
-        ),
-        (
-            bool(config.prompt_lookup_num_tokens),
-            "no prompt_lookup_num_tokens",
-            config.prompt_lookup_num_tokens,
-            "choose one way of drafting",
-        ),
-        (config.cache_implementation == "paged", "no paged cache", config.cache_implementation, "use plain generate"),
-        (
-            bool(arguments.get("synced_gpus")) or _is_sharded(model),
-            "no ZeRO-3, FSDP or synced_gpus",
-            True,
-            "rows advance at their own pace",
-        ),
-        (
-            bool(config.output_attentions),
-            "no output_attentions",
-            True,
-            "the attention over a ragged cache returns no weights",
-        ),
-    ]
-    for bad, expected, got, reason in refused:
-        if bad:
-            raise ValueError(f"expected {expected} with a DFlash draft, got {got!r}; {reason}; or drop the draft")
-
-
-def _check_inputs(
-    target: Target, config: GenerationConfig, arguments: dict[str, Any], model_kwargs: dict[str, Any]
-) -> None:
-    """Refuses prompts that cannot be decoded.
-
-    Raises:
-        ValueError: On an empty prompt or row, a mask over tokens to come, or a cache that cannot be gone on from.
-    """
-    given = arguments.get("inputs")
-    ids = given if given is not None else model_kwargs.get("input_ids")
-    embeds = model_kwargs.get("inputs_embeds")
-    name, prompt, dims = ("input_ids", ids, 2) if embeds is None else ("inputs_embeds", embeds, 3)
-    if prompt is None and config.bos_token_id is not None:
-        return  # `generate` begins with that token
-    if not isinstance(prompt, torch.Tensor) or prompt.dim() != dims or prompt.numel() == 0:
-        shape = tuple(prompt.shape) if isinstance(prompt, torch.Tensor) else prompt
-        raise ValueError(f"expected {name} [rows, tokens, ...] with at least one token, got {shape}; give a prompt")
-    mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
-    if mask is not None and mask.dim() == 2 and not (isinstance(cache, Cache) and seq_length(cache)):
-        columns = prompt.shape[1]
-        if bool((mask[:, columns:] == 0).any()):
-            raise ValueError(
-                f"expected ones behind the {columns} columns of the prompt in attention_mask, got zeros, which hide "
-                "tokens to come; leave these columns out"
-            )
-        mask = mask[:, :columns]
-    if mask is not None and mask.dim() == 2 and bool((mask.sum(dim=-1) == 0).any()):
-        raise ValueError("expected at least one real token in every row, got an attention_mask row of zeros; fill it")
-    if mask is not None and mask.dim() == 2 and bool((mask[:, -1] == 0).any()):
-        raise ValueError(
-            "expected left-padded prompts, got an attention_mask with a zero in its last column; "
-            "tokenize with padding_side='left'"
-        )
-    num_rows = prompt.shape[0] * (config.num_return_sequences or 1)
-    check_cache(cache, target, num_rows, prompt.shape[1], mask)
 
 
 def _heal_tokens(model: Any, arguments: dict[str, Any]) -> None:

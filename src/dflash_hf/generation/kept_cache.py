@@ -22,9 +22,6 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -33,19 +30,12 @@ from transformers.utils import logging
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache import RaggedCache, RaggedLayer, layer_window, stored_columns
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
+from dflash_hf.generation.checks import is_recurrent
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.positions import slot_positions
 from dflash_hf.recurrent_cache import RecurrentLayer
 from dflash_hf.target import Target
-
-SUPPORTED_LAYERS = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
 
 logger: Any = logging.get_logger(__name__)
 # A name per draft object: a cache can be copied and pickled with its context, and keeps no draft alive.
@@ -262,7 +252,7 @@ class KeptCache:
             return
         lengths = (positions >= 0).sum(dim=1)
         offset = torch.zeros_like(lengths) if generator.offset is None else generator.offset
-        attention = [index for index, layer in enumerate(self.cache.layers) if not _is_recurrent(layer)]
+        attention = [index for index, layer in enumerate(self.cache.layers) if not is_recurrent(layer)]
         full = [index for index in attention if not self.cache.is_sliding[index]]
         layer = (full or attention)[-1]
         holder.dflash_context = DraftContext(
@@ -305,116 +295,6 @@ def _pair(layer: object, keeps_buffers: bool) -> tuple[Tensor, Tensor]:
     return (keys.clone(), values.clone()) if keeps_buffers else (keys, values)
 
 
-def check_cache(cache: object, target: Target, rows: int, num_ids: int, mask: Tensor | None) -> None:
-    """Refuses a cache that cannot be continued from, before any work.
-
-    Args:
-        cache (`Cache`, *optional*): `past_key_values` as given; `None` is fine.
-        target (`Target`): The target.
-        rows (`int`): Rows of the call, `num_return_sequences` included.
-        num_ids (`int`): Columns of the given `input_ids`.
-        mask (`torch.Tensor` of shape `[B, T]`, *optional*): The given attention mask.
-
-    Raises:
-        ValueError: On a cache or layer of a kind that cannot be read and advanced exactly, of another target, of
-            another number of rows, or with no new tokens beside it.
-    """
-    if cache is None:
-        return
-    offloading = getattr(cache, "offloading", None)
-    if not isinstance(cache, Cache) or type(cache).update is not Cache.update or offloading is not False:
-        kind = "an offloaded cache" if offloading else type(cache).__name__
-        raise ValueError(
-            f"expected past_key_values to be a DynamicCache or StaticCache on the target's device, got {kind}; use "
-            "one of those or drop assistant_model"
-        )
-    references = DynamicCache(config=target.config).layers
-    if len(cache.layers) != len(references) and (cache.layers or cache.layer_class_to_replicate is not DynamicLayer):
-        raise ValueError(
-            f"expected past_key_values with {len(references)} layers (the target's), got {len(cache.layers)}; pass a "
-            "cache that was made for this target"
-        )
-    if any(map(_is_recurrent, references)) and not cache.layers:
-        raise ValueError(
-            "expected past_key_values that know the target's recurrent layers, got a cache made without a config; use "
-            "DynamicCache(config=model.config)"
-        )
-    for index, (layer, reference) in enumerate(zip(cache.layers, references, strict=False)):
-        if type(layer) not in SUPPORTED_LAYERS:
-            raise ValueError(
-                f"expected dynamic or static layers in past_key_values, got {type(layer).__name__} in layer {index}; "
-                "use a DynamicCache or drop assistant_model"
-            )
-        if _is_recurrent(reference) or _is_recurrent(layer):
-            _check_recurrent(layer, reference, index, rows, bool(seq_length(cache)))
-            continue
-        kept, window = layer_window(layer), layer_window(reference)
-        # A static layer that is shorter than the window is a matter of room: see `KeptCache.begin`.
-        shorter = isinstance(layer, StaticLayer) and window is not None and kept is not None and kept < window
-        if kept is not None and kept != window and not shorter:
-            raise ValueError(
-                f"expected layer {index} of past_key_values to keep {window or 'all'} tokens (the target's window), "
-                f"got {kept}; make the cache with config=model.config"
-            )
-    _check_columns(cache, rows, num_ids, mask)
-
-
-def _is_recurrent(layer: object) -> bool:
-    """Whether a layer of an ordinary cache is for a recurrent layer of the target's."""
-    return isinstance(layer, LinearAttentionLayer)
-
-
-def _check_recurrent(layer: Any, reference: Any, index: int, rows: int, has_columns: bool) -> None:
-    """Refuses a recurrent layer of a cache that is of another target, or does not stand where the others do."""
-    if not (_is_recurrent(layer) and _is_recurrent(reference)):
-        raise ValueError(
-            f"expected a {type(reference).__name__} in layer {index} of past_key_values (the target's), got a "
-            f"{type(layer).__name__}; make the cache with DynamicCache(config=model.config)"
-        )
-    if layer.record_past:
-        raise ValueError(
-            f"expected past_key_values that keep no more than they need, got layer {index} recording its past; start "
-            "from a new one"
-        )
-    if all(layer.has_previous_state.values()) != has_columns:
-        raise ValueError(
-            f"expected past_key_values with a state wherever there are keys, got none in layer {index} or no keys "
-            "beside it; it comes from a forward that was interrupted, start from a new one"
-        )
-    window = layer.conv_states[0]
-    if has_columns and window.shape[0] != rows:
-        raise ValueError(
-            f"expected past_key_values with {rows} rows (input_ids times num_return_sequences), got "
-            f"{window.shape[0]} in layer {index}; start from a new one"
-        )
-
-
-def _check_columns(cache: Cache, rows: int, num_ids: int, mask: Tensor | None) -> None:
-    """Compares a cache's rows and columns with those of the call."""
-    layers: list[Any] = [layer for layer in cache.layers if not _is_recurrent(layer)]
-    keys = [layer.keys for layer in layers]
-    own = {tensor.shape[0] for tensor in keys if isinstance(tensor, Tensor) and tensor.dim() == 4}
-    if own - {rows}:
-        raise ValueError(
-            f"expected past_key_values with {rows} rows (input_ids times num_return_sequences), got {sorted(own)}; "
-            "call cache.batch_repeat_interleave"
-        )
-    lengths = {int(layer.get_seq_length()) for layer in layers}
-    if len(lengths) > 1:
-        raise ValueError(
-            f"expected past_key_values with as many columns in every layer, got {sorted(lengths)}; it comes from a "
-            "forward that was interrupted, start from a new one"
-        )
-    past = seq_length(cache)
-    num_columns = num_ids if mask is None or mask.shape[1] == num_ids else past + num_ids
-    if past and (num_columns <= past or (mask is not None and mask.shape[1] != num_columns)):
-        width = "no attention_mask" if mask is None else f"an attention_mask of {mask.shape[1]}"
-        raise ValueError(
-            f"expected input_ids of the whole conversation (more than the {past} columns of past_key_values), or the "
-            f"new tokens with an attention_mask over all, got {num_ids} columns with {width}; pass one of the two"
-        )
-
-
 def seq_length(cache: Cache) -> int:
     """Returns the number of columns in a cache, read on the host."""
     return int(cache.get_seq_length())
@@ -428,7 +308,7 @@ def _snapshot(layer: Any) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
         name: copy.copy(value) if isinstance(value, dict) else value for name, value in held.items()
     }
     volatile: list[Tensor] = []
-    if _is_recurrent(layer):
+    if is_recurrent(layer):
         states = (*attributes["conv_states"].values(), *attributes["recurrent_states"].values())
         volatile = [state for state in states if state is not None]
     if isinstance(layer, StaticLayer):
@@ -480,4 +360,4 @@ def _write_context(generator: DFlashCandidateGenerator, context: DraftContext, l
         generator.cache.write_rows(index, keys.to(device), values.to(device), positions)
 
 
-__all__ = ["DraftContext", "KeptCache", "check_cache", "seq_length"]
+__all__ = ["DraftContext", "KeptCache"]

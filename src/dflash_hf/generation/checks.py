@@ -1,0 +1,313 @@
+"""What a call with a draft cannot honour, refused before any forward runs: settings, prompts, images, caches, devices.
+
+Whether DFlash can drive a target at all, and whether a draft fits it, is in `target`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, GenerationConfig
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+from transformers.distributed.fsdp import is_fsdp_managed_module
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from dflash_hf.cache import layer_window
+from dflash_hf.generation_config import Engine
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target import Target
+
+SUPPORTED_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+
+def check_stock(draft: DFlashDraftModel) -> None:
+    """Refuses drafts that Transformers' own DFlash path would run wrongly, with hardly a token accepted.
+
+    Raises:
+        ValueError: Naming the fields.
+    """
+    names = ("own_embed_tokens", "own_lm_head", "sample_from_anchor", "window_from_anchor", "tap_after_deepstack")
+    if wrong := [name for name in names if getattr(draft.config, name)]:
+        raise ValueError(
+            f"expected a draft that Transformers' speculation_type='dflash' can run, got {', '.join(wrong)} in its "
+            "config; leave speculation_type out"
+        )
+
+
+def check_settings(model: Any, config: GenerationConfig, arguments: dict[str, Any]) -> None:
+    """Refuses generation settings that drafting cannot honour.
+
+    Raises:
+        ValueError: Naming the setting.
+    """
+    refused: list[tuple[bool, str, object, str]] = [
+        ((config.num_beams or 1) > 1, "num_beams=1", config.num_beams, "beam search has no single text to draft for"),
+        (
+            bool(config.penalty_alpha) and (config.top_k or 0) > 1 and not config.do_sample,
+            "no penalty_alpha",
+            config.penalty_alpha,
+            "contrastive search re-ranks candidates",
+        ),
+        (bool(config.dola_layers), "no dola_layers", config.dola_layers, "DoLa changes the target's logits"),
+        (config.use_cache is False, "use_cache=True", config.use_cache, "drafting needs the caches"),
+        (
+            config.guidance_scale is not None and config.guidance_scale != 1,
+            "no guidance_scale",
+            config.guidance_scale,
+            "guidance runs a second forward per token",
+        ),
+        (
+            bool(config.prompt_lookup_num_tokens),
+            "no prompt_lookup_num_tokens",
+            config.prompt_lookup_num_tokens,
+            "choose one way of drafting",
+        ),
+        (config.cache_implementation == "paged", "no paged cache", config.cache_implementation, "use plain generate"),
+        (
+            bool(arguments.get("synced_gpus")) or _is_sharded(model),
+            "no ZeRO-3, FSDP or synced_gpus",
+            True,
+            "rows advance at their own pace",
+        ),
+        (
+            bool(config.output_attentions),
+            "no output_attentions",
+            True,
+            "the attention over a ragged cache returns no weights",
+        ),
+    ]
+    for bad, expected, got, reason in refused:
+        if bad:
+            raise ValueError(f"expected {expected} with a DFlash draft, got {got!r}; {reason}; or drop the draft")
+
+
+def _is_sharded(model: Any) -> bool:
+    """Whether forwards of this model wait for other processes: every row of every process would have to keep step."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return (
+        distributed
+        and torch.distributed.get_world_size() > 1
+        and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
+    )
+
+
+def check_inputs(
+    target: Target, config: GenerationConfig, arguments: dict[str, Any], model_kwargs: dict[str, Any]
+) -> None:
+    """Refuses prompts that cannot be decoded.
+
+    Raises:
+        ValueError: On an empty prompt or row, a mask over tokens to come, or a cache that cannot be gone on from.
+    """
+    given = arguments.get("inputs")
+    ids = given if given is not None else model_kwargs.get("input_ids")
+    embeds = model_kwargs.get("inputs_embeds")
+    name, prompt, dims = ("input_ids", ids, 2) if embeds is None else ("inputs_embeds", embeds, 3)
+    if prompt is None and config.bos_token_id is not None:
+        return  # `generate` begins with that token
+    if not isinstance(prompt, torch.Tensor) or prompt.dim() != dims or prompt.numel() == 0:
+        shape = tuple(prompt.shape) if isinstance(prompt, torch.Tensor) else prompt
+        raise ValueError(f"expected {name} [rows, tokens, ...] with at least one token, got {shape}; give a prompt")
+    mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+    if mask is not None and mask.dim() == 2 and not (isinstance(cache, Cache) and int(cache.get_seq_length())):
+        columns = prompt.shape[1]
+        if bool((mask[:, columns:] == 0).any()):
+            raise ValueError(
+                f"expected ones behind the {columns} columns of the prompt in attention_mask, got zeros, which hide "
+                "tokens to come; leave these columns out"
+            )
+        mask = mask[:, :columns]
+    if mask is not None and mask.dim() == 2 and bool((mask.sum(dim=-1) == 0).any()):
+        raise ValueError("expected at least one real token in every row, got an attention_mask row of zeros; fill it")
+    if mask is not None and mask.dim() == 2 and bool((mask[:, -1] == 0).any()):
+        raise ValueError(
+            "expected left-padded prompts, got an attention_mask with a zero in its last column; "
+            "tokenize with padding_side='left'"
+        )
+    num_rows = prompt.shape[0] * (config.num_return_sequences or 1)
+    check_cache(cache, target, num_rows, prompt.shape[1], mask)
+
+
+def check_images(target: Target, input_ids: Tensor, arguments: dict[str, Any]) -> None:
+    """Refuses pictures that do not fit the prompts' tokens, before anything looks at them.
+
+    Only where a picture is as many tokens as `image_grid_thw` says, in Qwen's family, and without videos (GLM spells
+    those with tokens of pictures); others check in their own forward. Tokens of pictures without any are text like any
+    other, as in plain `generate`.
+
+    Args:
+        target (`Target`): The target.
+        input_ids (`torch.Tensor` of shape `[B, T]`): Prompts without anything cached.
+        arguments (`dict`): Of `generate`.
+
+    Raises:
+        ValueError: If the numbers of tokens, sizes and patches do not fit.
+    """
+    model: Any = target.model
+    grids, pixels = arguments.get("image_grid_thw"), arguments.get("pixel_values")
+    rule = getattr(getattr(model, "model", None), "get_rope_index", None)
+    if rule is None or "video_grid_thw" not in inspect.signature(rule).parameters:  # HunYuan: more tokens
+        return
+    if grids is None or arguments.get("video_grid_thw") is not None:
+        return
+    token = model.config.image_token_id
+    num_patches, num_tokens = int(grids.prod(dim=-1).sum()), int((input_ids == token).sum())
+    wanted = num_patches // model.config.vision_config.spatial_merge_size**2
+    if num_tokens != wanted:
+        raise ValueError(
+            f"expected {wanted} image tokens ({token}) for the {len(grids)} images of image_grid_thw, got "
+            f"{num_tokens} in input_ids; pass what the processor made of text and images together"
+        )
+    if pixels is None or pixels.shape[0] != num_patches:
+        raise ValueError(
+            f"expected pixel_values of {num_patches} patches, as image_grid_thw says, got "
+            f"{None if pixels is None else pixels.shape[0]}; pass what the processor made of the images"
+        )
+
+
+def check_device(engine: Engine, device: torch.device) -> None:
+    """Refuses CUDA graphs where there is no CUDA.
+
+    Raises:
+        ValueError: If `engine` is `"cuda_graph"` and `device` is no CUDA device.
+    """
+    if engine == "cuda_graph" and device.type != "cuda":
+        raise ValueError(
+            f"expected a target on CUDA under engine='cuda_graph', got one on {device}; leave engine at 'auto'"
+        )
+
+
+def check_cache(cache: object, target: Target, rows: int, num_ids: int, mask: Tensor | None) -> None:
+    """Refuses a cache that cannot be continued from, before any work.
+
+    Args:
+        cache (`Cache`, *optional*): `past_key_values` as given; `None` is fine.
+        target (`Target`): The target.
+        rows (`int`): Rows of the call, `num_return_sequences` included.
+        num_ids (`int`): Columns of the given `input_ids`.
+        mask (`torch.Tensor` of shape `[B, T]`, *optional*): The given attention mask.
+
+    Raises:
+        ValueError: On a cache or layer of a kind that cannot be read and advanced exactly, of another target, of
+            another number of rows, or with no new tokens beside it.
+    """
+    if cache is None:
+        return
+    offloading = getattr(cache, "offloading", None)
+    if not isinstance(cache, Cache) or type(cache).update is not Cache.update or offloading is not False:
+        kind = "an offloaded cache" if offloading else type(cache).__name__
+        raise ValueError(
+            f"expected past_key_values to be a DynamicCache or StaticCache on the target's device, got {kind}; use "
+            "one of those or drop assistant_model"
+        )
+    references = DynamicCache(config=target.config).layers
+    if len(cache.layers) != len(references) and (cache.layers or cache.layer_class_to_replicate is not DynamicLayer):
+        raise ValueError(
+            f"expected past_key_values with {len(references)} layers (the target's), got {len(cache.layers)}; pass a "
+            "cache that was made for this target"
+        )
+    if any(map(is_recurrent, references)) and not cache.layers:
+        raise ValueError(
+            "expected past_key_values that know the target's recurrent layers, got a cache made without a config; use "
+            "DynamicCache(config=model.config)"
+        )
+    for index, (layer, reference) in enumerate(zip(cache.layers, references, strict=False)):
+        if type(layer) not in SUPPORTED_LAYERS:
+            raise ValueError(
+                f"expected dynamic or static layers in past_key_values, got {type(layer).__name__} in layer {index}; "
+                "use a DynamicCache or drop assistant_model"
+            )
+        if is_recurrent(reference) or is_recurrent(layer):
+            _check_recurrent(layer, reference, index, rows, bool(int(cache.get_seq_length())))
+            continue
+        kept, window = layer_window(layer), layer_window(reference)
+        # A static layer that is shorter than the window is a matter of room: see `KeptCache.begin`.
+        shorter = isinstance(layer, StaticLayer) and window is not None and kept is not None and kept < window
+        if kept is not None and kept != window and not shorter:
+            raise ValueError(
+                f"expected layer {index} of past_key_values to keep {window or 'all'} tokens (the target's window), "
+                f"got {kept}; make the cache with config=model.config"
+            )
+    _check_columns(cache, rows, num_ids, mask)
+
+
+def _check_recurrent(layer: Any, reference: Any, index: int, rows: int, has_columns: bool) -> None:
+    """Refuses a recurrent layer of a cache that is of another target, or does not stand where the others do."""
+    if not (is_recurrent(layer) and is_recurrent(reference)):
+        raise ValueError(
+            f"expected a {type(reference).__name__} in layer {index} of past_key_values (the target's), got a "
+            f"{type(layer).__name__}; make the cache with DynamicCache(config=model.config)"
+        )
+    if layer.record_past:
+        raise ValueError(
+            f"expected past_key_values that keep no more than they need, got layer {index} recording its past; start "
+            "from a new one"
+        )
+    if all(layer.has_previous_state.values()) != has_columns:
+        raise ValueError(
+            f"expected past_key_values with a state wherever there are keys, got none in layer {index} or no keys "
+            "beside it; it comes from a forward that was interrupted, start from a new one"
+        )
+    window = layer.conv_states[0]
+    if has_columns and window.shape[0] != rows:
+        raise ValueError(
+            f"expected past_key_values with {rows} rows (input_ids times num_return_sequences), got "
+            f"{window.shape[0]} in layer {index}; start from a new one"
+        )
+
+
+def _check_columns(cache: Cache, rows: int, num_ids: int, mask: Tensor | None) -> None:
+    """Compares a cache's rows and columns with those of the call."""
+    layers: list[Any] = [layer for layer in cache.layers if not is_recurrent(layer)]
+    keys = [layer.keys for layer in layers]
+    own = {tensor.shape[0] for tensor in keys if isinstance(tensor, Tensor) and tensor.dim() == 4}
+    if own - {rows}:
+        raise ValueError(
+            f"expected past_key_values with {rows} rows (input_ids times num_return_sequences), got {sorted(own)}; "
+            "call cache.batch_repeat_interleave"
+        )
+    lengths = {int(layer.get_seq_length()) for layer in layers}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"expected past_key_values with as many columns in every layer, got {sorted(lengths)}; it comes from a "
+            "forward that was interrupted, start from a new one"
+        )
+    past = int(cache.get_seq_length())
+    num_columns = num_ids if mask is None or mask.shape[1] == num_ids else past + num_ids
+    if past and (num_columns <= past or (mask is not None and mask.shape[1] != num_columns)):
+        width = "no attention_mask" if mask is None else f"an attention_mask of {mask.shape[1]}"
+        raise ValueError(
+            f"expected input_ids of the whole conversation (more than the {past} columns of past_key_values), or the "
+            f"new tokens with an attention_mask over all, got {num_ids} columns with {width}; pass one of the two"
+        )
+
+
+def is_recurrent(layer: object) -> bool:
+    """Returns True if a layer of an ordinary cache is for a recurrent layer of the target's."""
+    return isinstance(layer, LinearAttentionLayer)
+
+
+__all__ = [
+    "check_cache",
+    "check_device",
+    "check_images",
+    "check_inputs",
+    "check_settings",
+    "check_stock",
+    "is_recurrent",
+]
