@@ -193,7 +193,7 @@ class OracleDraft(DFlashDraftModel):
     def forward_block(self, noise_embeds: Tensor, cache: RaggedCache, context: Any = None) -> Tensor:
         """Runs the real forward, and remembers where the block stands."""
         assert cache.block is not None
-        self.positions = cache.block.positions
+        self.positions = cache.block.positions.clone()  # the commit moves them on
         return super().forward_block(noise_embeds, cache, context)
 
     def compute_logits(self, hidden_states: Tensor, head: nn.Module) -> Tensor:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_hf.errors import one_line, require, shown
-from dflash_hf.training.messages import SOURCES
+
+# Keys of an image block that say where its image is, as Transformers' processors look them up.
+SOURCES = ("image", "url", "path", "base64")
 
 MAX_BYTES = 16 * 2**20  # of a file: as `[],[],...` it takes 20 times as much when parsed
 MAX_PROMPTS = 100_000

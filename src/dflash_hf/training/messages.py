@@ -14,10 +14,8 @@ import torch
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from dflash_hf.errors import shown
+from dflash_hf.evaluation.prompt_files import SOURCES
 from dflash_hf.processing_qwen3_vl import check_pixels
-
-# Keys of an image block that say where its image is, as Transformers' processors look them up.
-SOURCES = ("image", "url", "path", "base64")
 
 
 def check_messages(messages: Any) -> None:
@@ -192,4 +190,4 @@ def _aligned(ids: list[int], plain: list[int], mask: list[int], place: int | Non
     return aligned
 
 
-__all__ = ["SOURCES", "check_messages", "encode_messages", "prepare_multimodal_messages"]
+__all__ = ["check_messages", "encode_messages", "prepare_multimodal_messages"]
