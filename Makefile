@@ -20,7 +20,8 @@ CASES ?= 0
 # Folders whose tests must also hold on the oldest Transformers.
 OLDEST_TESTS ?= tests/parity tests/equality
 # What is about our own step alone, and the same on every Transformers.
-OLDEST_SKIPS ?= $(addprefix --ignore=tests/equality/,test_widths.py test_compiled.py test_static_step.py test_together.py)
+OLDEST_SKIPS ?= $(addprefix --ignore=tests/equality/,test_widths.py test_compiled.py test_static_step.py test_together.py \
+  test_interrupts.py test_growing_buffers.py)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
