@@ -27,7 +27,7 @@ from helpers.turns import check_caches
 from helpers.vision import WORDS, vision_prompts
 from tiny import VOCAB, prompts
 
-# What docs/design.md says is refused and a case may run into.
+# What docs/generate.md says is refused and a case may run into.
 REFUSED = (
     "expected no padding between tokens with a target that has sliding windows",
     "expected left-padded prompts",
