@@ -23,6 +23,31 @@ from dflash_hf.recurrence import Recurrence
 from dflash_hf.recurrent_cache import Members, RecurrentGroup, RecurrentLayer, plan_groups
 
 
+class PromptSlots:
+    """Where whole prompts go in buffers of a ring per row; found once per kind of layer. Reads sizes on the host.
+
+    Args:
+        positions_BS (`torch.Tensor` of shape `[B, S]`, int64): Index in its row of each token; negative: nowhere.
+    """
+
+    def __init__(self, positions_BS: Tensor) -> None:
+        self.positions = positions_BS
+        self._found: dict[tuple[int, int, torch.device], tuple[Tensor | None, Tensor]] = {}
+
+    def of(self, ring: int, num_columns: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
+        """Returns which of the newest columns are kept `[B, num_columns]`, `None` is all, and the slot of each `[N]`.
+
+        Of a row longer than the ring these are the newest.
+        """
+        key = (ring, num_columns, device)
+        if key not in self._found:
+            positions = self.positions[:, -num_columns:].to(device)
+            kept = (positions >= 0) & (positions > positions.amax(dim=1, keepdim=True) - ring)
+            slots = torch.arange(len(positions), device=device)[:, None] * ring + positions % ring
+            self._found[key] = (None, slots.flatten()) if bool(kept.all()) else (kept, slots[kept])
+        return self._found[key]
+
+
 class RaggedLayer(CacheLayerMixin):
     """Keys and values of one layer, token-major: `[B, R, G, E]`, handed out as `[B, G, R, E]` views.
 
@@ -84,17 +109,12 @@ class RaggedLayer(CacheLayerMixin):
         keys.index_copy_(0, slots, key_BKGE.flatten(0, 1))
         values.index_copy_(0, slots, value_BKGE.flatten(0, 1))
 
-    def write_rows(self, key_BSGE: Tensor, value_BSGE: Tensor, positions_BS: Tensor) -> None:
-        """Writes whole prompts in place: token `[b, s]` goes to index `positions_BS[b, s]`, negative ones nowhere.
-
-        Of a row longer than the ring only the newest tokens are written. For prefill: reads sizes on the host.
-        """
-        newest = positions_BS.amax(dim=1, keepdim=True)
-        keep = (positions_BS >= 0) & (positions_BS > newest - self.ring)
-        rows = torch.arange(positions_BS.shape[0], device=positions_BS.device)[:, None] * self.ring
-        slots = (rows + positions_BS % self.ring)[keep]
-        self._rows[0].index_copy_(0, slots, key_BSGE[keep].to(self.key_buffer.dtype))
-        self._rows[1].index_copy_(0, slots, value_BSGE[keep].to(self.value_buffer.dtype))
+    def write_rows(self, key_BSGE: Tensor, value_BSGE: Tensor, prompts: PromptSlots) -> None:
+        """Writes whole prompts in place, or their newest `S` columns; for prefill."""
+        kept, slots = prompts.of(self.ring, key_BSGE.shape[1], self.key_buffer.device)
+        for buffer, states in zip(self._rows, (key_BSGE, value_BSGE), strict=True):
+            new = states.flatten(0, 1) if kept is None else states[kept]
+            buffer.index_copy_(0, slots, new.to(buffer.dtype))
 
     def read(self, block: RaggedBlock) -> tuple[Tensor, Tensor]:
         """Returns views of the keys and values that a block has to read: `[B, G, extent, E]`."""
@@ -268,6 +288,7 @@ class RaggedCache(Cache):
             into = None
         dtype, device = next((plan.dtype, plan.device) for plan in plans.values())
         cache = cls([], batch=batch, max_length=0, block=block, dtype=dtype, device=device)
+        prompts = PromptSlots(positions_BS)
         cache.groups = [RecurrentGroup(*members) for members in recurrent] if into is None else into.groups
         states = {index: layer for group in cache.groups for index, layer in group.layers().items()}
         for group in cache.groups:
@@ -278,10 +299,9 @@ class RaggedCache(Cache):
                 continue
             layer = plans[index].allocate(batch, max_length, block) if into is None else into.layers[index]
             assert isinstance(layer, RaggedLayer)
-            keys, values = stored_columns(source)
             # A sliding layer kept only its newest columns: they are the last ones of the prompt.
-            positions = positions_BS[:, -keys.shape[2] :].to(keys.device)
-            layer.write_rows(keys.transpose(1, 2), values.transpose(1, 2), positions)
+            keys, values = stored_columns(source)
+            layer.write_rows(keys.transpose(1, 2), values.transpose(1, 2), prompts)
             cache.layers.append(layer)
             if not keep:
                 emptied: Any = source
@@ -376,11 +396,11 @@ class RaggedCache(Cache):
         block.window = layer.shape.window
         return layer.read(block)
 
-    def write_rows(self, layer_idx: int, key_BSGE: Tensor, value_BSGE: Tensor, positions_BS: Tensor) -> None:
+    def write_rows(self, layer_idx: int, key_BSGE: Tensor, value_BSGE: Tensor, prompts: PromptSlots) -> None:
         """Writes whole prompts; see [`RaggedLayer.write_rows`]."""
         layer = self.layers[layer_idx]
         assert isinstance(layer, RaggedLayer)
-        layer.write_rows(key_BSGE, value_BSGE, positions_BS)
+        layer.write_rows(key_BSGE, value_BSGE, prompts)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -451,6 +471,7 @@ def layer_window(layer: Any) -> int | None:
 
 
 __all__ = [
+    "PromptSlots",
     "RaggedCache",
     "RaggedLayer",
     "layer_window",

@@ -58,12 +58,15 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
 
 def execution_devices(module: nn.Module) -> set[torch.device]:
     """Returns every device that parts of a module with weights of their own compute on."""
-    found = set[torch.device]()
-    for part in modules_of(module):
-        weight = next((weight for weight in part._parameters.values() if weight is not None), None)
-        if weight is not None:
-            found.add(execution_device(part) if weight.device.type == "meta" else weight.device)
-    return found
+    weights = {
+        part: weight for part in modules_of(module) for weight in part._parameters.values() if weight is not None
+    }
+    found = {weight.device for weight in weights.values()}
+    if not any(device.type == "meta" for device in found):
+        return found
+    return {
+        execution_device(part) if weight.device.type == "meta" else weight.device for part, weight in weights.items()
+    }
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -21,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflash_hf import ops
 from dflash_hf.attention import RaggedMask, attend, mask_repeats
-from dflash_hf.cache import RaggedCache
+from dflash_hf.cache import PromptSlots, RaggedCache
 from dflash_hf.cache_size import LayerShape
 from dflash_hf.checkpoints.loading import DFlashPreTrainedModel
 from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig
@@ -285,9 +285,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             cache (`RaggedCache`): The draft's cache.
         """
         features = self.project_context(context_hidden_states)
-        cos_sin = self.rotary_emb(positions.clamp_min(0), features.dtype)
+        cos_sin, prompts = self.rotary_emb(positions.clamp_min(0), features.dtype), PromptSlots(positions)
         for index, layer in enumerate(self._layers()):
-            cache.write_rows(index, *layer.self_attn.project_kv(features, cos_sin), positions)
+            cache.write_rows(index, *layer.self_attn.project_kv(features, cos_sin), prompts)
 
     def forward_block(
         self,

@@ -49,6 +49,7 @@ class Target:
 
     Args:
         model (`PreTrainedModel`): The model `generate` was called on.
+        modules (`list[nn.Module]`): It and all its parts.
         config (`PreTrainedConfig`): Its text config.
         layers (`tuple[nn.Module, ...]`): Decoder layers; layer `i` is the `i`-th.
         embedding (`nn.Module`): Input embedding of text tokens.
@@ -61,6 +62,7 @@ class Target:
     """
 
     model: PreTrainedModel
+    modules: list[nn.Module]
     config: PreTrainedConfig
     layers: tuple[nn.Module, ...]
     embedding: nn.Module
@@ -91,10 +93,12 @@ class Target:
     @property
     def takes_inference_mode(self) -> bool:
         """Returns True if all weights are plain tensors: some quantised ones break in torch's inference mode."""
-        kinds = set[type]()
-        for module in modules_of(self.model):
-            for tensors in (module._parameters, module._buffers):
-                kinds.update(map(type, tensors.values()))
+        kinds = {
+            type(tensor)
+            for module in self.modules
+            for tensors in (module._parameters, module._buffers)
+            for tensor in tensors.values()
+        }
         return kinds <= {torch.Tensor, nn.Parameter, type(None)}
 
     @property
@@ -153,6 +157,7 @@ def find_target(model: PreTrainedModel) -> Target:
         facts = _known[model] = _find_facts(model, modules, config, embedding)
     return Target(
         model=model,
+        modules=modules,
         config=config,
         layers=tuple(modules[index] for index in facts.layers),
         embedding=embedding,

@@ -244,9 +244,10 @@ def sampler_ignored(patches: Patches) -> None:
 def settings_changed(patches: Patches) -> None:
     """A call changes the target's settings."""
 
-    def changed(check: Any, model: Any, config: Any, arguments: Any) -> None:
-        model.generation_config.max_length = (model.generation_config.max_length or 0) + 1
-        check(model, config, arguments)
+    def changed(check: Any, settings: Any) -> None:
+        config = settings.model.generation_config
+        config.max_length = (config.max_length or 0) + 1
+        check(settings)
 
     _wrapped(patches, integration, "check_settings", changed)
 

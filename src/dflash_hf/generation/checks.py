@@ -6,6 +6,7 @@ Whether DFlash can drive a target at all, and whether a draft fits it, is in `ta
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,43 +50,52 @@ def check_stock(draft: DFlashDraftModel) -> None:
         )
 
 
-def check_settings(model: Any, config: GenerationConfig, arguments: dict[str, Any]) -> None:
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The generation settings in force, by name: an argument, else the given config's, the model's, the default.
+
+    That is the order of `GenerationMixin._prepare_generation_config`, which copies both configs for it.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        arguments (`dict`): What the user passed to `generate`.
+    """
+
+    model: Any
+    arguments: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns the value of a setting."""
+        if name in self.arguments:
+            return self.arguments[name]
+        configs: list[Any] = [self.arguments.get("generation_config"), self.model.generation_config]
+        found = (value for config in configs if (value := getattr(config, name, None)) is not None)
+        return next(found, GenerationConfig._get_default_generation_params().get(name))
+
+
+def check_settings(settings: Settings) -> None:
     """Refuses generation settings that drafting cannot honour.
 
     Raises:
         ValueError: Naming the setting.
     """
+    beams, alpha, guidance, cache = (
+        settings[name] for name in ("num_beams", "penalty_alpha", "guidance_scale", "cache_implementation")
+    )
+    is_contrastive = bool(alpha) and (settings["top_k"] or 0) > 1 and not settings["do_sample"]
+    is_synchronized = bool(settings.arguments.get("synced_gpus")) or _is_sharded(settings.model)
+    dola, lookup = settings["dola_layers"], settings["prompt_lookup_num_tokens"]
     refused: list[tuple[bool, str, object, str]] = [
-        ((config.num_beams or 1) > 1, "num_beams=1", config.num_beams, "beam search has no single text to draft for"),
+        ((beams or 1) > 1, "num_beams=1", beams, "beam search has no single text to draft for"),
+        (is_contrastive, "no penalty_alpha", alpha, "contrastive search re-ranks candidates"),
+        (bool(dola), "no dola_layers", dola, "DoLa changes the target's logits"),
+        (settings["use_cache"] is False, "use_cache=True", False, "drafting needs the caches"),
+        (guidance not in (None, 1), "no guidance_scale", guidance, "guidance runs a second forward per token"),
+        (bool(lookup), "no prompt_lookup_num_tokens", lookup, "choose one way of drafting"),
+        (cache == "paged", "no paged cache", cache, "use plain generate"),
+        (is_synchronized, "no ZeRO-3, FSDP or synced_gpus", True, "rows advance at their own pace"),
         (
-            bool(config.penalty_alpha) and (config.top_k or 0) > 1 and not config.do_sample,
-            "no penalty_alpha",
-            config.penalty_alpha,
-            "contrastive search re-ranks candidates",
-        ),
-        (bool(config.dola_layers), "no dola_layers", config.dola_layers, "DoLa changes the target's logits"),
-        (config.use_cache is False, "use_cache=True", config.use_cache, "drafting needs the caches"),
-        (
-            config.guidance_scale is not None and config.guidance_scale != 1,
-            "no guidance_scale",
-            config.guidance_scale,
-            "guidance runs a second forward per token",
-        ),
-        (
-            bool(config.prompt_lookup_num_tokens),
-            "no prompt_lookup_num_tokens",
-            config.prompt_lookup_num_tokens,
-            "choose one way of drafting",
-        ),
-        (config.cache_implementation == "paged", "no paged cache", config.cache_implementation, "use plain generate"),
-        (
-            bool(arguments.get("synced_gpus")) or _is_sharded(model),
-            "no ZeRO-3, FSDP or synced_gpus",
-            True,
-            "rows advance at their own pace",
-        ),
-        (
-            bool(config.output_attentions),
+            bool(settings["output_attentions"]),
             "no output_attentions",
             True,
             "the attention over a ragged cache returns no weights",
@@ -106,24 +116,22 @@ def _is_sharded(model: Any) -> bool:
     )
 
 
-def check_inputs(
-    target: Target, config: GenerationConfig, arguments: dict[str, Any], model_kwargs: dict[str, Any]
-) -> None:
+def check_inputs(target: Target, settings: Settings) -> None:
     """Refuses prompts that cannot be decoded.
 
     Raises:
         ValueError: On an empty prompt or row, a mask over tokens to come, or a cache that cannot be gone on from.
     """
-    given = arguments.get("inputs")
-    ids = given if given is not None else model_kwargs.get("input_ids")
-    embeds = model_kwargs.get("inputs_embeds")
+    given = settings.arguments
+    ids = given.get("input_ids") if given.get("inputs") is None else given["inputs"]
+    embeds = given.get("inputs_embeds")
     name, prompt, dims = ("input_ids", ids, 2) if embeds is None else ("inputs_embeds", embeds, 3)
-    if prompt is None and config.bos_token_id is not None:
+    if prompt is None and settings["bos_token_id"] is not None:
         return  # `generate` begins with that token
     if not isinstance(prompt, torch.Tensor) or prompt.dim() != dims or prompt.numel() == 0:
         shape = tuple(prompt.shape) if isinstance(prompt, torch.Tensor) else prompt
         raise ValueError(f"expected {name} [rows, tokens, ...] with at least one token, got {shape}; give a prompt")
-    mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+    mask, cache = given.get("attention_mask"), given.get("past_key_values")
     if mask is not None and mask.dim() == 2 and not (isinstance(cache, Cache) and int(cache.get_seq_length())):
         columns = prompt.shape[1]
         if bool((mask[:, columns:] == 0).any()):
@@ -139,7 +147,7 @@ def check_inputs(
             "expected left-padded prompts, got an attention_mask with a zero in its last column; "
             "tokenize with padding_side='left'"
         )
-    num_rows = prompt.shape[0] * (config.num_return_sequences or 1)
+    num_rows = prompt.shape[0] * (settings["num_return_sequences"] or 1)
     check_cache(cache, target, num_rows, prompt.shape[1], mask)
 
 
@@ -303,6 +311,7 @@ def is_recurrent(layer: object) -> bool:
 
 
 __all__ = [
+    "Settings",
     "check_cache",
     "check_device",
     "check_images",

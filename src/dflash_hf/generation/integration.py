@@ -7,28 +7,31 @@ prepares inputs, masks, processors, stopping criteria and lengths.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import time
 from collections.abc import Callable
 from typing import Any
 
-from transformers import (
-    GenerationConfig,
-    GenerationMixin,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import StoppingCriteriaList, StopStringCriteria
 
 from dflash_hf.checkpoints import explain_foreign_draft
 from dflash_hf.devices import execution_devices
-from dflash_hf.generation.checks import check_device, check_images, check_inputs, check_settings, check_stock
+from dflash_hf.generation.checks import (
+    Settings,
+    check_device,
+    check_images,
+    check_inputs,
+    check_settings,
+    check_stock,
+)
 from dflash_hf.generation.loop import decode
 from dflash_hf.generation.prefill import keep_new_images
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import check_pair, check_target, find_target
+
+_signature = functools.cache(inspect.signature)
 
 
 def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +45,7 @@ def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwa
     Raises:
         ValueError: If something in the call cannot be honoured.
     """
-    bound = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    bound = _signature(original).bind(model, *args, **kwargs).arguments
     draft = bound.get("assistant_model")
     draft = getattr(draft, "_orig_mod", draft)  # torch.compile's wrapper: blocks never go through its forward
     if not isinstance(draft, DFlashDraftModel):
@@ -53,17 +56,10 @@ def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwa
     bound.pop("self")
     extra = bound.pop("kwargs", {})
     arguments = {**bound, **extra}
-    if _speculation_type(model, arguments) == "dflash":
+    if Settings(model, arguments)["speculation_type"] == "dflash":
         check_stock(draft)
         return original(model, *args, **kwargs)
     return original(model, **prepare(model, draft, arguments, decode))
-
-
-def _speculation_type(model: Any, arguments: dict[str, Any]) -> str | None:
-    """The speculation type in force: argument, then the given config, then the model's."""
-    configs = [arguments.get("generation_config"), model.generation_config]
-    found = [arguments.get("speculation_type"), *(getattr(c, "speculation_type", None) for c in configs)]
-    return next((value for value in found if value is not None), None)
 
 
 def prepare(
@@ -87,12 +83,6 @@ def prepare(
     arguments.pop("assistant_tokenizer", None)
     if arguments.get("custom_generate") is not None:
         raise ValueError("expected no custom_generate beside a DFlash draft, got one; drop one of the two")
-    mixin: Any = GenerationMixin  # its methods are typed for models only
-    own = {*inspect.signature(mixin.generate).parameters, "tokenizer"}
-    settings = {name: value for name, value in arguments.items() if name not in own}
-    config, model_kwargs = model._prepare_generation_config(
-        copy.deepcopy(arguments.get("generation_config")), **settings
-    )
     knobs: Any = draft.generation_config
     if not isinstance(knobs, DFlashGenerationConfig):
         raise ValueError(
@@ -109,18 +99,20 @@ def prepare(
         )
     knobs.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
     check_device(knobs.engine, target.device)
-    check_settings(model, config, arguments)
-    check_inputs(target, config, arguments, model_kwargs)
-    cache, ids = model_kwargs.get("past_key_values"), arguments.get("inputs", model_kwargs.get("input_ids"))
+    settings = Settings(model, arguments)
+    check_settings(settings)
+    check_inputs(target, settings)
+    cache, ids = arguments.get("past_key_values"), arguments.get("inputs")
+    ids = arguments.get("input_ids") if ids is None else ids
     past = 0 if cache is None else int(cache.get_seq_length())
     if ids is not None and past:
         keep_new_images(target, ids, past, arguments)
-    elif ids is not None and model_kwargs.get("inputs_embeds") is None:
+    elif ids is not None and arguments.get("inputs_embeds") is None:
         check_images(target, ids, arguments)
-    if config.token_healing:
+    if settings["token_healing"]:
         _heal_tokens(model, arguments)
-    if config.stop_strings is not None:
-        _add_stop_strings(config, arguments)
+    if settings["stop_strings"] is not None:
+        _add_stop_strings(settings["stop_strings"], arguments)
     arguments.pop("tokenizer", None)
     # The streamer goes both ways: `generate` puts the prompt into it, `decode` the rest. The cache goes as an argument
     # and says here that it is the caller's, not one that `generate` prepared.
@@ -129,7 +121,7 @@ def prepare(
         target=target,
         draft=draft,
         streamer=arguments.get("streamer"),
-        given_cache=model_kwargs.get("past_key_values"),
+        given_cache=cache,
         started=started,
     )
     return arguments
@@ -151,7 +143,7 @@ def _heal_tokens(model: Any, arguments: dict[str, Any]) -> None:
     arguments["token_healing"] = False
 
 
-def _add_stop_strings(config: GenerationConfig, arguments: dict[str, Any]) -> None:
+def _add_stop_strings(stop_strings: str | list[str], arguments: dict[str, Any]) -> None:
     """Turns `stop_strings` into a criterion here: `tokenizer` would not reach `decode`.
 
     Raises:
@@ -163,7 +155,7 @@ def _add_stop_strings(config: GenerationConfig, arguments: dict[str, Any]) -> No
     # An explicit None outweighs the given config and the model's own.
     arguments["stop_strings"] = None
     given = arguments.get("stopping_criteria") or []
-    arguments["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, config.stop_strings)])
+    arguments["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, stop_strings)])
 
 
 __all__ = ["generate_with", "prepare"]

@@ -28,7 +28,7 @@ from transformers.cache_utils import (
 from transformers.utils import logging
 
 from dflash_hf.attention import RaggedBlock
-from dflash_hf.cache import RaggedCache, RaggedLayer, layer_window, stored_columns
+from dflash_hf.cache import PromptSlots, RaggedCache, RaggedLayer, layer_window, stored_columns
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.checks import is_recurrent
 from dflash_hf.generation.state import DecodeState
@@ -357,7 +357,7 @@ def _write_context(generator: DFlashCandidateGenerator, context: DraftContext, l
         ring = keys.shape[1]
         positions = slot_positions(newest, torch.arange(ring, device=device), ring)
         positions = positions.masked_fill(positions >= length, -1)
-        generator.cache.write_rows(index, keys.to(device), values.to(device), positions)
+        generator.cache.write_rows(index, keys.to(device), values.to(device), PromptSlots(positions))
 
 
 __all__ = ["DraftContext", "KeptCache"]

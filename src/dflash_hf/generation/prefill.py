@@ -144,8 +144,7 @@ def _fill(
     """
     target, draft = generator.target, generator.draft
     given = kept.cache if kept is not None and kept.given else None
-    # Whatever was prepared: a static, quantised or offloaded cache saves nothing, decoding has one of its own.
-    model_kwargs["past_key_values"] = DynamicCache(config=target.config) if given is None else given
+    model_kwargs["past_key_values"] = _empty_cache(target, model_kwargs) if given is None else given
     seen = past = 0 if kept is None else kept.past
 
     def sink(states: Tensor) -> None:
@@ -178,6 +177,17 @@ def _fill(
         )
     del model_kwargs["past_key_values"], outputs.past_key_values
     return outputs, filled
+
+
+def _empty_cache(target: Target, model_kwargs: dict[str, Any]) -> DynamicCache:
+    """The cache that `generate` prepared if it is what a prefill needs, else a new one.
+
+    A static, quantised or offloaded one would save nothing: decoding has a cache of its own.
+    """
+    prepared: Any = model_kwargs.get("past_key_values")
+    if type(prepared) is DynamicCache and not prepared.offloading and not int(prepared.get_seq_length()):
+        return prepared
+    return DynamicCache(config=target.config)
 
 
 def _into_ragged(
@@ -363,7 +373,7 @@ def position_delta(target: Target, input_ids: Tensor, model_kwargs: dict[str, An
     if model_kwargs.get("position_ids") is None:
         return torch.zeros_like(positions[:, -1])
     model: Any = target.model
-    kwargs = {**model_kwargs, "past_key_values": DynamicCache(config=target.config), "use_cache": True}
+    kwargs = {**model_kwargs, "past_key_values": _empty_cache(target, model_kwargs), "use_cache": True}
     last = torch.zeros_like(positions[:, -1:], dtype=torch.long, device=input_ids.device)
     step = model.prepare_inputs_for_generation(last, next_sequence_length=1, is_first_iteration=False, **kwargs)
     position_ids = step.get("position_ids")
