@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
 from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
@@ -52,11 +53,7 @@ class Uploads:
 
     @contextmanager
     def admit(self, num_bytes: int) -> Generator[None]:
-        """Counts an upload of so many bytes while it comes in. Until it has come, its part that is there counts twice.
-
-        Raises:
-            ValueError: If there is no room for it.
-        """
+        """Counts an upload while it comes in, what is there of it twice; raises `ValueError` without room for it."""
         sizes = [*self._coming, num_bytes]
         for path in self.folder.rglob("*"):
             with suppress(FileNotFoundError):  # deleted meanwhile
@@ -106,39 +103,32 @@ class Guard:
             await send(message)
 
         with ExitStack() as coming:
-            status, sentence = self._refusal(request)
-            length = int(request.headers.get("content-length", "0")) if not status else 0
-            # The path as it is routed, and the whole of it: other routes read their bodies into memory.
-            if not status and (request.method, scope["path"]) == ("POST", UPLOAD):
-                try:
-                    coming.enter_context(self.uploads.admit(length))
-                except ValueError as error:
-                    status, sentence = 413, str(error)
-            elif length > MAX_BODY:
-                status, sentence = 413, f"expected a request of at most {MAX_BODY} bytes, got {length}"
-            if not status:
-                return await self.app(scope, receive, send_with_headers)
-        headers = MutableHeaders({**HEADERS, "content-type": "text/plain; charset=utf-8"}).raw
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": sentence.encode(), "more_body": True})
-        # Read to the end, and kept nowhere: who is still sending would hear of a broken connection, not of the reason.
-        while status == 413 and (await receive()).get("more_body"):
-            pass
-        await send({"type": "http.response.body", "body": b""})
+            try:
+                self._admit(request, coming)
+            except HTTPException as refusal:
+                headers = MutableHeaders({**HEADERS, "content-type": "text/plain; charset=utf-8"}).raw
+                await send({"type": "http.response.start", "status": refusal.status_code, "headers": headers})
+                await send({"type": "http.response.body", "body": refusal.detail.encode(), "more_body": True})
+                # Read to the end, and kept nowhere: who is still sending would hear of a broken connection only.
+                while refusal.status_code == 413 and (await receive()).get("more_body"):
+                    pass
+                return await send({"type": "http.response.body", "body": b""})
+            await self.app(scope, receive, send_with_headers)
 
-    def _refusal(self, request: Request) -> tuple[int, str]:
-        """Status and sentence for a request that is none for this chat, whatever is in it."""
+    def _admit(self, request: Request, coming: ExitStack) -> None:
+        """Raises `HTTPException` for what is no request of this chat; an upload counts until `coming` ends."""
         path, browser = str(request.scope["path"]), request.state.browser
         if request.method not in ("GET", "HEAD", "OPTIONS"):
             # Browsers say it of every request that changes something; programs do not, and no page from elsewhere can
             # make them send one.
             origin, host = request.headers.get("origin"), request.headers.get("host", "")
             if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
-                return 403, f"expected a request of this chat's own page, got one of {origin}; open the chat itself"
+                sentence = f"expected a request of this chat's own page, got one of {origin}; open the chat itself"
+                raise HTTPException(403, sentence)
             if not request.headers.get("content-length", "").isdecimal():
-                return 411, "expected a request that says its length, got none; send it with Content-Length"
+                raise HTTPException(411, "expected a request that says its length, got none; add Content-Length")
         if "://" in path:  # Gradio fetches such an address for anybody, in the server's name
-            return 403, "expected a file of this chat, got an address elsewhere"
+            raise HTTPException(403, "expected a file of this chat, got an address elsewhere")
         pages = [path.removeprefix(HEARTBEAT)] if path.startswith(HEARTBEAT) else []
         for page in request.query_params.getlist("session_hash") if path.rstrip("/") == EVENTS else pages:
             owner = self._browsers.setdefault(page, browser)  # one that nobody had is this browser's from now on
@@ -146,26 +136,29 @@ class Guard:
             if len(self._browsers) > MAX_PAGES:
                 self._browsers.popitem(last=False)
             if not secrets.compare_digest(owner.encode(), browser.encode()):
-                return 403, "expected a page that this browser opened, got another one's; open the chat anew"
-        return 0, ""
-
-
-def own_hosts(host: str) -> list[str]:
-    """What requests may call this machine where it listens on `host`; `["*"]`: anything. `OSError` for no host.
-
-    Where it listens on loopback, all requests come from here, also those of a page from elsewhere whose name was made
-    to point here (DNS rebinding): those call it by that name. Where it listens to others too, it has names that nobody
-    knows here.
-    """
-    name = host.strip("[]").lower()
-    if all(ipaddress.ip_address(info[4][0]).is_loopback for info in socket.getaddrinfo(name, None)):
-        return ["localhost", "127.0.0.1", "[::1]", f"[{name}]" if ":" in name else name]
-    return ["*"]
+                raise HTTPException(403, "expected a page that this browser opened, got another one's; open it anew")
+        length = int(request.headers.get("content-length", "0"))
+        try:
+            # The path as it is routed, and the whole of it: other routes read their bodies into memory.
+            if (request.method, path) == ("POST", UPLOAD):
+                coming.enter_context(self.uploads.admit(length))
+            elif length > MAX_BODY:
+                raise ValueError(f"expected a request of at most {MAX_BODY} bytes, got {length}")
+        except ValueError as error:
+            raise HTTPException(413, str(error)) from error
 
 
 def guards(host: str, uploads: Uploads) -> list[Middleware]:
-    """What stands before the page of a server that listens on `host`, the outermost first."""
-    by_name = Middleware(TrustedHostMiddleware, allowed_hosts=own_hosts(host), www_redirect=False)
+    """What stands before the page of a server that listens on `host`, the outermost first; `OSError` for no host.
+
+    Where it listens on loopback, all requests come from here, also those of a page from elsewhere whose name was made
+    to point here (DNS rebinding): those call it by that name. Where it listens to others too, nobody here knows its
+    names.
+    """
+    name, hosts = host.strip("[]").lower(), ["*"]
+    if all(ipaddress.ip_address(info[4][0]).is_loopback for info in socket.getaddrinfo(name, None)):
+        hosts = ["localhost", "127.0.0.1", "[::1]", f"[{name}]" if ":" in name else name]
+    by_name = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
     return [by_name, Middleware(Guard, uploads=uploads)]
 
 
@@ -180,4 +173,4 @@ def serve(model: ChatModel, names: tuple[str, str], host: str, port: int) -> Non
         Page(model, names, Path(folder)).launch(host, port, guards(host, Uploads(Path(folder))))
 
 
-__all__ = ["COOKIE", "MAX_BODY", "Guard", "Uploads", "guards", "own_hosts", "serve"]
+__all__ = ["COOKIE", "MAX_BODY", "Guard", "Uploads", "guards", "serve"]

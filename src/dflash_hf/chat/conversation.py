@@ -109,8 +109,9 @@ class Conversation:
     """One person's conversation."""
 
     turns: list[Turn] = field(default_factory=list[Turn])  # finished ones; the newest may be running
-    cache: DynamicCache | None = None  # after the last drafted answer, with the draft's context attached
-    cached_ids: Tensor | None = None  # `[1, C]`, the tokens of its columns
+    # After the last drafted answer, with the draft's context attached, and the tokens of its columns, `[1, C]`.
+    cache: tuple[DynamicCache, Tensor] | None = None
+    busy: bool = False  # a run is in progress
     stop: threading.Event = field(default_factory=threading.Event)  # ends the run in progress; every run has its own
     left: bool = False  # the person began a new one, or went, while a run was in progress
 
@@ -123,30 +124,28 @@ class Conversation:
         """The conversation up to the newest question, for a processor's template (`in_parts`) or a tokenizer's."""
         messages: list[dict[str, Any]] = []
         for turn in self.read_turns:
-            for role, text, images in (("user", turn.text, turn.images), ("assistant", turn.answer.text, [])):
-                parts = [
-                    *({"type": "image", "image": image.image} for image in images),
-                    {"type": "text", "text": text},
-                ]
-                messages.append({"role": role, "content": parts if in_parts else text})
+            images = [{"type": "image", "image": image.image} for image in turn.images]
+            for role, text, before in (("user", turn.text, images), ("assistant", turn.answer.text, [])):
+                content = [*before, {"type": "text", "text": text}] if in_parts else text
+                messages.append({"role": role, "content": content})
         return messages[:-1]
 
     @property
     def num_bytes(self) -> int:
         """Memory that its images take."""
-        return sum(image.num_bytes for turn in self.turns for image in turn.images)
+        images = [image for turn in self.turns for image in turn.images]
+        return sum(3 * one.image.width * one.image.height + len(one.thumbnail) for one in images)
 
 
 class Sessions:
     """Which browser page has which conversation, the least recently used first.
 
-    Those too many, or with too many images together, are dropped, and their pages are told when they return. What is
+    Those too many, or with too many images together, are dropped, and their pages are told when they return; what is
     being answered stays. (Gradio's `gr.State` tells nobody, drops that too, and counts no bytes.)
     """
 
     def __init__(self) -> None:
         self._by_page: OrderedDict[str, Conversation] = OrderedDict()
-        self._busy: set[str] = set()
         self._dropped: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -159,8 +158,6 @@ class Sessions:
         if not page:
             raise ValueError("expected a page with a session, got none; open the chat in a browser")
         with self._lock:
-            if page in self._busy:
-                raise ValueError("expected one run at a time, got another while one is going on; stop that one first")
             if page in self._dropped:
                 del self._dropped[page]
                 raise ValueError(
@@ -168,46 +165,51 @@ class Sessions:
                     f"used: at most {MAX_SESSIONS} are held at once, and images of {MAX_IMAGE_BYTES / 2**20:.0f} MB; "
                     "send the message again to begin a new one"
                 )
-            self._busy.add(page)
             conversation = self._by_page.setdefault(page, Conversation())
+            if conversation.busy:
+                raise ValueError("expected one run at a time, got another while one is going on; stop that one first")
+            conversation.busy = True
             self._by_page.move_to_end(page)
             self._drop_surplus()
         try:
             yield conversation
         finally:
             with self._lock:
-                self._busy.discard(page)
+                conversation.busy = False
+                if conversation.left:
+                    del self._by_page[page]
                 self._drop_surplus()
 
     def stop(self, page: str) -> None:
         """Ends a page's run, if there is one."""
         with self._lock:
-            if page in self._by_page:
-                self._by_page[page].stop.set()
+            self._by_page.get(page, Conversation()).stop.set()
 
     def forget(self, page: str) -> bool:
-        """Ends a page's run and drops its conversation: the page was closed or starts anew.
+        """Drops a page's conversation, which was closed or starts anew: at once, or where its run ends by that.
 
-        Returns whether a run was in progress; its conversation is then marked as `left`.
+        Returns True if a run is in progress; its conversation is then marked as `left`.
         """
         with self._lock:
             self._dropped.pop(page, None)
-            conversation = self._by_page.pop(page, Conversation())
-            conversation.left = page in self._busy
+            conversation = self._by_page.get(page, Conversation())
+            conversation.left = conversation.busy
             conversation.stop.set()
-            return conversation.left
+            if not conversation.busy:
+                self._by_page.pop(page, None)
+            return conversation.busy
 
     def _drop_surplus(self) -> None:
-        idle = [page for page in self._by_page if page not in self._busy]
-        for page in idle:
-            num_bytes = sum(held.num_bytes for held in self._by_page.values())
-            if len(self) > MAX_SESSIONS or (num_bytes > MAX_IMAGE_BYTES and self._by_page[page].num_bytes):
-                self._dropped |= {page: None} if self._by_page.pop(page).turns else {}  # nobody misses an empty one
+        """Keeps within the limits, among those that are not being answered."""
+        for page, held in [(page, held) for page, held in self._by_page.items() if not held.busy]:
+            num_bytes = sum(other.num_bytes for other in self._by_page.values())
+            if len(self) > MAX_SESSIONS or (num_bytes > MAX_IMAGE_BYTES and held.num_bytes):
+                del self._by_page[page]
+                self._dropped |= {page: None} if held.turns else {}  # nobody misses an empty one
         while len(self._dropped) > MAX_DROPPED:
             self._dropped.popitem(last=False)
-        kept = [self._by_page[page] for page in idle if page in self._by_page]
-        for held in [held for held in kept if held.cache is not None][:-MAX_CACHES]:
-            held.cache = held.cached_ids = None
+        for held in [held for held in self._by_page.values() if held.cache and not held.busy][:-MAX_CACHES]:
+            held.cache = None
 
     def __len__(self) -> int:
         return len(self._by_page)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import io
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,6 @@ class ChatImage:
     thumbnail: str  # a small copy as a `data:` address, for the page
     note: str = ""  # what was done to it that a person should know
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory that it takes."""
-        return 3 * self.image.width * self.image.height + len(self.thumbnail)
-
 
 class ImageError(ValueError):
     """Raised where an image, the file at `path` if it is one of several, is the reason for a refusal."""
@@ -47,51 +41,42 @@ class ImageError(ValueError):
 def read_image(path: Path) -> ChatImage:
     """Reads an image: its first frame, upright, transparency on white, grey levels of 16 bits scaled to 8.
 
-    Raises:
-        ImageError: If it is too large, in bytes or (by its header, before anything is decoded) in pixels, or is no
-            image that can be read.
-        ValueError: If there is no Pillow.
+    Raises `ImageError` if it is too large, in bytes or (by its header, before anything is decoded) in pixels, or is
+    no image that can be read; `ValueError` if there is no Pillow.
     """
     try:
         from PIL import Image
     except ModuleNotFoundError as error:
         raise ValueError("expected Pillow for images, got no module PIL; pip install 'dflash-hf[vlm]'") from error
-    limit, name, size = f"{MAX_PIXELS // 10**6} megapixels", path.name, path.stat().st_size
+    name, size = path.name, path.stat().st_size
     if size > MAX_FILE_BYTES:
-        limit = f"{MAX_FILE_BYTES // 2**20} MB"
-        raise ImageError(
-            f"expected an image of at most {limit}, got {name} with {size / 2**20:.1f} MB; shrink it", path
-        )
+        limit, got = f"{MAX_FILE_BYTES // 2**20} MB", f"{size / 2**20:.1f} MB"
+        raise ImageError(f"expected an image of at most {limit}, got {name} with {got}; shrink it", path)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our limit is lower
-            with Image.open(path, formats=FORMATS) as file:
-                if file.width * file.height > MAX_PIXELS:
-                    name += f" with {file.width} × {file.height} ({file.width * file.height / 10**6:.0f})"
-                    raise Image.DecompressionBombError
-                frames = int(getattr(file, "n_frames", 1))
-                file.seek(0)
-                image = _upright_rgb(file)
+        with Image.open(path, formats=FORMATS) as file:
+            if file.width * file.height > MAX_PIXELS:
+                name += f" with {file.width} × {file.height} ({file.width * file.height / 10**6:.0f})"
+                raise Image.DecompressionBombError
+            frames = int(getattr(file, "n_frames", 1))
+            file.seek(0)
+            image = _upright_rgb(file)
     except Image.DecompressionBombError as error:  # Pillow's own comes before it says a size
+        limit = f"{MAX_PIXELS // 10**6} megapixels"
         raise ImageError(f"expected an image of at most {limit}, got {name}; shrink it", path) from error
     except (OSError, SyntaxError, EOFError, ValueError) as error:
-        kinds = ", ".join(FORMATS)
-        raise ImageError(
-            f"expected an image ({kinds}), got {name}, which is none or is damaged; choose another file", path
-        ) from error
+        kinds, advice = ", ".join(FORMATS), "choose another file"
+        sentence = f"expected an image ({kinds}), got {name}, which is none or is damaged; {advice}"
+        raise ImageError(sentence, path) from error
     small, buffer = image.copy(), io.BytesIO()
     small.thumbnail(THUMBNAIL)
     small.save(buffer, "JPEG", quality=85)
+    thumbnail = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
     note = f"first of {frames} frames" if frames > 1 else ""
-    return ChatImage(name=path.name, image=image, thumbnail=data_url(buffer.getvalue(), "jpeg"), note=note)
-
-
-def data_url(content: bytes, kind: str) -> str:
-    """An image file as an address that a page shows without asking for it."""
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+    return ChatImage(name=path.name, image=image, thumbnail=thumbnail, note=note)
 
 
 def _upright_rgb(file: Any) -> Any:
+    """The pixels of an image file as a conversation keeps them."""
     from PIL import Image, ImageOps
 
     image: Any = ImageOps.exif_transpose(file)
@@ -109,4 +94,4 @@ def _upright_rgb(file: Any) -> Any:
     return image
 
 
-__all__ = ["EXTENSIONS", "MAX_FILE_BYTES", "MAX_PIXELS", "ChatImage", "ImageError", "data_url", "read_image"]
+__all__ = ["EXTENSIONS", "MAX_FILE_BYTES", "MAX_PIXELS", "ChatImage", "ImageError", "read_image"]

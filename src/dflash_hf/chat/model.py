@@ -1,7 +1,7 @@
 """The pair that a chat talks to: prompts, answers run by run, and the race against plain `generate`.
 
-One run at a time, each in a thread of its own: models share a machine's cores or its accelerator, and a time taken
-beside another run says nothing. Whoever comes second waits, and can stop waiting.
+One run at a time, each in a thread of its own: a time taken beside another run says nothing. Whoever comes second
+waits, and can stop waiting.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ MAX_IMAGES = 16  # of a conversation
 TICK, RACE_TICK = 0.08, 0.5  # seconds between two looks at a run; a page must not slow down what it times
 MANY_RUNS = 100  # that make looks half as frequent
 BROKEN = "\ufffd"  # what tokenizers show for bytes that are no character
-WINDOW, CONTEXT = 64, 8  # tokens that are decoded at most, and those of them that are there for the others
 
 logger: Any = logging.get_logger(__name__)
 
@@ -42,19 +41,13 @@ class RunText:
     """Turns growing ids into text, without special tokens: a character that spans tokens appears with its last one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        self.ids: list[int] = []  # the newest, with some before them: a token's text may depend on those
-        self.given = ""
+        self.tokenizer, self.ids, self.given = tokenizer, list[int](), ""
 
     def add(self, ids: list[int]) -> str:
         """Returns the text that these ids add, up to the last whole character."""
-        self.ids = self.ids + ids
-        text = str(self.tokenizer.decode(self.ids, skip_special_tokens=True))
-        whole = text.rstrip(BROKEN)
+        self.ids += ids  # all of them each time: a token's text may depend on those before it
+        whole = str(self.tokenizer.decode(self.ids, skip_special_tokens=True)).rstrip(BROKEN)
         new, self.given = whole[len(self.given) :], whole
-        if len(self.ids) > WINDOW and whole == text:
-            self.ids = self.ids[-CONTEXT:]
-            self.given = str(self.tokenizer.decode(self.ids, skip_special_tokens=True))
         return new
 
 
@@ -64,32 +57,30 @@ class RunStreamer(BaseStreamer):
     def __init__(self, answer: Answer, stop: threading.Event, tokenizer: PreTrainedTokenizerBase) -> None:
         self.answer, self.stop, self.text = answer, stop, RunText(tokenizer)
         self.started = self.ended = 0.0  # of the call, by `time.perf_counter`; 0 before
-        self._arrived: list[tuple[list[int], float]] | None = None
+        self._arrived: list[tuple[Any, float]] = []  # the prompt, then committed tokens; with their times
 
     def put(self, value: Any) -> None:
-        """Takes the prompt first and drops it, then committed tokens; raises `Stopped` if the run is to end."""
+        """Notes what has come, and when; raises `Stopped` if the run is to end."""
         if self.stop.is_set():
             raise Stopped
-        if self._arrived is None:
-            self._arrived = []
-            return
-        self._arrived.append((value.reshape(-1).tolist(), time.perf_counter() - self.started))
+        self._arrived.append((value, time.perf_counter() - self.started))
 
     def end(self) -> None:
         """Nothing to do: the thread that called `generate` knows when it returns."""
 
     def update(self) -> None:
         """Brings the answer up to date."""
-        answer, arrived = self.answer, list(self._arrived or [])
-        answer.ids = [token for ids, _ in arrived for token in ids]
+        answer = self.answer
         answer.seconds = (self.ended or time.perf_counter()) - self.started if self.started else 0.0
-        for ids, seconds in arrived[len(answer.runs) :]:
+        for value, seconds in self._arrived[1 + len(answer.runs) :]:
+            ids = value.reshape(-1).tolist()
             # A verify's last token is taken for the target's own until the run's end tells.
             is_verify = answer.drafted and bool(answer.runs)
             split = len(ids) - is_verify
             text, bonus, accepted = self.text.add(ids[:split]), self.text.add(ids[split:]), split if is_verify else 0
             run = Run(text=text, bonus=bonus, num_tokens=len(ids), num_accepted=accepted, seconds=seconds)
             answer.runs.append(run)
+            answer.ids += ids
         for run, accepted in zip(answer.runs[1:], answer.stats.num_accepted[0] if answer.stats else [], strict=False):
             if accepted >= run.num_tokens:  # cut at the end: its last token was proposed
                 run.text, run.bonus = run.text + run.bonus, ""
@@ -99,10 +90,9 @@ class RunStreamer(BaseStreamer):
 def in_turn(free: threading.Lock, streamer: RunStreamer, call: Callable[[], None], tick: float) -> Generator[Answer]:
     """Calls something in a thread once a lock is free; yields the answer while it grows, and once at its end.
 
-    Leaving the iterator tells the call to end, and does not wait: it is left from a server's event loop too, which
-    must not stand still for the rest of a prefill. It yields more seldom the longer the answer, since a page draws all
-    of it anew, and one that is busy drawing hears no buttons. What the call raises becomes the answer's state and
-    error; the stack trace is in the log.
+    What the call raises becomes the answer's state and error. Leaving the iterator tells the call to end, and does not
+    wait: a server's event loop must not stand still for the rest of a prefill. It yields more seldom the longer the
+    answer: a page draws all of it anew, and hears no buttons meanwhile.
     """
     answer, stop, over = streamer.answer, streamer.stop, threading.Event()
     end: tuple[State, str] = "failed", ""
@@ -145,8 +135,7 @@ def in_turn(free: threading.Lock, streamer: RunStreamer, call: Callable[[], None
 class ChatModel:
     """A target with its draft and its tokenizer or processor, ready to chat; with a processor it sees images.
 
-    Raises:
-        ValueError: If there is no chat template.
+    Raises `ValueError` if there is no chat template.
     """
 
     def __init__(self, target: PreTrainedModel, draft: DFlashDraftModel, encoder: Processor) -> None:
@@ -158,26 +147,18 @@ class ChatModel:
                 f"expected a target with a chat template, got {target.name_or_path} without one; choose one that was "
                 "trained for chats, or use dflash-hf generate"
             )
-        text_config = target.config.get_text_config(decoder=True)
-        self.max_length = int(getattr(text_config, "max_position_embeddings", None) or 2**31)
+        config = target.config.get_text_config(decoder=True)
+        self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31)
         self.block_size = draft.generation_config.block_size or draft.config.block_size
         self._free = threading.Lock()
 
-    def warm_up(self) -> None:
-        """Answers a short prompt both ways: the first calls pay for loading code."""
-        for use_draft in (False, True):
-            list(self.ask(Conversation(), "Hello.", [], Settings(use_draft=use_draft, max_new_tokens=4)))
-
     def check_message(self, conversation: Conversation, text: str, images: Sequence[Any]) -> None:
-        """Raises `ValueError` for a message that is empty or too long, or has images that cannot be seen or too many.
-
-        Before anything is done with it: the images may be files that nobody has read yet.
-        """
+        """Raises `ValueError` for a message that is refused as it is: nobody has to have read its images for that."""
         if not text.strip() and not images:
             raise ValueError("expected a question, got an empty message; write something")
         if len(text) > MAX_CHARACTERS:
-            limit = f"expected a message of at most {MAX_CHARACTERS:,} characters"
-            raise ValueError(f"{limit}, got {len(text):,}; shorten it")
+            limit = f"{MAX_CHARACTERS:,} characters"
+            raise ValueError(f"expected a message of at most {limit}, got {len(text):,}; shorten it")
         if images and not self.takes_images:
             raise ImageError("expected a text, got an image: this target reads text only; remove the image")
         total = len(images) + sum(len(turn.images) for turn in conversation.turns)
@@ -185,11 +166,9 @@ class ChatModel:
             raise ValueError(f"expected at most {MAX_IMAGES} images in a conversation, got {total}; start a new chat")
 
     def encode(self, conversation: Conversation, max_new_tokens: int) -> dict[str, Tensor]:
-        """Turns the conversation into inputs of one row, as the processor or tokenizer makes them.
+        """Returns the conversation as inputs of one row, as the processor or tokenizer makes them.
 
-        Raises:
-            ImageError: If the processor refuses an image of the newest question.
-            ValueError: If it is too long for the target with an answer of `max_new_tokens`.
+        Raises `ValueError` if it is too long beside such an answer, `ImageError` where the processor refuses an image.
         """
         try:
             inputs = encode_prompt(self.encoder, conversation.messages(self.takes_images), self.target.device)
@@ -208,9 +187,8 @@ class ChatModel:
     ) -> Generator[Answer]:
         """Adds a turn and answers it, yielding the answer whenever there is more of it, and once at its end.
 
-        Leaving the iterator ends the run, as the conversation's `stop` does. The turn stays in the conversation with
-        what there is of its answer. Raises `ValueError` at the call if the message is refused; the conversation is
-        then as before.
+        Leaving the iterator ends the run, as the conversation's `stop` does; the turn stays with what there is of its
+        answer. Raises `ValueError` at the call if the message is refused; the conversation is then as before.
         """
         self.check_message(conversation, text, images)
         answer = Answer(drafted=settings.use_draft, block_size=self.block_size)
@@ -223,8 +201,8 @@ class ChatModel:
     def race(self, conversation: Conversation, max_new_tokens: int) -> Generator[tuple[Answer, Answer]]:
         """Answers the newest question again, by plain `generate` and then with the draft; yields both as they grow.
 
-        Greedy: sampled texts of Transformers' own sampler use other random numbers. Neither run has a cache of
-        earlier turns, and nothing else runs meanwhile. Raises `ValueError` at the call if there is no question yet.
+        Greedy (Transformers' own sampler uses other random numbers), and without a cache of earlier turns. Raises
+        `ValueError` at the call if there is no question yet.
         """
         if not conversation.turns:
             raise ValueError("expected a question to race on, got an empty conversation; ask something first")
@@ -252,21 +230,21 @@ class ChatModel:
         is_turn = answer is conversation.turns[-1].answer
 
         def call() -> None:
-            # Only now: a run that was left may have been advancing the cache until a moment ago.
-            cache = self._cache_for(conversation, inputs) if is_turn and answer.drafted else None
-            extra: dict[str, Any] = {"assistant_model": self.draft} if answer.drafted else {}
-            if cache is not None:
-                answer.num_cached_tokens, extra["past_key_values"] = cache.get_seq_length(), cache
+            options, cache = settings.for_generate(), None
+            if answer.drafted:
+                options["assistant_model"] = self.draft
+            if answer.drafted and is_turn:  # looked at only now: a run that was left may have been advancing it
+                cache = options["past_key_values"] = self._cache_for(conversation, inputs)
+                answer.num_cached_tokens = cache.get_seq_length()
             self.draft.last_stats = None
             streamer.started = time.perf_counter()
             try:
-                ids = self.target.generate(**inputs, **settings.for_generate(), **extra, streamer=streamer)
-                ids = ids.cpu()  # waits for an accelerator
+                ids = self.target.generate(**inputs, **options, streamer=streamer).cpu()  # waits for an accelerator
             finally:
                 streamer.ended = time.perf_counter()
                 answer.stats = self.draft.last_stats
             if cache is not None:
-                conversation.cache, conversation.cached_ids = cache, ids[:, : cache.get_seq_length()]
+                conversation.cache = cache, ids[:, : cache.get_seq_length()]
 
         return in_turn(self._free, streamer, call, TICK if is_turn else RACE_TICK)
 
@@ -276,11 +254,11 @@ class ChatModel:
         A template may render earlier turns anew (thinking models drop their thoughts), and families whose positions do
         not follow from `image_grid_thw` take the new images only: both prefill the whole conversation.
         """
-        then, now = conversation.cached_ids, inputs["input_ids"].cpu()
-        if conversation.cache is not None and then is not None:
+        if conversation.cache is not None:
+            (cache, then), now = conversation.cache, inputs["input_ids"].cpu()
             goes_on = then.shape[1] < now.shape[1] and torch.equal(then, now[:, : then.shape[1]])
             if goes_on and ("image_grid_thw" in inputs or not any(turn.images for turn in conversation.read_turns)):
-                return conversation.cache
+                return cache
             logger.info("The conversation is prefilled anew: its beginning is not what the cache holds.")
         return DynamicCache(config=self.target.config)
 

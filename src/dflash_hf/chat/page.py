@@ -20,12 +20,7 @@ from dflash_hf.chat.render import find_examples, render
 HERE = Path(__file__).parent
 MINUTES = 15  # that an upload is kept; what was asked about it stays in its conversation
 SWEPT_EVERY = 30  # seconds
-ASK_EXAMPLE = """element.addEventListener("click", (event) => {
-  const example = event.target.closest("[data-df-example]");
-  if (example) trigger("click", { text: example.dataset.dfExample });
-});"""
-NARROW: dict[str, Any] = {"size": "sm", "min_width": 70}
-LENGTH: dict[str, Any] = {"step": 16, "elem_id": "df-length", "min_width": 140}
+EMPTY: dict[str, Any] = {"text": "", "files": []}  # in the box
 
 Change = dict[Any, Any]  # new values of components; the others stay as they are
 logger: Any = logging.get_logger(__name__)
@@ -47,34 +42,36 @@ class Page:
                 with gr.Column(elem_id="df-chat"):
                     with gr.Column(elem_id="df-scroll"):
                         self.past = _html("", "df-history")
-                        self.newest = _html(self.welcome, "df-current", js_on_load=ASK_EXAMPLE)
+                        script = (HERE / "page.js").read_text(encoding="utf-8")
+                        self.newest = _html(self.welcome, "df-current", script)
                     self.sentence = _html("", "df-notice")
                     self.box = self._box()
                     with gr.Row(elem_id="df-settings"):
-                        draft = gr.Checkbox(True, label="Draft", elem_id="df-draft", min_width=90)
-                        heat = gr.Slider(0, 1.5, 0, step=0.1, label="Temperature", elem_id="df-heat", min_width=140)
-                        length = gr.Slider(16, longest, min(320, longest), label="Max tokens", **LENGTH)
-                        new = gr.Button("New chat", elem_id="df-new", size="sm", min_width=90)
+                        draft = gr.Checkbox(True, label="Draft", elem_id="df-draft")
+                        heat = gr.Slider(0, 1.5, 0, step=0.1, label="Temperature", elem_id="df-heat")
+                        usual = min(320, longest)
+                        length = gr.Slider(16, longest, usual, step=16, label="Max tokens", elem_id="df-length")
+                        new = gr.Button("New chat", elem_id="df-new", size="sm")
                 with gr.Column(elem_id="df-side"):
                     _html(render("legend"), "df-legend-card")
                     self.stats = _html(render("statistics", None), "df-statistics")
                     with gr.Row(elem_id="df-race-head"):
                         _html("<h2>Race</h2>", "df-race-title")
-                        self.start = gr.Button("Start", elem_id="df-race-start", **NARROW)
-                        self.halt = gr.Button("Stop", elem_id="df-race-stop", visible=False, **NARROW)
+                        self.start = gr.Button("Start", elem_id="df-race-start", size="sm")
+                        self.halt = gr.Button("Stop", elem_id="df-race-stop", size="sm", visible=False)
                     self.lanes = _html(render("race", None, None), "df-race")
             parts = [self.box, self.past, self.newest, self.sentence, self.stats, self.lanes, self.start, self.halt]
-            queued: dict[str, Any] = {"outputs": parts, "api_visibility": "private", "show_progress": "hidden"}
+            changing: dict[str, Any] = {"outputs": parts, "api_visibility": "private", "show_progress": "hidden"}
             # Not "once": the browser would drop a question that is asked while it still closes the run before.
-            self.box.submit(self._ask, [self.box, draft, heat, length], trigger_mode="multiple", **queued)
-            self.newest.click(self._ask_example, [draft, heat, length], **queued)
-            self.start.click(self._race, length, trigger_mode="multiple", **queued)
-            for event in (self.box.stop, self.halt.click):
-                event(self._stop, queue=False, **queued)
-            new.click(self._new, queue=False, **queued)
+            self.box.submit(self._ask, [self.box, draft, heat, length], trigger_mode="multiple", **changing)
+            self.newest.click(self._ask_example, [draft, heat, length], **changing)
+            self.start.click(self._race, length, trigger_mode="multiple", **changing)
+            gr.on([self.box.stop, self.halt.click], self._stop, queue=False, api_visibility="private")
+            new.click(self._new, queue=False, **changing)
             self.blocks.unload(self._leave)
 
     def _box(self) -> Any:
+        """Where messages are written, with images if the target sees them."""
         images = self.model.takes_images
         box: Any = gr.MultimodalTextbox(
             show_label=False,
@@ -100,34 +97,30 @@ class Page:
     def _ask(
         self, message: dict[str, Any], use_draft: bool, heat: float, length: float, request: gr.Request
     ) -> Generator[Change]:
-        text, files = str(message["text"] or ""), [Path(file) for file in message["files"]]
+        text, files = message["text"], [Path(file) for file in message["files"]]
+        examples = [file for shown in self.examples.values() for file in shown]
+        uploads = [file for file in files if file.resolve().is_relative_to(self.uploads) and file.is_file()]
 
         def run(conversation: Conversation) -> Generator[Change]:
-            settings = Settings(use_draft=bool(use_draft), temperature=float(heat), max_new_tokens=int(length))
+            settings = Settings(use_draft=use_draft, temperature=float(heat), max_new_tokens=int(length))
             try:
                 self.model.check_message(conversation, text, files)  # before any of them is decoded
                 for file in files:
-                    if not self._is_there(file):
+                    if file not in uploads + examples:
                         missing = f"expected {file.name} to be an upload, got none of that name: uploads are deleted"
                         raise ImageError(f"{missing} after {MINUTES} minutes; add it again", file)
                 running = self.model.ask(conversation, text, [read_image(file) for file in files], settings)
             except ImageError as error:
                 # What was not refused stays, so that the message can be corrected.
-                kept = [str(file) for file in files if error.path not in (None, file) and self._is_there(file)]
+                kept = [str(file) for file in uploads if error.path not in (None, file)]
                 yield {self.box: gr.update(value={"text": text, "files": kept})}
                 raise
-            yield {
-                self.box: gr.update(value={"text": "", "files": []}, submit_btn=False, stop_btn=True),
-                self.past: render("turns", conversation.turns[:-1]),
-                self.newest: render("turns", conversation.turns[-1:]),
-                self.sentence: "",
-                self.start: gr.update(interactive=False),
-            }
+            past, newest = render("turns", conversation.turns[:-1]), render("turns", conversation.turns[-1:])
+            yield {**self._controls(busy=True, value=EMPTY), self.past: past, self.newest: newest}
             with closing(running):
                 for answer in running:
                     newest = render("turns", conversation.turns[-1:])
                     yield {self.newest: newest, self.stats: render("statistics", answer)}
-            yield {self.box: gr.update(submit_btn=True, stop_btn=False), self.start: gr.update(interactive=True)}
 
         yield from self._changes(run, request)
 
@@ -140,10 +133,9 @@ class Page:
     def _race(self, length: float, request: gr.Request) -> Generator[Change]:
         def run(conversation: Conversation) -> Generator[Change]:
             with closing(self.model.race(conversation, int(length))) as running:
-                yield {self.sentence: "", self.start: gr.update(visible=False), self.halt: gr.update(visible=True)}
+                yield self._controls(busy=True)
                 for answers in running:
                     yield {self.lanes: render("race", *answers)}
-            yield {self.start: gr.update(visible=True), self.halt: gr.update(visible=False)}
 
         yield from self._changes(run, request)
 
@@ -156,30 +148,21 @@ class Page:
                     if conversation.left:
                         break
                     yield change
+            yield self._controls(busy=False)
         except ValueError as error:
             yield {self.sentence: render("notice", str(error))}
         except Exception as error:
             logger.error("The chat could not answer.", exc_info=error)
             sentence = f"This could not be answered ({type(error).__name__}); the server's log says more."
-            yield {self.sentence: render("notice", sentence)}
+            yield {**self._controls(busy=False), self.sentence: render("notice", sentence)}
         if conversation.left:
             yield self._fresh()
 
-    def _is_there(self, file: Path) -> bool:
-        """Whether it is an upload that has not been deleted, or an example's."""
-        is_example = any(file in files for files in self.examples.values())
-        return is_example or (file.resolve().is_relative_to(self.uploads) and file.is_file())
-
-    def _stop(self, request: gr.Request) -> Any:
+    def _stop(self, request: gr.Request) -> None:
         self.sessions.stop(_name_of(request))
-        return gr.skip()
 
     def _new(self, request: gr.Request) -> Any:
-        """Begins anew. Where a run is in progress, the run says so itself, as the last thing that it says.
-
-        The browser hears of a run and of a click over two connections: what a run said last could come after the
-        fresh page, and stay there.
-        """
+        """Begins anew. A run in progress says so itself, last: over its own connection nothing of it comes later."""
         return gr.skip() if self.sessions.forget(_name_of(request)) else self._fresh()
 
     def _leave(self, request: gr.Request) -> None:
@@ -188,14 +171,20 @@ class Page:
     def _fresh(self) -> Change:
         """The page before the first question."""
         return {
-            self.box: gr.update(value={"text": "", "files": []}, submit_btn=True, stop_btn=False),
+            **self._controls(busy=False, value=EMPTY),
             self.past: "",
             self.newest: self.welcome,
-            self.sentence: "",
             self.stats: render("statistics", None),
             self.lanes: render("race", None, None),
-            self.start: gr.update(visible=True, interactive=True),
-            self.halt: gr.update(visible=False),
+        }
+
+    def _controls(self, busy: bool, **box: Any) -> Change:
+        """What can be pressed while a run is in progress, or while none is; with no sentence left from before."""
+        return {
+            self.box: gr.update(submit_btn=not busy, stop_btn=busy, **box),
+            self.start: gr.update(visible=not busy),
+            self.halt: gr.update(visible=busy),
+            self.sentence: "",
         }
 
     def launch(self, host: str, port: int, guards: list[Middleware]) -> None:
@@ -212,13 +201,12 @@ class Page:
             enable_monitoring=False,
             max_file_size=MAX_FILE_BYTES,
             ssr_mode=False,
-            app_kwargs={"middleware": guards, "docs_url": None, "redoc_url": None, "openapi_url": None},
+            app_kwargs={"middleware": guards, "openapi_url": None},
             # The fonts of the system; the rest is in the style sheet.
             theme=themes.Base(
                 primary_hue="blue", neutral_hue="slate", font=["system-ui", "sans-serif"], font_mono="monospace"
             ),
             css_paths=HERE / "page.css",
-            js=(HERE / "page.js").read_text(encoding="utf-8"),
         )
 
 

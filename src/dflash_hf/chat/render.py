@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from dflash_hf.chat.image_files import data_url
+from dflash_hf.chat.image_files import read_image
 from dflash_hf.evaluation.prompt_files import as_messages, prompt_of, read_rows, text_of
 
 MAX_EXAMPLES = 4
-MAX_BYTES = 64 * 2**10  # of an example's image: they are part of the page
 # Gradio's own templates read `${}` and `{{}}`: what was written must never reach them as such.
 _TEMPLATE = str.maketrans({"{": "&#123;", "}": "&#125;", "$": "&#36;", "`": "&#96;"})
 
@@ -30,7 +30,7 @@ _environment = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_parts: Any = _environment.get_template("page.html", globals={"data_url": data_url}).module
+_parts: Any = _environment.get_template("page.html", globals={"read_image": read_image}).module
 
 
 def render(part: str, *values: object) -> str:
@@ -39,13 +39,10 @@ def render(part: str, *values: object) -> str:
 
 
 def find_examples(target: str, takes_images: bool) -> dict[str, list[Path]]:
-    """Reads `held_out.jsonl` beside a target's folder: one question of each of the first kinds, none without the file.
+    """Reads `held_out.jsonl` beside a target's folder: the images of one question of each kind, by its text.
 
-    Only conversations of one turn, and small PNG images in that folder; for a target that sees images, all but one
-    question have some.
-
-    Returns:
-        `dict[str, list[Path]]`: The images of each question, by its text.
+    Only conversations of one turn, and images in that folder; for a target that sees images, all but one question
+    have some. No questions without the file.
     """
     path = Path(target).parent / "held_out.jsonl"
     found: dict[str, tuple[str, list[Path]]] = {}
@@ -54,15 +51,13 @@ def find_examples(target: str, takes_images: bool) -> dict[str, list[Path]]:
         [message, *others] = as_messages(prompt)
         parts: Any = [] if isinstance(message["content"], str) else message["content"]
         files = [Path(str(part.get("path"))) for part in parts if part["type"] == "image"]
-        ours = [file for file in files if file.resolve().is_relative_to(path.parent.resolve()) and file.is_file()]
-        small = [file for file in ours if file.suffix == ".png" and file.stat().st_size <= MAX_BYTES]
-        if not others and small == files:
+        ours = [file.resolve().is_relative_to(path.parent.resolve()) and file.is_file() for file in files]
+        if not others and all(ours):
             found.setdefault(str(row.get("kind")), (text_of(prompt), files))
     seeing = [example for example in found.values() if example[1] and takes_images]
     reading = [example for example in found.values() if not example[1]]
-    if len(seeing) > (number := MAX_EXAMPLES - bool(reading)):  # neighbouring kinds are alike
-        seeing = [seeing[round(index * (len(seeing) - 1) / (number - 1))] for index in range(number)]
-    return dict([*seeing, *reading][:MAX_EXAMPLES])
+    step = math.ceil(len(seeing) / (MAX_EXAMPLES - bool(reading))) or 1  # neighbouring kinds are alike
+    return dict([*seeing[::step], *reading][:MAX_EXAMPLES])
 
 
 __all__ = ["find_examples", "render"]

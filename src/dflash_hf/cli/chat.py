@@ -41,13 +41,14 @@ def chat(
 
     from dflash_hf.chat.conversation import Settings
     from dflash_hf.chat.model import ChatModel
+    from dflash_hf.evaluation.harness import warm_up
 
     console = Console()
     is_bundled = Path(target).resolve().is_relative_to(BUNDLED)
     if threads or is_bundled:
         torch.set_num_threads(threads or 1)
     model = ChatModel(*load_pair(target, draft, dtype, device))
-    model.warm_up()
+    warm_up(model.target, model.draft, model.encoder, "Hello.")
     if not web:
         converse(model, Settings(max_new_tokens=max_new_tokens, temperature=temperature), console)
         return
