@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
-from dflash_hf.cache import RaggedCache
+from dflash_hf.cache.ragged import RaggedCache
 
 VOCAB = 64
 DEPTH = 4

@@ -6,8 +6,9 @@ import torch
 from transformers import DynamicCache
 
 from dflash_hf.attention import RaggedBlock
-from dflash_hf.cache import RaggedCache
-from dflash_hf.target import find_target, ragged_attention
+from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.target.parts import find_target
+from dflash_hf.target.reentry import ragged_attention
 
 from .clock import Marks
 from .pair import Pair

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from dflash_hf.target import find_target
+from dflash_hf.target.parts import find_target
 
 from .pair import Pair
 

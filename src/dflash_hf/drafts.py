@@ -18,7 +18,8 @@ from transformers.utils import CONFIG_NAME
 from dflash_hf.checkpoints import CheckpointFormat, FormatName, get_format
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target import check_pair, find_target
+from dflash_hf.target.parts import find_target
+from dflash_hf.target.support import check_pair
 
 
 def load_draft(path_or_repo: str | PathLike[str], **kwargs: Any) -> DFlashDraftModel:

@@ -21,14 +21,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflash_hf import ops
 from dflash_hf.attention import RaggedMask, attend, mask_repeats
-from dflash_hf.cache import PromptSlots, RaggedCache
-from dflash_hf.cache_size import LayerShape
+from dflash_hf.cache.context import ContextWeights, NewContext, stack_weights
+from dflash_hf.cache.ragged import PromptSlots, RaggedCache
+from dflash_hf.cache.size import LayerShape
 from dflash_hf.checkpoints.loading import DFlashPreTrainedModel
 from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig
 from dflash_hf.devices import brought_in, execution_device
 from dflash_hf.dflash2 import CandidateSelector, GroupedDynamicConvolution, convolved, follow_path
 from dflash_hf.generation_config import DFlashGenerationConfig
-from dflash_hf.new_context import ContextWeights, NewContext, stack_weights
 from dflash_hf.positions import visible
 
 Mask = Tensor | BlockMask | RaggedMask
@@ -254,7 +254,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return self.hidden_norm(self.fc(context_hidden_states))
 
     def stack_weights(self, cache: RaggedCache, into: ContextWeights | None = None) -> ContextWeights | None:
-        """Copies what a kernel needs to write context of all layers into this cache at once; see `new_context`."""
+        """Copies what a kernel needs to write context of all layers into this cache at once; see `cache.context`."""
         attentions = [layer.self_attn for layer in self._layers()]
         projections = [module for attention in attentions for module in (attention.k_proj, attention.v_proj)]
         return stack_weights(projections, [a.k_norm.weight for a in attentions], cache.buffers(), into)

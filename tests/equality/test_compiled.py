@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dflash_hf.generation import compiled, static_step
 from dflash_hf.generation.compiled import compiled_layers
-from dflash_hf.taps import Taps
-from dflash_hf.target import find_target
+from dflash_hf.target.hidden_states import Taps
+from dflash_hf.target.parts import find_target
 from helpers.static import tensor_oracle, use_tapes
 from helpers.widths import use_random_widths
 from tiny import FAMILIES, prompts, tiny_target, truth_of

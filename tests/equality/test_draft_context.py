@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_hf.cache import RaggedCache
-from dflash_hf.taps import Taps
-from dflash_hf.target import find_target
+from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.target.hidden_states import Taps
+from dflash_hf.target.parts import find_target
 from tiny import OracleDraft, oracle_draft, prompts, tiny_target, truth_of
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dflash_hf import iterate
-from dflash_hf.cache import RaggedCache
-from dflash_hf.cache_size import OutOfRoomError
+from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.generation import buffers, run
 from helpers.static import tensor_oracle, use_tapes
 from helpers.turns import GREEDY as TURN

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from dflash_hf import iterate
-from dflash_hf.target import find_target
+from dflash_hf.target.parts import find_target
 from helpers.hybrid import use_float64_rules
 from helpers.turns import Recording, arm, check_blocks, recording_draft
 from tiny import oracle_draft, prompts, tiny_target, truth_of

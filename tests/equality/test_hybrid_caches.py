@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache, FalconH1Config, FalconH1ForCausalL
 from transformers.generation import BaseStreamer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from dflash_hf.recurrence import RULES, find_recurrences
+from dflash_hf.cache.recurrence import RULES, find_recurrences
 from helpers.hybrid import use_float64_rules
 from helpers.turns import CACHES, GREEDY, answer_mask, arm, check_caches, next_turn, real_tokens, recording_draft, turn
 from tiny import COMMON, HYBRIDS, oracle_draft, prompts, tiny_draft, tiny_target, truth_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from dflash_hf.generation import kept_cache
+from dflash_hf.generation import user_cache
 from helpers.turns import GREEDY, NEW, answer_mask, arm, check_caches, first_turn, next_turn, recording_draft, turn
 from tiny import prompts, tiny_draft, tiny_target
 
@@ -22,7 +22,7 @@ def reasons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     class Logger:
         warning_once = staticmethod(messages.append)
 
-    monkeypatch.setattr(kept_cache, "logger", Logger)
+    monkeypatch.setattr(user_cache, "logger", Logger)
     return messages
 
 

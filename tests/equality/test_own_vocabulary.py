@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.taps import Taps
-from dflash_hf.target import find_target
+from dflash_hf.target.hidden_states import Taps
+from dflash_hf.target.parts import find_target
 from tiny import VOCAB, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 KEPT = torch.tensor([3, 4, 5, 8, 11, 12, 17, 20, 21, 22, 30, 31, 33, 40, 47, 52, 53, 60, 62])

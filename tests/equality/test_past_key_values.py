@@ -15,7 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.generation import BaseStreamer
 
-from dflash_hf.generation import kept_cache
+from dflash_hf.generation import user_cache
 from helpers.turns import (
     CACHES,
     GREEDY,
@@ -133,7 +133,7 @@ def test_the_cache_that_is_returned_is_plain_generates(family: str) -> None:
 
 def test_no_cache_is_kept_where_none_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target("qwen3")
-    monkeypatch.setattr(kept_cache.KeptCache, "__init__", lambda *args: pytest.fail("made a cache to keep"))
+    monkeypatch.setattr(user_cache.UserCache, "__init__", lambda *args: pytest.fail("made a cache to keep"))
     target.generate(**prompts([6], 0), **GREEDY, assistant_model=tiny_draft(target))
 
 

@@ -10,7 +10,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from dflash_hf import iterate
-from dflash_hf.target import find_target
+from dflash_hf.target.parts import find_target
 from helpers.static import tensor_oracle
 from tiny import DEPTH, VOCAB, oracle_draft, prompts, tiny_target, truth_of
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from dflash_hf import DFlashCandidateGenerator, iterate
-from dflash_hf.taps import Taps
-from dflash_hf.target import find_target
+from dflash_hf.target.hidden_states import Taps
+from dflash_hf.target.parts import find_target
 from dflash_hf.training.collators import Batch
 from dflash_hf.training.forward import target_features
 from helpers.vision import IMAGE, VIDEO, VISION, Grid, vision_prompts, vision_target

@@ -104,6 +104,9 @@ class Conversation:
         turn = fitted
         self.type(turn.typed)
         given = self.given(turn)
+        if turn.rule == "sample" and turn.draft == "dflash2":
+            # What its selector proposes, and so what is drawn, follows from the draft's context, which is in ours.
+            self.caches[0] = within(self.case.context, lambda: copy.deepcopy(self.caches[1]))
         theirs, truth = self.reference(turn, given, self.caches[0])
         if turn.rule == "sample":
             theirs = self.drafted(turn, given, self.caches[0], truth)

@@ -14,15 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_hf import attention, ops, scopes, taps
+from dflash_hf import attention, ops, scopes
 from dflash_hf.attention import RaggedBlock
-from dflash_hf.cache import RaggedLayer
+from dflash_hf.cache.ragged import RaggedLayer
+from dflash_hf.cache.recurrent import RecurrentGroup
 from dflash_hf.generation import integration, prefill, sampling, step
 from dflash_hf.generation.accept import Lockstep, accept_matching
-from dflash_hf.generation.kept_cache import KeptCache
 from dflash_hf.generation.outputs import Recorder
 from dflash_hf.generation.processors import BlockProcessors
-from dflash_hf.recurrent_cache import RecurrentGroup
+from dflash_hf.generation.user_cache import UserCache
+from dflash_hf.target import hidden_states
 
 Patches = pytest.MonkeyPatch
 
@@ -141,7 +142,7 @@ def hook_left_behind(patches: Patches) -> None:
         scopes._open.changes.clear()  # the next call must not take them off either
         return nullcontext()
 
-    _wrapped(patches, taps, "hooked", kept)
+    _wrapped(patches, hidden_states, "hooked", kept)
 
 
 def state_not_put_back(patches: Patches) -> None:
@@ -184,11 +185,11 @@ def cache_one_short(patches: Patches) -> None:
 def context_of_another_text(patches: Patches) -> None:
     """A cache that was passed in is taken to hold one token less than it does."""
 
-    def short(begin: Any, self: KeptCache, *args: Any) -> Any:
+    def short(begin: Any, self: UserCache, *args: Any) -> Any:
         begin(self, *args)
         self.positions = self.positions + 1
 
-    _wrapped(patches, KeptCache, "begin", short)
+    _wrapped(patches, UserCache, "begin", short)
 
 
 def criterion_forgotten(patches: Patches) -> None:
@@ -254,7 +255,7 @@ def settings_changed(patches: Patches) -> None:
 
 def cache_not_restored(patches: Patches) -> None:
     """What an interrupted call has written stays in the user's cache."""
-    patches.setattr(KeptCache, "restored_on_error", lambda self: nullcontext())
+    patches.setattr(UserCache, "restored_on_error", lambda self: nullcontext())
 
 
 def image_counted_as_text(patches: Patches) -> None:

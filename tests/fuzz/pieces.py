@@ -22,7 +22,7 @@ from transformers import (
 from transformers.generation import BaseStreamer
 
 from dflash_hf.generation import run
-from dflash_hf.target import find_target
+from dflash_hf.target.parts import find_target
 from fuzz.cases import EOS, PROCESSORS, SAMPLERS, Turn
 from helpers.static import use_tapes
 

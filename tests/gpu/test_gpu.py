@@ -21,15 +21,15 @@ from transformers import DynamicCache, PreTrainedModel
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.attention import RaggedBlock, attend, mask_repeats
-from dflash_hf.cache import RaggedCache
+from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.generation import loop
 from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.run import Run, tapped
 from dflash_hf.generation.state import NUM_REPORTED
 from dflash_hf.generation.step import finish, forwards, settle
 from dflash_hf.positions import slot_positions, visible
-from dflash_hf.taps import Taps
-from dflash_hf.target import find_target
+from dflash_hf.target.hidden_states import Taps
+from dflash_hf.target.parts import find_target
 from dflash_hf.training.anchors import BlockMaskRule, sample_anchors
 from dflash_hf.training.collators import Batch, collate
 from dflash_hf.training.data import Example

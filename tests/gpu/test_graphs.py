@@ -19,7 +19,7 @@ from dflash_hf.generation import buffers, static_step, widths
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.cuda_graph import GraphStep, why_not
 from dflash_hf.generation.static_step import StaticStep
-from dflash_hf.target import find_target
+from dflash_hf.target.parts import find_target
 from helpers.static import tensor_oracle
 from helpers.vision import vision_prompts, vision_target
 from helpers.widths import use_random_widths

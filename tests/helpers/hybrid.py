@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from dflash_hf.recurrent_cache import RecurrentGroup
-from dflash_hf.target import find_target
+from dflash_hf.cache.recurrent import RecurrentGroup
+from dflash_hf.target.parts import find_target
 
 
 def gated_delta(

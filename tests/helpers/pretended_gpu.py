@@ -45,13 +45,14 @@ from transformers import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.initialization import no_init_weights
 
-from dflash_hf import DFlashConfig, DFlashDraftModel, new_context, ops
-from dflash_hf.cache import RaggedLayer
+from dflash_hf import DFlashConfig, DFlashDraftModel, ops
+from dflash_hf.cache import context
+from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.generation import prefill as prefill_module
 from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep
-from dflash_hf.target import find_target
+from dflash_hf.target.parts import find_target
 
 PROMPT = 64
 LIMIT = 4096
@@ -107,7 +108,7 @@ def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Generator[None]:
         patch.setattr(RaggedLayer, "write_rows", lambda *args: None)
         patch.setattr(prefill_module, "_commit_first", _commit_nothing)
         # Weights without numbers are of a class of their own, which would count as quantised.
-        patch.setattr(new_context, "_is_its_weight", lambda module: module.bias is None)
+        patch.setattr(context, "_is_its_weight", lambda module: module.bias is None)
         yield
     ops._is_recent.cache_clear()
 

@@ -58,7 +58,7 @@ def imports(module: Module) -> Iterator[tuple[ast.stmt, str]]:
 
 
 def imported_modules(module: Module, names: set[str]) -> Iterator[tuple[ast.stmt, str]]:
-    """Each import that leads to one of `names`, as that name: `from dflash_hf.cache import X` is `dflash_hf.cache`."""
+    """Each import that leads to one of `names`, as that name: `from package.module import X` is the module."""
     for node, target in imports(module):
         found = target if target in names else target.rpartition(".")[0]
         if found in names and found != module.name:

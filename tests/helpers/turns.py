@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import LinearAttentionLayer
 
-from dflash_hf.cache import RaggedCache
+from dflash_hf.cache.ragged import RaggedCache
 from helpers.hybrid import check_recurrent
 from tiny import VOCAB, OracleDraft, draft_config, prompts, tiny_target
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.attention import RaggedBlock
-from dflash_hf.cache import RaggedCache
-from dflash_hf.cache_size import LayerShape
+from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.cache.size import LayerShape
 from dflash_hf.modeling_dflash import DFlashAttention, rotate
 from dflash_kernels import context_kv, norm_rope_write
 from dflash_kernels._dispatch import runs_kernel

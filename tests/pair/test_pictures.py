@@ -23,7 +23,7 @@ from dflash_hf.evaluation.harness import compare, encode_prompt
 from dflash_hf.evaluation.probe import Probe, Setup
 from dflash_hf.evaluation.prompt_files import image_names
 from dflash_hf.evaluation.prompt_files import read_prompts as read_doctor_prompts
-from dflash_hf.target import find_target
+from dflash_hf.target.parts import find_target
 from helpers.vision_pair import KINDS, write_vision_pair
 
 ROOT = Path(__file__).resolve().parents[2]

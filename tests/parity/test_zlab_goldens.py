@@ -14,8 +14,8 @@ from transformers import DynamicCache
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.attention import RaggedBlock
-from dflash_hf.cache import RaggedCache
-from dflash_hf.new_context import NewContext
+from dflash_hf.cache.context import NewContext
+from dflash_hf.cache.ragged import RaggedCache
 from helpers.activations import recorded, relative_error
 
 GOLDENS = Path(__file__).parent / "goldens" / "zlab"

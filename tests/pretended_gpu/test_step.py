@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from dflash_hf import DFlashConfig, ops
-from dflash_hf.cache import RaggedLayer
+from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.generation import step as step_module
 from dflash_hf.generation.host_reads import HostReadError
 from dflash_hf.generation.run import Run

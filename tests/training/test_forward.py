@@ -8,9 +8,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import Qwen3ForCausalLM
 
 from dflash_hf.attention import RaggedBlock
-from dflash_hf.cache import RaggedCache
+from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target import Target, find_target
+from dflash_hf.target.parts import Target, find_target
 from dflash_hf.training.anchors import Anchors, BlockMaskRule, all_anchors, sample_anchors
 from dflash_hf.training.collators import Batch
 from dflash_hf.training.forward import attention_kinds, block_inputs, run_blocks, target_features

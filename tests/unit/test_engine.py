@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from dflash_hf import cache, cache_size, free_buffers
+from dflash_hf import free_buffers
+from dflash_hf.cache import ragged, size
 from dflash_hf.generation import buffers, cuda_graph, static_step
 from dflash_hf.generation.buffers import buckets_between, kept_buffers, round_up
 from dflash_hf.generation.cuda_graph import why_not
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
-from dflash_hf.taps import Taps
-from dflash_hf.target import find_target
+from dflash_hf.target.hidden_states import Taps
+from dflash_hf.target.parts import find_target
 from helpers.engine import GREEDY, NEW, Watched, freeze_each_step_first, pair
 from helpers.pretended_gpu import pretended_gpu
 from helpers.static import Tape, TapeStep, use_tapes
@@ -276,20 +277,20 @@ def test_a_device_that_fails_leaves_a_message_and_nothing_half_written(monkeypat
 def test_a_length_beyond_memory_is_refused_with_what_would_fit(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     target, draft, inputs, ref = pair(engine)
-    monkeypatch.setattr(cache_size, "free_memory", lambda device: 30_000)
+    monkeypatch.setattr(size, "free_memory", lambda device: 30_000)
     with pytest.raises(ValueError, match=r"expected K/V buffers of at most [\d,]+ bytes .* got [\d,]+ for 3 rows"):
         target.generate(**inputs, max_new_tokens=10**12, do_sample=False, assistant_model=draft)
     if engine == "static":
         return
     # What is said to fit does, one token more does not.
-    monkeypatch.setattr(cache_size, "free_memory", lambda device: 300_000)
-    with pytest.raises(cache_size.OutOfRoomError) as refused:
+    monkeypatch.setattr(size, "free_memory", lambda device: 300_000)
+    with pytest.raises(size.OutOfRoomError) as refused:
         target.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=draft)
     fits = int(str(refused.value).partition("rows can have at most ")[2].partition(" ")[0].replace(",", ""))
     new = fits - 11 - 8  # the longest prompt and a block
     out = target.generate(**inputs, max_new_tokens=new, do_sample=False, assistant_model=draft)
     assert torch.equal(out[:, :37], ref[:, : out.shape[1]])
-    with pytest.raises(cache_size.OutOfRoomError):
+    with pytest.raises(size.OutOfRoomError):
         target.generate(**inputs, max_new_tokens=new + 1, do_sample=False, assistant_model=draft)
 
 
@@ -297,7 +298,7 @@ def test_other_shapes_make_room_where_there_is_none(monkeypatch: pytest.MonkeyPa
     target, draft, inputs, ref = pair("static")
     target.generate(**prompts([7], 0), **GREEDY, assistant_model=draft)
     (kept,) = kept_buffers(draft)
-    monkeypatch.setattr(cache_size, "free_memory", lambda device: 0 if kept in kept_buffers(draft) else 10**9)
+    monkeypatch.setattr(size, "free_memory", lambda device: 0 if kept in kept_buffers(draft) else 10**9)
     monkeypatch.setattr(buffers, "check_memory", lambda *args, **kwargs: None)
     assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     assert kept not in kept_buffers(draft)
@@ -320,7 +321,7 @@ def test_nothing_is_written_beyond_the_buffers(family: str, engine: Any, monkeyp
         inner = whole[GUARD : GUARD + tensor.numel()].view(tensor.shape)
         return inner.zero_()
 
-    init = cache.RaggedLayer.__init__
+    init = ragged.RaggedLayer.__init__
 
     def fenced_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
@@ -335,7 +336,7 @@ def test_nothing_is_written_beyond_the_buffers(family: str, engine: Any, monkeyp
         state.ids = fenced(state.ids)
         return state
 
-    monkeypatch.setattr(cache.RaggedLayer, "__init__", fenced_init)
+    monkeypatch.setattr(ragged.RaggedLayer, "__init__", fenced_init)
     monkeypatch.setattr(buffers.DecodeState, "allocate", fenced_state)
     for module in (buffers, static_step):
         monkeypatch.setattr(module, "round_up", lambda length: length)  # not a slot to spare

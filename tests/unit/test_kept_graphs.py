@@ -15,7 +15,7 @@ from torch import nn
 from dflash_hf import free_buffers
 from dflash_hf.generation import buffers, cuda_graph
 from dflash_hf.generation.buffers import kept_buffers
-from dflash_hf.target import find_target
+from dflash_hf.target.parts import find_target
 from helpers.engine import GREEDY, NEW, pair
 from helpers.static import TapeStep, use_tapes
 from tiny import prompts, tiny_draft, tiny_target

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.modeling_dflash import DFlashAttention, DFlashDraftModel, DFlashRotaryEmbedding
-from dflash_hf.target import Target
+from dflash_hf.target.parts import Target
 from dflash_hf.training.collators import Batch, collate
 from dflash_hf.training.data import Example
 from dflash_hf.training.forward import target_features

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_hf.cache import RaggedCache
-from dflash_hf.cache_size import OutOfRoomError, check_memory
+from dflash_hf.cache.context import ContextWeights
+from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.cache.size import OutOfRoomError, check_memory
 from dflash_hf.devices import total_memory
 from dflash_hf.generation.state import DecodeState, StateShape
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.new_context import ContextWeights
-from dflash_hf.target import Target
+from dflash_hf.target.parts import Target
 
 MAX_KEPT = 4
 KEPT_SHARE = 0.25  # of a device's memory

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash_hf.attention import RaggedBlock
+from dflash_hf.cache.context import NewContext
 from dflash_hf.devices import execution_device
 from dflash_hf.dflash2 import follow_path
 from dflash_hf.generation.buffers import FixedBuffers
@@ -16,8 +17,7 @@ from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.sampling import DRAFT_STREAM, TARGET_STREAM, choose, gumbel_noise
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.new_context import NewContext
-from dflash_hf.target import Target
+from dflash_hf.target.parts import Target
 
 Rule = Literal["argmax", "shared_noise", "sample"]
 # See `iterate`: the draft's logits [B, W - 1, V] and the token before the proposals [B] -> proposals [B, W - 1].

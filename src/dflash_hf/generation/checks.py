@@ -1,6 +1,6 @@
 """What a call with a draft cannot honour, refused before any forward runs: settings, prompts, images, caches, devices.
 
-Whether DFlash can drive a target at all, and whether a draft fits it, is in `target`.
+Whether DFlash can drive a target at all, and whether a draft fits it, is in `target.support`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from transformers.cache_utils import (
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from dflash_hf.cache import layer_window
+from dflash_hf.cache.ragged import layer_window
 from dflash_hf.generation_config import Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target import Target
+from dflash_hf.target.parts import Target
 
 SUPPORTED_LAYERS = (
     DynamicLayer,
@@ -244,7 +244,7 @@ def check_cache(cache: object, target: Target, rows: int, num_ids: int, mask: Te
             _check_recurrent(layer, reference, index, rows, bool(int(cache.get_seq_length())))
             continue
         kept, window = layer_window(layer), layer_window(reference)
-        # A static layer that is shorter than the window is a matter of room: see `KeptCache.begin`.
+        # A static layer that is shorter than the window is a matter of room: see `UserCache.begin`.
         shorter = isinstance(layer, StaticLayer) and window is not None and kept is not None and kept < window
         if kept is not None and kept != window and not shorter:
             raise ValueError(

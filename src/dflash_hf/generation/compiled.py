@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from dflash_hf.scopes import undoing
-from dflash_hf.target import Target, attention_modules
+from dflash_hf.target.code import attention_modules
+from dflash_hf.target.parts import Target
 
 # Tests compile with one that is quick.
 backend = "inductor"

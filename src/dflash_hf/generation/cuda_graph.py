@@ -32,7 +32,8 @@ from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.widths import useful_widths
 from dflash_hf.generation_config import Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target import LENGTH_DEPENDENT_ROPE, Target, rope_kinds
+from dflash_hf.target.parts import Target
+from dflash_hf.target.support import LENGTH_DEPENDENT_ROPE, rope_kinds
 
 logger: Any = logging.get_logger(__name__)
 Settings = tuple[object, ...]
@@ -45,7 +46,11 @@ NUM_TIMED = 3
 _capturing = threading.Lock()
 # Transformers' own hooks, which do nothing unless a forward is asked for hidden states, and ours, which listen to
 # their own thread's run.
-_HARMLESS_HOOKS = ("transformers.utils.output_capturing", "dflash_hf.taps", "dflash_hf.recurrent_cache")
+_HARMLESS_HOOKS = (
+    "transformers.utils.output_capturing",
+    "dflash_hf.target.hidden_states",
+    "dflash_hf.cache.recurrent",
+)
 
 
 class NotCapturableError(RuntimeError):

@@ -29,7 +29,8 @@ from dflash_hf.generation.loop import decode
 from dflash_hf.generation.prefill import keep_new_images
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target import check_pair, check_target, find_target
+from dflash_hf.target.parts import find_target
+from dflash_hf.target.support import check_pair, check_target
 
 _signature = functools.cache(inspect.signature)
 

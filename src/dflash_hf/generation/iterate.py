@@ -27,7 +27,7 @@ from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.step import step
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target import Target
+from dflash_hf.target.parts import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -20,15 +20,15 @@ from dflash_hf.attention import RaggedBlock
 from dflash_hf.devices import eagerly
 from dflash_hf.generation.buffers import give_buffers
 from dflash_hf.generation.cuda_graph import choose_engine, device_errors_explained, start_engine
-from dflash_hf.generation.kept_cache import KeptCache
 from dflash_hf.generation.outputs import DFlashGenerateOutput
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.run import Run, make_room, tapped
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.step import step, verify
+from dflash_hf.generation.user_cache import UserCache
 from dflash_hf.generation_config import Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target import Target
+from dflash_hf.target.parts import Target
 
 
 def decode(
@@ -66,7 +66,7 @@ def decode(
     given_on, device = input_ids.device, target.device
     input_ids = cast(torch.LongTensor, input_ids.to(device))
     engine = choose_engine(target, draft)
-    kept = KeptCache.find(target, given_cache, bool(generation_config.return_dict_in_generate))
+    kept = UserCache.find(target, given_cache, bool(generation_config.return_dict_in_generate))
     with eagerly(model, draft), nullcontext() if kept is None else kept.restored_on_error():
         run = prefill(
             target,

@@ -13,13 +13,12 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from dflash_hf.cache import RaggedCache
-from dflash_hf.cache_size import OutOfRoomError
+from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.devices import execution_device
 from dflash_hf.generation.accept import Lockstep
 from dflash_hf.generation.buffers import BufferShape, FixedBuffers, free_buffers, take_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
-from dflash_hf.generation.kept_cache import KeptCache
 from dflash_hf.generation.outputs import Recorder
 from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.run import Run, first_room
@@ -27,11 +26,13 @@ from dflash_hf.generation.sampling import new_key
 from dflash_hf.generation.state import NUM_REPORTED, DecodeState, StateShape
 from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
 from dflash_hf.generation.step import settle, take_note
+from dflash_hf.generation.user_cache import UserCache
 from dflash_hf.generation.widths import WidthChooser, candidate_widths
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.reentry import outermost
-from dflash_hf.taps import Taps
-from dflash_hf.target import Target, check_length
+from dflash_hf.target.hidden_states import Taps
+from dflash_hf.target.parts import Target
+from dflash_hf.target.reentry import outermost
+from dflash_hf.target.support import check_length
 
 
 def prefill(
@@ -44,7 +45,7 @@ def prefill(
     streamer: BaseStreamer | None,
     model_kwargs: dict[str, Any],
     started: float,
-    kept: KeptCache | None = None,
+    kept: UserCache | None = None,
     keeps_buffers: bool = False,
 ) -> Run:
     """Runs the target over the prompts with taps on, moves its cache into the ragged one, commits the first token.
@@ -135,7 +136,7 @@ def _fill(
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
     positions: Tensor,
-    kept: KeptCache | None,
+    kept: UserCache | None,
 ) -> tuple[CausalLMOutputWithPast, Cache]:
     """Runs Transformers' own prefill (the user's attention implementation, chunks, images) with taps on.
 
@@ -195,7 +196,7 @@ def _into_ragged(
     filled: Cache,
     positions: Tensor,
     max_length: int,
-    kept: KeptCache | None,
+    kept: UserCache | None,
     keeps_buffers: bool,
 ) -> RaggedCache:
     """Moves the prefill's cache into a ragged one with room for `max_length` tokens and a block.

@@ -16,21 +16,21 @@ import torch
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from dflash_hf.cache import RaggedCache
-from dflash_hf.cache_size import OutOfRoomError
+from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.cache.recurrent import noting
+from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.generation.accept import Accept, Lockstep
 from dflash_hf.generation.buffers import FixedBuffers, free_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
-from dflash_hf.generation.kept_cache import KeptCache
 from dflash_hf.generation.outputs import Recorder
 from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
+from dflash_hf.generation.user_cache import UserCache
 from dflash_hf.generation.widths import WidthChooser
-from dflash_hf.recurrent_cache import noting
-from dflash_hf.reentry import KEYWORD
-from dflash_hf.taps import Taps
-from dflash_hf.target import Target, ragged_attention
+from dflash_hf.target.hidden_states import Taps
+from dflash_hf.target.parts import Target
+from dflash_hf.target.reentry import KEYWORD, ragged_attention
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Run:
         recorder (`Recorder`): Scores and states that are to be returned.
         stats, watch: Of the run.
         chooser (`WidthChooser`, *optional*): Chooses the width of each verify.
-        kept (`KeptCache`, *optional*): The cache that was passed in or asked for.
+        kept (`UserCache`, *optional*): The cache that was passed in or asked for.
         extra (`dict`): Keywords of the caller's own for the target's forward.
         reach (`list[int]`, *optional*): Per row the length at which a target with a table of positions has used all.
         accept (callable, *optional*): An acceptance rule of the user's.
@@ -70,7 +70,7 @@ class Run:
     stats: SpeculativeStats
     watch: Stopwatch
     chooser: WidthChooser | None
-    kept: KeptCache | None
+    kept: UserCache | None
     extra: dict[str, Any]
     reach: list[int] | None
     prompt: int

@@ -206,10 +206,10 @@ class SpeculativeStats:
         Raises:
             ImportError: Without pandas; `pip install 'dflash-hf[research]'`.
         """
-        from dflash_hf.generation import figures
+        from dflash_hf.generation import plots
 
         num_tried = [self._num_tried(row) for row in range(len(self.num_accepted))]
-        return figures.verify_frame(num_tried, self.num_accepted, self.num_committed)
+        return plots.verify_frame(num_tried, self.num_accepted, self.num_committed)
 
     def plot(self) -> Any:
         """Draws acceptance per position (joint and conditional) beside the histogram of acceptance lengths.
@@ -220,10 +220,10 @@ class SpeculativeStats:
         Raises:
             ImportError: Without matplotlib; `pip install 'dflash-hf[research]'`.
         """
-        from dflash_hf.generation import figures
+        from dflash_hf.generation import plots
 
         joint, conditional = self.acceptance_per_position(), self.acceptance_per_position(conditional=True)
-        return figures.acceptance_figure(joint, conditional, self.acceptance_histogram(), self.acceptance_length)
+        return plots.acceptance_figure(joint, conditional, self.acceptance_histogram(), self.acceptance_length)
 
 
 class Stopwatch:

@@ -15,7 +15,7 @@ from dflash_hf.attention import RaggedBlock
 from dflash_hf.generation.accept import commit, decide_at_once, decide_by_position, stop_by_criteria
 from dflash_hf.generation.run import Run, make_room, tapped
 from dflash_hf.generation.state import NUM_REPORTED
-from dflash_hf.taps import Taps
+from dflash_hf.target.hidden_states import Taps
 
 
 def step(run: Run, taps: Taps | None = None) -> tuple[Tensor, list[int]]:

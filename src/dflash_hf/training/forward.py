@@ -16,8 +16,8 @@ from transformers.utils.generic import ModelOutput
 
 from dflash_hf.configuration_dflash import AttentionKind
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.taps import Taps
-from dflash_hf.target import Target
+from dflash_hf.target.hidden_states import Taps
+from dflash_hf.target.parts import Target
 from dflash_hf.training.anchors import Anchors, BlockMaskRule
 from dflash_hf.training.collators import Batch
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target import check_pair, find_target
+from dflash_hf.target.parts import find_target
+from dflash_hf.target.support import check_pair
 from dflash_hf.training.anchors import Anchors, sample_anchors
 from dflash_hf.training.collators import Batch, bucketed_batches, collate
 from dflash_hf.training.config import DFlashTrainingConfig, default_gamma

@@ -14,10 +14,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
-from dflash_hf.scopes import Hook, hooked
+from dflash_hf.attention import RAGGED_BLOCK
+from dflash_hf.scopes import Hook, hooked, undoing
+from dflash_hf.target.parts import Target
 
 KEYWORD = "ragged"
+_SETTING = "_attn_implementation"
+_MARK = "_dflash_switchable"
 
 
 def is_in_verify() -> bool:
@@ -34,6 +39,63 @@ def is_in_verify() -> bool:
             return KEYWORD in frame.f_locals[code.co_varnames[before]]
         frame = frame.f_back
     return False
+
+
+class _Verifying(threading.local):
+    """The text config whose model this thread is verifying with, and what stood here before."""
+
+    scope: tuple[PreTrainedConfig, Any] | None = None
+
+
+_verifying = _Verifying()
+_switching = threading.Lock()
+
+
+def _make_switchable(kind: type[PreTrainedConfig]) -> None:
+    """Lets a class of configs answer a verify, and only it, with the ragged attention.
+
+    The value that is stored in a config never changes: other threads, copies, saved files, and calls of the user's
+    that a verify runs into, see what the user set.
+    The getter stays on the class, without effect outside a verify.
+
+    Raises:
+        RuntimeError: If Transformers does not keep the setting in a property.
+    """
+    setting = inspect.getattr_static(kind, _SETTING, None)
+    if not isinstance(setting, property) or setting.fget is None:
+        raise RuntimeError(
+            f"expected a property {kind.__name__}._attn_implementation, got {setting!r}; this release of Transformers "
+            "is not supported"
+        )
+    read = setting.fget
+    if hasattr(read, _MARK):
+        return
+
+    def switched(config: PreTrainedConfig) -> Any:
+        scope = _verifying.scope
+        return RAGGED_BLOCK if scope is not None and scope[0] is config and is_in_verify() else read(config)
+
+    setattr(switched, _MARK, True)
+    setattr(kind, _SETTING, property(switched, setting.fset))
+
+
+@contextmanager
+def ragged_attention(target: Target) -> Generator[None]:
+    """Runs the target's text decoder under the ragged attention, in this thread only.
+
+    Other threads may run the same model, or another one with the same config object, at the same time.
+    """
+    with _switching:
+        _make_switchable(type(target.config))
+    scope = (target.config, _verifying.scope)
+
+    def put_back() -> None:
+        if _verifying.scope is scope:  # this may come late, in another verify or thread
+            _verifying.scope = scope[1]
+
+    with undoing(put_back):
+        _verifying.scope = scope
+        yield
 
 
 @contextmanager
@@ -70,4 +132,4 @@ def outermost(*modules: nn.Module) -> Generator[Callable[[], bool]]:
         yield lambda: all(calls == [True] for calls in running.values())
 
 
-__all__ = ["KEYWORD", "is_in_verify", "outermost"]
+__all__ = ["KEYWORD", "is_in_verify", "outermost", "ragged_attention"]

@@ -28,14 +28,14 @@ from transformers.cache_utils import (
 from transformers.utils import logging
 
 from dflash_hf.attention import RaggedBlock
-from dflash_hf.cache import PromptSlots, RaggedCache, RaggedLayer, layer_window, stored_columns
+from dflash_hf.cache.ragged import PromptSlots, RaggedCache, RaggedLayer, layer_window, stored_columns
+from dflash_hf.cache.recurrent import RecurrentLayer
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.checks import is_recurrent
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.positions import slot_positions
-from dflash_hf.recurrent_cache import RecurrentLayer
-from dflash_hf.target import Target
+from dflash_hf.target.parts import Target
 
 logger: Any = logging.get_logger(__name__)
 # A name per draft object: a cache can be copied and pickled with its context, and keeps no draft alive.
@@ -100,7 +100,7 @@ class DraftContext:
         return torch.where(num_same > 0, begin + num_same, 0)
 
 
-class KeptCache:
+class UserCache:
     """The cache that a call leaves behind.
 
     Args:
@@ -115,7 +115,7 @@ class KeptCache:
         self.positions = torch.empty(0, 0, dtype=torch.long, device="cpu")
 
     @classmethod
-    def find(cls, target: Target, given: Cache | None, asked_for: bool) -> KeptCache | None:
+    def find(cls, target: Target, given: Cache | None, asked_for: bool) -> UserCache | None:
         """Returns what to keep of a call: the cache passed in, else one to be returned if that was asked for."""
         if given is not None:
             return cls(given, True)
@@ -360,4 +360,4 @@ def _write_context(generator: DFlashCandidateGenerator, context: DraftContext, l
         generator.cache.write_rows(index, keys.to(device), values.to(device), PromptSlots(positions))
 
 
-__all__ = ["DraftContext", "KeptCache"]
+__all__ = ["DraftContext", "UserCache"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dflash_hf import ops
 from dflash_hf.attention import RaggedBlock
-from dflash_hf.cache import RaggedCache
+from dflash_hf.cache.ragged import RaggedCache
 
 
 class ContextWeights(NamedTuple):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from dflash_hf.recurrence import Recurrence, Rule
+from dflash_hf.cache.recurrence import Recurrence, Rule
 from dflash_hf.scopes import Hook, hooked
 
 

@@ -3,7 +3,7 @@
 A block is written at `lengths[b] .. lengths[b] + width - 1`. Accepting `n` tokens means `lengths[b] += n`; the next
 block overwrites every stale slot before anything reads it. Full layers hold the whole row, sliding layers a ring of
 window + block slots. The target and the draft use the same class. A target's recurrent layers, which keep a state
-instead of keys and values, are in `recurrent_cache`.
+instead of keys and values, are in `recurrent`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from dflash_hf.attention import RaggedBlock
-from dflash_hf.cache_size import LayerShape, check_memory
-from dflash_hf.recurrence import Recurrence
-from dflash_hf.recurrent_cache import Members, RecurrentGroup, RecurrentLayer, plan_groups
+from dflash_hf.cache.recurrence import Recurrence
+from dflash_hf.cache.recurrent import Members, RecurrentGroup, RecurrentLayer, plan_groups
+from dflash_hf.cache.size import LayerShape, check_memory
 
 
 class PromptSlots:

@@ -1,0 +1,1 @@
+"""What decoding remembers: keys and values of ragged rows, recurrent states, the draft's newest context."""

@@ -1,0 +1,202 @@
+"""What is where in a target model: its decoder layers, embedding and head.
+
+Everything is found from the model, never from its name or a key path.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from dflash_hf.cache.recurrence import Recurrence, Rule, find_recurrence, find_recurrences
+from dflash_hf.devices import execution_device, modules_of
+from dflash_hf.target.code import unsupported_code
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The parts of a target that drafting needs.
+
+    Args:
+        model (`PreTrainedModel`): The model `generate` was called on.
+        modules (`list[nn.Module]`): It and all its parts.
+        config (`PreTrainedConfig`): Its text config.
+        layers (`tuple[nn.Module, ...]`): Decoder layers; layer `i` is the `i`-th.
+        embedding (`nn.Module`): Input embedding of text tokens.
+        head (`nn.Module`): Output head, hidden states to logits.
+        decoder (`nn.Module`): What holds the list of layers and runs them.
+        recurrences (`dict[int, Recurrence]`): The recurrent parts of layers that have one which can be taken back, by
+            layer index.
+        num_positions (`int`, *optional*): How many positions there are, where they are rows of a table.
+        unsupported (`str`, *optional*): What in the code of its modules cannot be run over the ragged cache.
+    """
+
+    model: PreTrainedModel
+    modules: list[nn.Module]
+    config: PreTrainedConfig
+    layers: tuple[nn.Module, ...]
+    embedding: nn.Module
+    head: nn.Module
+    decoder: nn.Module
+    recurrences: dict[int, Recurrence]
+    num_positions: int | None = None
+    unsupported: str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where ids go in: the device on which the embedding computes, also while its weights are offloaded."""
+        return execution_device(self.embedding)
+
+    def position_ids(self, indices_BW: Tensor, delta: Tensor) -> Tensor:
+        """Returns what a verify passes as positions: `[B, W]`, or `[rows, B, W]` under M-RoPE; no host sync.
+
+        The last row of a table of positions stands for all behind it. Those are of proposals that follow the last
+        token which could be looked at, and cannot be kept: see `Run.reach`.
+
+        Args:
+            indices_BW (`torch.Tensor` of shape `[B, W]`, int64): Index of each token in its row.
+            delta (`torch.Tensor` of shape `[B]` or `[rows, B]`, int64): Position minus index.
+        """
+        positions = indices_BW + delta[..., None]
+        return positions if self.num_positions is None else positions.clamp_max(self.num_positions - 1)
+
+    @property
+    def takes_inference_mode(self) -> bool:
+        """Returns True if all weights are plain tensors: some quantised ones break in torch's inference mode."""
+        kinds = {
+            type(tensor)
+            for module in self.modules
+            for tensors in (module._parameters, module._buffers)
+            for tensor in tensors.values()
+        }
+        return kinds <= {torch.Tensor, nn.Parameter, type(None)}
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of rows of the embedding (ids that can be looked up)."""
+        weight: Any = self.embedding.weight
+        return int(weight.shape[0])
+
+
+class _Facts(NamedTuple):
+    """What the modules of a model are, and that it need not be found out again as long as they are the same.
+
+    Args:
+        modules (list of weak references): All of them, in order.
+        config (`PreTrainedConfig`): The text config.
+        layers, decoder (`list[int]`, `int`): Which of them are decoder layers, and which one runs these.
+        recurrences (`dict[int, tuple[Rule, int]]`): Per layer, its rule and the module that it is of.
+        num_positions, unsupported: See [`Target`].
+    """
+
+    modules: list[weakref.ref[nn.Module]]
+    config: PreTrainedConfig
+    layers: list[int]
+    decoder: int
+    recurrences: dict[int, tuple[Rule, int]]
+    num_positions: int | None
+    unsupported: str | None
+
+
+# Weak on both sides: a model is freed as soon as the user lets go of it.
+_known: weakref.WeakKeyDictionary[PreTrainedModel, _Facts] = weakref.WeakKeyDictionary()
+
+
+def find_target(model: PreTrainedModel) -> Target:
+    """Finds the text decoder's layers, the embedding and the head of a causal or vision-language model.
+
+    What follows from its modules is found once, and again when one of them is another one: wrapped, replaced, with an
+    adapter.
+
+    Raises:
+        ValueError: If one of them cannot be found.
+    """
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"expected a decoder-only target, got the encoder-decoder {name}; DFlash cannot draft for it")
+    config = model.config.get_text_config(decoder=True)
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    if embedding is None or head is None:
+        raise ValueError(
+            f"expected a target with an input embedding and an output head, got {name}; "
+            "load it with AutoModelForCausalLM or AutoModelForImageTextToText"
+        )
+    modules, facts = modules_of(model), _known.get(model)
+    if facts is None or facts.config is not config or [module() for module in facts.modules] != modules:
+        facts = _known[model] = _find_facts(model, modules, config, embedding)
+    return Target(
+        model=model,
+        modules=modules,
+        config=config,
+        layers=tuple(modules[index] for index in facts.layers),
+        embedding=embedding,
+        head=head,
+        decoder=modules[facts.decoder],
+        recurrences={layer: Recurrence(rule, modules[index]) for layer, (rule, index) in facts.recurrences.items()},
+        num_positions=facts.num_positions,
+        unsupported=facts.unsupported,
+    )
+
+
+def _find_facts(
+    model: PreTrainedModel, modules: list[nn.Module], config: PreTrainedConfig, embedding: nn.Module
+) -> _Facts:
+    name, num_layers = type(model).__name__, getattr(config, "num_hidden_layers", None)
+    lists = [
+        module
+        for module in modules
+        if isinstance(module, nn.ModuleList)
+        and len(module) == num_layers
+        and all(_is_decoder_layer(layer) for layer in module)
+    ]
+    own = [layers for layers in lists if _text_config_of(layers) is config] or lists
+    if not own:
+        raise ValueError(f"expected a list of {num_layers} decoder layers inside {name}, found none; not supported")
+    layers = list(own[0])
+    decoder = next(module for module in modules if any(child is own[0] for child in module.children()))
+    places = {module: index for index, module in reversed(list(enumerate(modules)))}
+    recurrences = find_recurrences(layers)
+    return _Facts(
+        modules=[weakref.ref(module) for module in modules],
+        config=config,
+        layers=[places[layer] for layer in layers],
+        decoder=places[decoder],
+        recurrences={layer: (found.rule, places[found.module]) for layer, found in recurrences.items()},
+        num_positions=_num_positions(decoder, config, embedding),
+        unsupported=unsupported_code(model, layers, recurrences),
+    )
+
+
+def _num_positions(decoder: nn.Module, config: PreTrainedConfig, embedding: nn.Module) -> int | None:
+    """Rows of a decoder's table of positions that can be looked up; `None` where it has none.
+
+    A table is an embedding beside the one for tokens, as wide as the hidden states and as long as the config says.
+    """
+    for child in decoder.children():
+        if isinstance(child, nn.Embedding) and child is not embedding and child.embedding_dim == config.hidden_size:
+            num = child.num_embeddings - getattr(child, "offset", 0)  # OPT leaves the first rows out
+            if num == getattr(config, "max_position_embeddings", None):
+                return num
+    return None
+
+
+def _is_decoder_layer(layer: nn.Module) -> bool:
+    return any(hasattr(layer, name) for name in ("self_attn", "attn", "mlp")) or find_recurrence(layer) is not None
+
+
+def _text_config_of(layers: nn.ModuleList) -> object:
+    """The config that the layers' attention holds, to tell a text decoder from a vision tower of the same depth."""
+    for module in layers.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            return config
+    return None
+
+
+__all__ = ["Target", "find_target"]
