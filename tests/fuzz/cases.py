@@ -98,6 +98,8 @@ def turns(first: bool, more: bool) -> st.SearchStrategy[Turn]:
     def draw(draw: Any) -> Turn:
         rule = draw(st.sampled_from([None, None, None, "argmax", "shared_noise", "sample"]))
         width = draw(st.sampled_from([None, None, 1, 2, 3, 5, "auto"]))
+        if rule == "sample" and width == "auto":
+            width = None  # what is drawn follows from the widths, and those from the clock
         block = draw(st.sampled_from([4, 8, 2, 3, 12, 1]))
         draft = draw(st.sampled_from(list(DRAFTS)))
         widest = block + DRAFTS[draft].get("sample_from_anchor", False)
