@@ -22,6 +22,7 @@ from dflash_hf.generation.cuda_graph import GraphStep, NotCapturableError
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep
+from dflash_hf.scopes import held
 
 from .clock import Marks, synchronize
 from .methods import Settings
@@ -209,7 +210,7 @@ def _host_reads(launch: Callable[[], Any], run: Run) -> str | None:
                 launch()
                 host.copy_(outcome, non_blocking=True)
         else:
-            with NoHostReads():
+            with held(NoHostReads()):
                 launch()
     except HostReadError as error:
         return str(error)

@@ -16,6 +16,7 @@ from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode
 
 # Where torch keeps forward hooks and what it knows about them, by ids that no two hooks share.
 _TABLES = (
@@ -117,4 +118,19 @@ def hooked(*hooks: Hook) -> Generator[None]:
         yield
 
 
-__all__ = ["Hook", "hooked", "undo_stale", "undoing"]
+@contextmanager
+def held(mode: TorchDispatchMode) -> Generator[None]:
+    """Holds a dispatch mode of torch's: an interrupt may come within its own enter and exit."""
+
+    def remove() -> None:
+        while _get_current_dispatch_mode() is mode:
+            if mode.old_dispatch_mode_flags:
+                mode.__exit__(None, None, None)
+            else:
+                _pop_mode()
+
+    with undoing(remove), mode:
+        yield
+
+
+__all__ = ["Hook", "held", "hooked", "undo_stale", "undoing"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dflash_hf import DFlashCandidateGenerator, DFlashDraftModel
+from dflash_hf import DFlashCandidateGenerator, DFlashDraftModel, free_buffers
 from helpers import families
 from helpers.hybrid import use_float64_rules
 from helpers.static import TensorOracle
@@ -123,6 +123,9 @@ def forget() -> None:
 def arm(draft: Oracle, truth: list[list[int]], seed: int, rule: str | None) -> None:
     """Tells a draft the text, and how sure it is: less so where its probabilities count."""
     draft.arm(truth, seed)
+    if rule == "sample":
+        # A graph replays what its draft knew when it was captured, and what is drawn here follows from that.
+        free_buffers(draft)
     draft.strength = 4.0 if rule == "sample" or draft.candidate_selector is not None else 100.0
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from dflash_hf.generation import buffers, cuda_graph, loop
 from dflash_hf.generation.cuda_graph import Captured, GraphStep
+from dflash_hf.scopes import held
 from tiny import OracleDraft, draft_config, randomise_dflash2
 
 DECIMALS = 43758.5453
@@ -98,7 +99,8 @@ class TapeStep(GraphStep):
         self.warm_up(bound)
         TapeStep.captured.append(bound)
         TapeStep.widths.append(self.run.state.width)
-        with Tape() as tape:
+        tape = Tape()
+        with held(tape):
             forwards = self.body(bound)
         tape.width = self.run.state.width
         return Captured(tape, forwards, self.run.state.draft_probs)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import DynamicCache
 
 from dflash_hf import free_buffers
@@ -16,6 +17,7 @@ from dflash_hf.generation import buffers, cuda_graph, static_step
 from dflash_hf.generation.buffers import buckets_between, kept_buffers, round_up
 from dflash_hf.generation.cuda_graph import why_not
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
+from dflash_hf.scopes import held
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import find_target
 from helpers.engine import GREEDY, NEW, Watched, freeze_each_step_first, pair
@@ -117,6 +119,26 @@ def test_what_reads_nothing_passes(name: str) -> None:
         QUIET[name](torch.tensor([1.0, 2.0, 3.0]))
     with torch.inference_mode(), NoHostReads():
         QUIET[name](torch.tensor([1.0, 2.0, 3.0]))
+
+
+@pytest.mark.parametrize("at", ["__enter__", "__exit__"])
+def test_an_interrupt_inside_torch_leaves_no_guard_behind(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may come behind all that torch's own enter does, or before all that its exit does."""
+    original, calls = getattr(NoHostReads, at), list[str]()
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(at)
+        if at == "__enter__":
+            original(*args)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(NoHostReads, at, interrupted)
+    with pytest.raises(KeyboardInterrupt), held(NoHostReads()):
+        pass
+    assert _get_current_dispatch_mode() is None
+    assert torch.ones(2).sum().item() == 2
 
 
 COPYING: dict[str, Callable[[Tensor], object]] = {

@@ -32,6 +32,7 @@ from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.widths import useful_widths
 from dflash_hf.generation_config import Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.scopes import held
 from dflash_hf.target.parts import Target
 from dflash_hf.target.support import LENGTH_DEPENDENT_ROPE, rope_kinds
 
@@ -280,7 +281,7 @@ class GraphStep(StaticStep):
             NotCapturableError: If it reads a tensor on the host.
         """
         try:
-            with NoHostReads():
+            with held(NoHostReads()):
                 self.body(bound)
         except HostReadError as error:
             name = type(self.run.target.model).__name__

@@ -88,6 +88,7 @@ class _Facts(NamedTuple):
 
     Args:
         modules (list of weak references): All of them, in order.
+        kinds (`list[type]`): Their classes, which may be changed in place (FSDP does).
         config (`PreTrainedConfig`): The text config.
         layers, decoder (`list[int]`, `int`): Which of them are decoder layers, and which one runs these.
         recurrences (`dict[int, tuple[Rule, int]]`): Per layer, its rule and the module that it is of.
@@ -95,6 +96,7 @@ class _Facts(NamedTuple):
     """
 
     modules: list[weakref.ref[nn.Module]]
+    kinds: list[type]
     config: PreTrainedConfig
     layers: list[int]
     decoder: int
@@ -128,7 +130,13 @@ def find_target(model: PreTrainedModel) -> Target:
             "load it with AutoModelForCausalLM or AutoModelForImageTextToText"
         )
     modules, facts = modules_of(model), _known.get(model)
-    if facts is None or facts.config is not config or [module() for module in facts.modules] != modules:
+    kinds = list(map(type, modules))
+    if (
+        facts is None
+        or facts.config is not config
+        or facts.kinds != kinds
+        or [module() for module in facts.modules] != modules
+    ):
         facts = _known[model] = _find_facts(model, modules, config, embedding)
     return Target(
         model=model,
@@ -164,6 +172,7 @@ def _find_facts(
     recurrences = find_recurrences(layers)
     return _Facts(
         modules=[weakref.ref(module) for module in modules],
+        kinds=list(map(type, modules)),
         config=config,
         layers=[places[layer] for layer in layers],
         decoder=places[decoder],

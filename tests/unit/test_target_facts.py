@@ -1,0 +1,178 @@
+"""What is found out about a target is found once, kept with it, and found again when the target has changed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from dflash_hf.generation.checks import Settings
+from dflash_hf.target import parts
+from dflash_hf.target.parts import find_target
+from tiny import oracle_draft, prompts, tiny_target, truth_of
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+
+
+class Wrapped(nn.Module):
+    """Another module in the place of one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls it."""
+        return self.inner(*args, **kwargs)
+
+
+class OtherLinear(nn.Linear):
+    """As a library that changes classes in place makes them."""
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry each time the modules of a target are looked through."""
+    times: list[str] = []
+    find = parts._find_facts
+
+    def counted(model: Any, *args: Any) -> Any:
+        times.append(type(model).__name__)
+        return find(model, *args)
+
+    monkeypatch.setattr(parts, "_find_facts", counted)
+    return times
+
+
+def check(target: Any) -> None:
+    """A call's text is plain `generate`'s."""
+    inputs = prompts([5, 9], 0)
+    ref = target.generate(**inputs, **GREEDY)
+    draft = oracle_draft(target, truth_of(inputs, ref), 0)
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+
+
+def wrap_mlp(target: Any) -> None:
+    target.model.layers[1].mlp = Wrapped(target.model.layers[1].mlp)
+
+
+def replace_layer(target: Any) -> None:
+    target.model.layers[1] = copy.deepcopy(target.model.layers[0])
+    target.model.layers[1].self_attn.layer_idx, target.model.layers[1].self_attn.config = 1, target.config
+
+
+def add_adapter(target: Any) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    target.add_adapter(peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False))
+
+
+def change_class(target: Any) -> None:
+    target.model.layers[0].mlp.up_proj.__class__ = OtherLinear
+
+
+def replace_embedding(target: Any) -> None:
+    target.set_input_embeddings(copy.deepcopy(target.get_input_embeddings()))
+
+
+CHANGES: list[Callable[[Any], None]] = [wrap_mlp, replace_layer, add_adapter, change_class, replace_embedding]
+
+
+def test_several_calls_look_once(found: list[str]) -> None:
+    target = tiny_target("qwen3")
+    for _ in range(3):
+        check(target)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_target_that_has_changed_is_looked_at_again(change: Callable[[Any], None], found: list[str]) -> None:
+    target = tiny_target("qwen3")
+    check(target)
+    before = find_target(target)
+    change(target)
+    check(target)
+    assert len(found) == 2
+    now = find_target(target)
+    assert list(now.layers) == list(target.model.layers)
+    assert now.embedding is target.get_input_embeddings()
+    assert now.modules != before.modules or change is change_class
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_another_dtype_is_seen(dtype: torch.dtype, found: list[str]) -> None:
+    """No fact depends on it: nothing is found again, and nothing of the old one is used."""
+    target = tiny_target("qwen3")
+    check(target)
+    target.to(dtype)
+    check(target)
+    assert next(target.parameters()).dtype == dtype
+    assert len(found) == 1
+
+
+def test_another_device_is_seen() -> None:
+    target = tiny_target("qwen3")
+    assert find_target(target).device == torch.device("cpu")
+    moved = copy.deepcopy(target).to("meta")
+    with pytest.raises(ValueError, match="expected weights in Embedding, got none, or only on the device 'meta'"):
+        _ = find_target(moved).device
+    target.to("meta")
+    with pytest.raises(ValueError, match="expected weights in Embedding, got none, or only on the device 'meta'"):
+        _ = find_target(target).device
+
+
+def test_other_weights_in_the_same_modules_are_seen() -> None:
+    """Whether inference mode is safe follows from the weights, which may be replaced in place (torchao does)."""
+
+    class Quantised(torch.Tensor):
+        pass
+
+    target = tiny_target("qwen3")
+    assert find_target(target).takes_inference_mode
+    layer: Any = target.model.layers[0]
+    layer.mlp.up_proj.weight = nn.Parameter(layer.mlp.up_proj.weight.detach().as_subclass(Quantised))
+    assert not find_target(target).takes_inference_mode
+
+
+def test_a_target_is_freed_as_before() -> None:
+    target = tiny_target("qwen3")
+    find_target(target)
+    gone = weakref.ref(target)
+    del target
+    gc.collect()
+    assert gone() is None
+
+
+GIVEN: list[dict[str, Any]] = [
+    {},
+    {"num_beams": 3, "guidance_scale": 1.5},
+    {"use_cache": False, "top_k": 0, "penalty_alpha": 0.6},
+    {"stop_strings": "x", "token_healing": True},
+    {"num_beams": None, "do_sample": True, "num_return_sequences": 2, "cache_implementation": "static"},
+]
+NAMES = (
+    *("num_beams", "penalty_alpha", "top_k", "do_sample", "dola_layers", "use_cache", "guidance_scale"),
+    *("prompt_lookup_num_tokens", "cache_implementation", "output_attentions", "bos_token_id"),
+    *("num_return_sequences", "token_healing", "stop_strings"),
+)
+
+
+@pytest.mark.parametrize("own", GIVEN)
+@pytest.mark.parametrize("config", [None, *GIVEN])
+@pytest.mark.parametrize("arguments", GIVEN)
+def test_settings_are_those_that_generate_prepares(
+    own: dict[str, Any], config: dict[str, Any] | None, arguments: dict[str, Any]
+) -> None:
+    target = tiny_target("qwen3")
+    for name, value in own.items():
+        setattr(target.generation_config, name, value)
+    given = None if config is None else GenerationConfig(**config)
+    prepared, _ = target._prepare_generation_config(copy.deepcopy(given), **arguments)
+    settings = Settings(target, {**arguments, **({} if given is None else {"generation_config": given})})
+    assert {name: settings[name] for name in NAMES} == {name: getattr(prepared, name) for name in NAMES}
