@@ -124,7 +124,7 @@ def test_no_room_to_grow(monkeypatch: pytest.MonkeyPatch, grown: list[int]) -> N
     target, inputs = tiny_target("qwen3"), prompts([4, 11], 0)
     cache = DynamicCache(config=target.config)
     draft = tiny_draft(target)
-    monkeypatch.setattr("dflash_hf.cache_size.free_memory", lambda device: 20_000)
+    monkeypatch.setattr("dflash_hf.cache.size.free_memory", lambda device: 20_000)
     with pytest.raises(OutOfRoomError, match=r"rows can have at most [\d,]+ tokens: lower max_new_tokens"):
         target.generate(**inputs, **GREEDY, past_key_values=cache, assistant_model=draft)
     assert cache.get_seq_length() == 0
