@@ -3,7 +3,7 @@
 A verify is a wider forward than plain's and rounds in another order, so in bfloat16 a near tie may fall the other way.
 For every text that differs, the target's logits at the first token that does are computed by a forward over what comes
 before: the `margin` is how far the worse of the two tokens lies below the best one, and has to be under 0.25. A graph
-has to give exactly the text of the same step launched eagerly (`engine="static"`): the same operations and widths.
+has to give exactly the text of the same step launched eagerly (`static`): the same operations and widths.
 
     python benchmarks/identity.py                         # the bundled pair in bfloat16, on CUDA if there is any
     python benchmarks/identity.py --random tiny           # random weights, in seconds: to try the script
@@ -31,7 +31,6 @@ from harness.report import Column, finish, show
 from harness.rows import Row
 
 from dflash_hf import free_buffers
-from dflash_hf.generation_config import Engine
 
 MAX_MARGIN = 0.25
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -49,8 +48,8 @@ COLUMNS: list[Column] = [
 ]
 
 
-def engines_for(device: torch.device) -> tuple[Engine, ...]:
-    """Returns the engines that run on a device."""
+def engines_for(device: torch.device) -> tuple[str, ...]:
+    """Returns the engines that run on a device, by the names that `ours_on` takes."""
     return ("static", "eager", "cuda_graph") if device.type == "cuda" else ("static", "eager")
 
 

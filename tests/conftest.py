@@ -1,6 +1,8 @@
-"""What every test runs under: offline, one torch thread, and `gpu` tests only where there is a GPU."""
+"""What every test runs under: offline, one torch thread, `gpu` tests only where there is a GPU, engines of its own."""
 
 import os
+import sys
+from collections.abc import Generator
 
 # Before anything imports huggingface_hub or torch: both read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -21,3 +23,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def captured_again() -> Generator[None]:
+    """Ends what `helpers.static.set_engine` has begun; loads nothing for tests that do without it."""
+    yield
+    if "helpers.static" in sys.modules:
+        sys.modules["helpers.static"].capture_again()

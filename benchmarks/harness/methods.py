@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from dflash_hf.generation_config import Engine, Proposal
+from dflash_hf.generation.cuda_graph import uncaptured
+from dflash_hf.generation_config import Proposal
 
 from .clock import StepClock, synchronize
 from .pair import Inputs, Pair
@@ -197,14 +198,15 @@ def lookup(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
     return Raw(out, first=counter.counts[0])
 
 
-def ours_on(engine: Engine) -> Method:
-    """Returns our way of decoding on an engine of its own, named after it."""
+def ours_on(engine: str) -> Method:
+    """Returns our way of decoding on an engine of its own, named after it; `"static"` is `"cuda_graph"` uncaptured."""
 
     def run(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
-        knobs = pair.draft.generation_config
-        before, knobs.engine = knobs.engine, engine
+        knobs: Any = pair.draft.generation_config
+        before, knobs.engine = knobs.engine, "cuda_graph" if engine == "static" else engine
         try:
-            return ours(pair, inputs, settings)
+            with uncaptured(pair.draft) if engine == "static" else nullcontext():
+                return ours(pair, inputs, settings)
         finally:
             knobs.engine = before
 

@@ -9,7 +9,7 @@ medians. Elsewhere the same bodies run uncaptured.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from dflash_hf.generation import loop
 from dflash_hf.generation import step as step_module
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
-from dflash_hf.generation.cuda_graph import GraphStep, NotCapturableError
+from dflash_hf.generation.cuda_graph import GraphStep, NotCapturableError, uncaptured
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep
@@ -106,10 +106,10 @@ def measure_stages(pair: Pair, inputs: Inputs, settings: Settings, width: int, s
     found: list[Stages] = []
     knobs = pair.draft.generation_config
     before = knobs.engine, knobs.verify_width
-    knobs.engine = "cuda_graph" if pair.device.type == "cuda" else "static"
-    knobs.verify_width = width
+    knobs.engine, knobs.verify_width = "cuda_graph", width
+    captures = nullcontext() if pair.device.type == "cuda" else uncaptured(pair.draft)
     try:
-        with _at_first_step(lambda run: found.append(_time(run, samples))):
+        with captures, _at_first_step(lambda run: found.append(_time(run, samples))):
             pair.target.generate(**inputs, **settings.arguments(), assistant_model=pair.draft)
     finally:
         knobs.engine, knobs.verify_width = before

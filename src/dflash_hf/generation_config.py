@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from dflash_hf.errors import one_line, require, shown
 
-Engine = Literal["auto", "eager", "static", "cuda_graph"]
+Engine = Literal["auto", "eager", "cuda_graph"]
 Proposal = Literal["auto", "argmax", "shared_noise", "sample"]
 
 # Transformers' class says nothing of types, compares and stores. Fields that are not here may be what it accepts.
@@ -62,18 +62,17 @@ class DFlashGenerationConfig(GenerationConfig):
         engine (`str`, defaults to `"auto"`): `"eager"` launches every operation of a step from the host, over exactly
             as many keys as there are. `"cuda_graph"` captures the step over fixed buffers once per shape and replays
             it; what cannot be captured runs eagerly, with the reason in the log. `"auto"` is `"cuda_graph"` on CUDA
-            and `"eager"` elsewhere. `"static"` is the step of `"cuda_graph"` uncaptured, on any device: for tests and
-            for finding out what a graph does. Buffers and graphs are kept for the next call;
-            [`~dflash_hf.free_buffers`] frees them.
+            and `"eager"` elsewhere. Buffers and graphs are kept for the next call; [`~dflash_hf.free_buffers`] frees
+            them.
         proposal (`str`, defaults to `"auto"`): How tokens are proposed when sampling. `"shared_noise"` adds to the
             draft's scores the very noise the target will sample with, `"argmax"` proposes the draft's most likely
             token, `"sample"` draws from the draft and accepts by rejection. All three are exact; `"auto"` is
             `"argmax"`, measured better than `"shared_noise"` on the same texts of the bundled pair (docs/log.md). With
             a DFlash 2 draft each rule chooses among the selector's candidates, behind the tokens proposed so far.
         compile_layers (`bool`, defaults to `False`): Fuse the pointwise parts of the target's layers (norms, RoPE,
-            activations, residuals) with `torch.compile` during a verify, under the engines `"cuda_graph"` and
-            `"static"`. The first call of a shape compiles, which takes a while; nothing of the model stays changed,
-            and what cannot be compiled runs as it is, with the reason in the log. Not measured on a GPU yet.
+            activations, residuals) with `torch.compile` during a verify, under the engine `"cuda_graph"`. The first
+            call of a shape compiles, which takes a while; nothing of the model stays changed, and what cannot be
+            compiled runs as it is, with the reason in the log. Not measured on a GPU yet.
         synchronize (`bool`, defaults to `False`): Wait for the accelerator before each reading of the clock, so that
             the times in [`SpeculativeStats`] are each part's own. It slows decoding; a CPU has nothing to wait for.
         kwargs: Fields of [`~transformers.GenerationConfig`].

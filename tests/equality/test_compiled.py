@@ -13,7 +13,7 @@ from dflash_hf.generation import compiled, static_step
 from dflash_hf.generation.compiled import compiled_layers
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import find_target
-from helpers.static import tensor_oracle, use_tapes
+from helpers.static import set_engine, tensor_oracle, use_tapes
 from helpers.widths import use_random_widths
 from tiny import FAMILIES, prompts, tiny_target, truth_of
 
@@ -47,7 +47,8 @@ def pair(family: str, engine: Any = "static", **settings: Any) -> tuple[Any, Any
     inputs = prompts([4, 11, 7], 0)
     ref = target.generate(**inputs, **GREEDY)
     draft = tensor_oracle(target, truth_of(inputs, ref), 0, 8)
-    draft.generation_config.engine, draft.generation_config.compile_layers = engine, True
+    set_engine(draft, engine)
+    draft.generation_config.compile_layers = True
     return target, draft, inputs, ref
 
 
@@ -161,7 +162,7 @@ def test_widths_and_captured_steps(graphs: list[int], monkeypatch: pytest.Monkey
     num_widths = len(set(draft.last_stats.verify_widths))
     assert num_widths > 1
     assert 5 * num_widths <= len(graphs) <= 5 * (num_widths + 1)
-    draft.generation_config.engine = "cuda_graph"
+    set_engine(draft, "cuda_graph")
     for is_compiled in (True, False):
         draft.generation_config.compile_layers = is_compiled
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)

@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from dflash_hf import iterate, load_draft, save_draft
 from helpers.source_tree import read_modules
-from helpers.static import tensor_oracle
+from helpers.static import set_engine, tensor_oracle
 from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
@@ -47,7 +47,7 @@ def test_greedy(family: str, engine: Any) -> None:
     with under_meta():
         ref = target.generate(**inputs, **GREEDY)
     draft = tensor_oracle(target, truth_of(inputs, ref), 0)
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     with under_meta():
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
         assert draft.last_stats.acceptance_length > 1.5
@@ -82,7 +82,7 @@ def test_settings(name: str, engine: Any) -> None:
     target, inputs = tiny_target("qwen3"), prompts([9, 9], 0)
     settings = {**inputs, **GREEDY, **SETTINGS[name]}
     draft = tiny_draft(target)
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
 
     def text() -> Tensor:
         torch.manual_seed(0)
@@ -98,7 +98,7 @@ def test_settings(name: str, engine: Any) -> None:
 def test_one_row_and_two_turns(engine: Any) -> None:
     target, inputs = tiny_target("qwen3"), prompts([9], 0)
     draft = tiny_draft(target, **DFLASH2)
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     ref = target.generate(**inputs, max_new_tokens=14, do_sample=False)
     cache = DynamicCache(config=target.config)
     settings: dict[str, Any] = {**GREEDY, "stopping_criteria": [one_row], "assistant_model": draft}

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from helpers.families import NAMES, CannotBuildError, build
+from helpers.static import set_engine
 from tiny import oracle_draft, prompts, tiny_draft, truth_of
 
 NEW = 24
@@ -71,7 +72,7 @@ def test_a_family_gives_the_plain_text_or_is_refused_before_any_forward(name: st
         assert target(**inputs).logits[:, -1].isfinite().all()
         draft = oracle_draft(target, truth_of(inputs, ref), seed)
         for engine in ("eager", "static"):
-            draft.generation_config.engine = engine
+            set_engine(draft, engine)
             out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
             assert torch.equal(out, ref), engine
             assert draft.last_stats.engine == engine

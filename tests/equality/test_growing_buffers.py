@@ -14,7 +14,7 @@ from dflash_hf import iterate
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.generation import buffers, run
-from helpers.static import tensor_oracle, use_tapes
+from helpers.static import set_engine, tensor_oracle, use_tapes
 from helpers.turns import GREEDY as TURN
 from helpers.turns import first_turn, next_turn, turn
 from tiny import DFLASH2, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
@@ -48,7 +48,7 @@ def test_text(family: str, engine: Any, grown: list[int]) -> None:
     settings: dict[str, Any] = DFLASH2 if family == "qwen3" else {}
     for seed in range(3):
         draft = tensor_oracle(target, truth_of(inputs, ref), seed, 6, **settings)
-        draft.generation_config.engine = engine
+        set_engine(draft, engine)
         grown.clear()
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
         # Doubling from 2: some growths for both caches, and not one per step.
@@ -111,7 +111,7 @@ def test_a_limit_far_beyond_the_answer(limit: int, engine: Any) -> None:
     settings: dict[str, Any] = {**inputs, "do_sample": False, "eos_token_id": text[:, -1].tolist()}
     ref = target.generate(**settings, max_new_tokens=limit)
     draft = tensor_oracle(target, truth_of(inputs, ref), 0)
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     begun = time.process_time()
     assert torch.equal(target.generate(**settings, max_new_tokens=limit, assistant_model=draft), ref)
     assert time.process_time() - begun < 10
@@ -124,7 +124,7 @@ def test_no_room_to_grow(monkeypatch: pytest.MonkeyPatch, grown: list[int]) -> N
     target, inputs = tiny_target("qwen3"), prompts([4, 11], 0)
     cache = DynamicCache(config=target.config)
     draft = tiny_draft(target)
-    monkeypatch.setattr("dflash_hf.cache_size.free_memory", lambda device: 20_000)
+    monkeypatch.setattr("dflash_hf.cache.size.free_memory", lambda device: 20_000)
     with pytest.raises(OutOfRoomError, match=r"rows can have at most [\d,]+ tokens: lower max_new_tokens"):
         target.generate(**inputs, **GREEDY, past_key_values=cache, assistant_model=draft)
     assert cache.get_seq_length() == 0

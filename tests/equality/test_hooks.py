@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from dflash_hf import iterate
 from dflash_hf.target.parts import find_target
 from helpers.hybrid import use_float64_rules
+from helpers.static import set_engine
 from helpers.turns import Recording, arm, check_blocks, recording_draft
 from tiny import oracle_draft, prompts, tiny_target, truth_of
 
@@ -105,7 +106,7 @@ def check(target: PreTrainedModel, name: str, place: str, before: bool, engine: 
     draft: Recording = recording_draft(target)
     truth = truth_of(inputs, ref)
     arm(draft, truth, 3)
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     with hooked(module, work, before) as seen:
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     assert len(seen) >= draft.last_stats.num_target_forwards

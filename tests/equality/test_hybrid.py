@@ -22,7 +22,7 @@ from dflash_hf.target.parts import find_target
 from dflash_hf.training.collators import Batch
 from dflash_hf.training.forward import target_features
 from helpers.hybrid import fresh_states, relative_error, use_float64_rules, watch_states
-from helpers.static import Tape, tensor_oracle, use_tapes
+from helpers.static import Tape, set_engine, tensor_oracle, use_tapes
 from tiny import HYBRIDS, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 NEW = 20
@@ -186,7 +186,7 @@ def test_the_static_step_gives_the_plain_text(family: str, engine: Any, monkeypa
         target.set_experts_implementation("batched_mm")
         ref = target.generate(**inputs, **GREEDY)
     draft = tensor_oracle(target, truth_of(inputs, ref), 0, 8)
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     draft.generation_config.verify_width = 5
     for _ in range(2):  # the second time over buffers that are full of the first
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
@@ -202,7 +202,7 @@ def test_single_tokens_leave_the_states_alone(family: str, engine: Any) -> None:
     inputs, ref = plain(family, "three", 0)
     draft = tiny_draft(target_of(family), 8)
     draft.generation_config.verify_width = 1
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     assert torch.equal(target_of(family).generate(**inputs, **GREEDY, assistant_model=draft), ref)
 
 
@@ -215,7 +215,7 @@ def test_sampling_gives_one_text_whatever_the_engine(proposal: Any) -> None:
     for block_size, engine in ((6, "eager"), (6, "static"), (3, "eager")):
         draft = tiny_draft(target, block_size)
         draft.generation_config.proposal = proposal
-        draft.generation_config.engine = engine  # pyright: ignore[reportAttributeAccessIssue]
+        set_engine(draft, engine)
         torch.manual_seed(5)
         texts.append(target.generate(**inputs, **settings, assistant_model=draft))
     assert torch.equal(texts[0], texts[1])
@@ -239,7 +239,7 @@ def test_rows_in_step_keep_what_the_slowest_keeps(family: str) -> None:
     ref = target.generate(**inputs, **GREEDY, logits_processor=LogitsProcessorList([Nudge()]))
     for engine in ("eager", "static"):
         draft = tensor_oracle(target, truth_of(inputs, ref), 1, 8)
-        draft.generation_config.engine = engine
+        set_engine(draft, engine)
         processors = LogitsProcessorList([Nudge()])
         out = target.generate(**inputs, **GREEDY, logits_processor=processors, assistant_model=draft)
         assert torch.equal(out, ref)

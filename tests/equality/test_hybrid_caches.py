@@ -16,6 +16,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from dflash_hf.cache.recurrence import RULES, find_recurrences
 from helpers.hybrid import use_float64_rules
+from helpers.static import set_engine
 from helpers.turns import CACHES, GREEDY, answer_mask, arm, check_caches, next_turn, real_tokens, recording_draft, turn
 from tiny import COMMON, HYBRIDS, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
@@ -77,7 +78,7 @@ def test_the_cache_that_is_returned_is_plain_generates(engine: Any, target: PreT
     settings = {**GREEDY, "return_dict_in_generate": True}
     plain = target.generate(**inputs, **settings)
     draft = recording_draft(target)
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     columns = torch.ones(2, plain.sequences.shape[1] - 1)
     columns[:, : mask.shape[1]] = mask
     for seed in range(2):  # the second time over kept buffers, which the first one's cache must not share

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.hybrid import use_float64_rules
-from helpers.static import tensor_oracle, use_tapes
+from helpers.static import set_engine, tensor_oracle, use_tapes
 from helpers.turns import check_caches
 from helpers.vision import VISION_HYBRIDS, Grid, vision_prompts, vision_target
 from tiny import oracle_draft, tiny_draft, tiny_target, truth_of
@@ -42,7 +42,7 @@ def test_pictures_over_fixed_buffers(engine: Any, monkeypatch: pytest.MonkeyPatc
     inputs = vision_prompts(target, "qwen3.5-vl", ROWS["mixed batch"], 0)
     ref = target.generate(**inputs, **GREEDY)
     draft = tensor_oracle(target, truth_of(inputs, ref), 0, 8)
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     assert draft.last_stats.engine == engine
     assert 1.0 < draft.last_stats.acceptance_length < 8.0

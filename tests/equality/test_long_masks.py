@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from dflash_hf import iterate
 from helpers.families import build
-from helpers.static import tensor_oracle
+from helpers.static import set_engine, tensor_oracle
 from tiny import prompts, tiny_target, truth_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
@@ -40,7 +40,7 @@ def test_ones_behind_the_prompt(family: str, lengths: list[int], num: int, engin
     if family == "gpt2":
         assert not torch.equal(ref, target.generate(**inputs, **GREEDY))
     draft = tensor_oracle(target, truth_of(inputs, ref), 0)
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     assert torch.equal(target.generate(**settings, assistant_model=draft), ref)
     assert draft.last_stats.acceptance_length > 1.5
 

@@ -19,6 +19,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel
+from helpers.static import set_engine
 from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 TOY = Path(__file__).parents[2] / "demos" / "toy"
@@ -172,7 +173,7 @@ def test_scores_of_processors_that_work_in_place_or_widen(lengths: list[int], en
     for processors in ([InPlace()], [Wider()], [InPlace(), Wider()]):
         ref: Any = target.generate(**inputs, **settings, logits_processor=LogitsProcessorList(processors))
         draft = oracle_draft(target, truth_of(inputs, ref.sequences), 0)
-        draft.generation_config.engine = engine
+        set_engine(draft, engine)
         out: Any = target.generate(
             **inputs, **settings, logits_processor=LogitsProcessorList(processors), assistant_model=draft
         )

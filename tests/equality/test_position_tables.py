@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from dflash_hf import iterate
 from dflash_hf.target.parts import find_target
-from helpers.static import tensor_oracle
+from helpers.static import set_engine, tensor_oracle
 from tiny import DEPTH, VOCAB, oracle_draft, prompts, tiny_target, truth_of
 
 NUM = 40
@@ -60,7 +60,7 @@ def test_text_up_to_the_last_position(family: str, length: int, lengths: list[in
     assert ref.shape[1] == length
     for seed in range(3):
         draft = tensor_oracle(target, truth_of(inputs, ref), seed, 8)
-        draft.generation_config.engine = engine
+        set_engine(draft, engine)
         assert torch.equal(target.generate(**settings, assistant_model=draft), ref)
         assert draft.last_stats.acceptance_length > 1.5
 
@@ -92,7 +92,7 @@ def test_what_plain_generate_fails_on_is_said(engine: Any) -> None:
             target.generate(**settings, max_length=NUM + extra)
         for seed in range(4):
             draft = tensor_oracle(target, truth, seed, 8)
-            draft.generation_config.engine = engine
+            set_engine(draft, engine)
             with pytest.raises(ValueError, match=r"expected rows of at most 41 tokens .* lower max_new_tokens"):
                 target.generate(**settings, max_length=NUM + extra, assistant_model=draft)
 

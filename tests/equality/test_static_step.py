@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.generation.buffers import kept_buffers
-from helpers.static import Tape, tensor_oracle, use_tapes
+from helpers.static import Tape, engine_of, set_engine, tensor_oracle, use_tapes
 from helpers.vision import VISION, Grid, vision_prompts, vision_target
 from tiny import DFLASH2, FAMILIES, prompts, tiny_draft, tiny_target, truth_of
 
@@ -46,7 +46,7 @@ def greedy_checked(
     target: PreTrainedModel, draft: DFlashDraftModel, inputs: dict, ref: Tensor, **settings: Any
 ) -> None:
     """Decodes twice, the second time over kept buffers that are full of the first."""
-    engine = draft.generation_config.engine
+    engine = engine_of(draft)
     for _ in range(2):
         out = target.generate(**inputs, **settings, assistant_model=draft)
         assert torch.equal(out, ref)
@@ -67,7 +67,7 @@ def test_every_family_gives_the_plain_text(batch: str, family: str, engine: Any)
         ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
         draft = tensor_oracle(target, truth_of(inputs, ref), seed, block_size)
         draft.generation_config.verify_width = width
-        draft.generation_config.engine = engine
+        set_engine(draft, engine)
         greedy_checked(target, draft, inputs, ref, max_new_tokens=NEW, do_sample=False)
         assert 1.0 < draft.last_stats.acceptance_length < width, "the oracle has to be partly right"
         assert (Tape.num_replays > 0) == (engine == "cuda_graph")
@@ -89,7 +89,7 @@ def test_every_kind_of_draft_gives_the_plain_text(kind: dict[str, Any], engine: 
         inputs = prompts(lengths, seed)
         ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
         draft = tensor_oracle(target, truth_of(inputs, ref), seed, 5, **kind)
-        draft.generation_config.engine = engine
+        set_engine(draft, engine)
         greedy_checked(target, draft, inputs, ref, max_new_tokens=NEW, do_sample=False)
         assert draft.last_stats.acceptance_length > 1.0
 
@@ -109,7 +109,7 @@ def test_pictures_give_the_plain_text(family: str, rows: list[list[Grid]], engin
     inputs = {name: t.to(target.dtype) if t.is_floating_point() else t for name, t in inputs.items()}
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     draft = tensor_oracle(target, truth_of(inputs, ref), 0, 8)
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     greedy_checked(target, draft, inputs, ref, max_new_tokens=NEW, do_sample=False)
     assert 1.0 < draft.last_stats.acceptance_length < 8.0
 
@@ -126,7 +126,7 @@ def test_eos_inside_a_block_ends_the_row_there(num_ids: int, engine: Any) -> Non
         settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
         ref = target.generate(**inputs, **settings)
         draft = tensor_oracle(target, truth_of(inputs, free), seed, 8)
-        draft.generation_config.engine = engine
+        set_engine(draft, engine)
         greedy_checked(target, draft, inputs, ref, **settings)
 
 
@@ -136,7 +136,7 @@ def test_length_limits_are_exact_at_every_offset(engine: Any) -> None:
     inputs = prompts([5, 8], 1)
     free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     draft = tensor_oracle(target, truth_of(inputs, free), 2, 8)
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     for new in [20, *range(1, 20)]:
         out = target.generate(**inputs, max_new_tokens=new, do_sample=False, assistant_model=draft)
         assert torch.equal(out, free[:, : 8 + new])
@@ -161,7 +161,7 @@ def test_a_sampled_text_is_that_of_the_eager_loop(kind: Any, proposal: Any, warp
     draft.generation_config.proposal = proposal
     texts: list[Tensor] = []
     for chosen in ("eager", engine, engine):
-        draft.generation_config.engine = chosen
+        set_engine(draft, chosen)
         torch.manual_seed(5)
         settings = {"max_new_tokens": NEW, "do_sample": True, "eos_token_id": [9], "pad_token_id": 0, **warpers}
         texts.append(target.generate(**inputs, **settings, assistant_model=draft))
@@ -174,11 +174,11 @@ def test_other_warpers_are_another_graph() -> None:
     target = target_of("qwen3")
     inputs = prompts([4, 11, 7], 4)
     draft = tiny_draft(target, 6)
-    draft.generation_config.engine = "cuda_graph"
+    set_engine(draft, "cuda_graph")
     for temperature in (0.7, 1.6, 0.7):
         texts: list[Tensor] = []
         for engine in ("eager", "cuda_graph"):
-            draft.generation_config.engine = engine
+            set_engine(draft, engine)
             torch.manual_seed(5)
             settings = {"max_new_tokens": NEW, "do_sample": True, "temperature": temperature}
             texts.append(target.generate(**inputs, **settings, assistant_model=draft))
@@ -228,7 +228,7 @@ def test_what_the_host_decides_is_decided_between_two_replays(what: str, batch: 
     ref = target.generate(**inputs, **settings())
     known = ref.sequences if what == "scores" else ref
     draft = tensor_oracle(target, truth_of(inputs, known), 3, 8)
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     for _ in range(2):
         out = target.generate(**inputs, **settings(), assistant_model=draft)
         assert torch.equal(out.sequences if what == "scores" else out, known)
@@ -260,7 +260,7 @@ def test_a_streamer_gets_the_text_one_step_behind(engine: Any) -> None:
     inputs = prompts([9], 3)
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     draft = tensor_oracle(target, truth_of(inputs, ref), 3, 8)
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     streamer = Words()
     target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft, streamer=streamer)
     assert streamer.got == ref[0].tolist()
@@ -276,7 +276,7 @@ def test_a_conversation_over_a_kept_cache_goes_on(family: str, engine: Any) -> N
     plain, ours = DynamicCache(config=target.config), DynamicCache(config=target.config)
     ref = target.generate(**first, **settings, past_key_values=plain)
     draft = tensor_oracle(target, truth_of(first, ref.sequences), 1, 8)
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     out = target.generate(**first, **settings, past_key_values=ours, assistant_model=draft)
     for turn in range(2):
         assert torch.equal(out.sequences, ref.sequences)

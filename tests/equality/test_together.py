@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dflash_hf import ops
 from dflash_hf.generation import compiled
-from helpers.static import tensor_oracle, use_tapes
+from helpers.static import engine_of, set_engine, tensor_oracle, use_tapes
 from helpers.widths import use_random_widths
 from tiny import prompts, tiny_target, truth_of
 
@@ -28,13 +28,14 @@ def pair(family: str, engine: Any, seed: int) -> tuple[Any, Any, dict[str, Tenso
     inputs = prompts([4, 11, 7], seed)
     ref = target.generate(**inputs, **GREEDY)
     draft = tensor_oracle(target, truth_of(inputs, ref), seed, 8)
-    draft.generation_config.engine, draft.generation_config.verify_width = engine, "auto"
+    set_engine(draft, engine)
+    draft.generation_config.verify_width = "auto"
     return target, draft, inputs, ref
 
 
 def check(target: Any, draft: Any, inputs: dict[str, Tensor], ref: Tensor) -> None:
     """The text, twice: the second time over kept buffers."""
-    engine = draft.generation_config.engine
+    engine = engine_of(draft)
     for _ in range(2):
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
         stats = draft.last_stats

@@ -17,7 +17,7 @@ from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.widths import candidate_widths
-from helpers.static import Tape, TapeStep, tensor_oracle, use_tapes
+from helpers.static import Tape, TapeStep, set_engine, tensor_oracle, use_tapes
 from helpers.vision import vision_prompts, vision_target
 from helpers.widths import RandomWidths, use_random_widths
 from tiny import DFLASH2, FAMILIES, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
@@ -44,7 +44,7 @@ def oracle(
 ) -> Any:
     """A partly right draft with `"auto"` widths."""
     draft = tensor_oracle(target, truth_of(inputs, ref), seed, **kind)
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     draft.generation_config.verify_width = "auto"
     return draft
 
@@ -154,13 +154,13 @@ def test_rejection_is_the_eager_loops_at_the_same_widths(engine: Any, monkeypatc
     draft.generation_config.verify_width, draft.generation_config.proposal = "auto", "sample"
     settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.5}
     use_random_widths(monkeypatch, 3)
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     torch.manual_seed(5)
     out = target.generate(**inputs, **settings, assistant_model=draft)
     check_widths(draft)
     played = iter(draft.last_stats.verify_widths)
     monkeypatch.setattr(RandomWidths, "next_width", lambda self: next(played))
-    draft.generation_config.engine = "eager"
+    set_engine(draft, "eager")
     torch.manual_seed(5)
     assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), out)
 
@@ -242,7 +242,8 @@ def test_the_drafts_context_is_the_one_of_a_fixed_width(monkeypatch: pytest.Monk
     monkeypatch.setattr(type(draft), "forward_block", watched)
     for name, engine, width in (("wide", "eager", 8), ("eager", "eager", "auto"), ("static", "static", "auto")):
         use_random_widths(monkeypatch, 7)
-        draft.generation_config.engine, draft.generation_config.verify_width = engine, width
+        set_engine(draft, engine)
+        draft.generation_config.verify_width = width
         found.clear()
         target.generate(**inputs, **GREEDY, assistant_model=draft)
         seen[name] = dict(found)

@@ -21,7 +21,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from fuzz.cases import EOS, Case, Turn
-from fuzz.pieces import Seen, engine_of, hooks_that_call, settings_of, within
+from fuzz.pieces import Seen, hooks_that_call, on_engine, settings_of, within
 from fuzz.targets import LEARNED, NUM_POSITIONS, ROUNDED, TIE, Oracle, arm, draft_of, left_behind, target_of
 from helpers.turns import check_caches
 from helpers.vision import WORDS, vision_prompts
@@ -239,8 +239,8 @@ class Conversation:
         draft = self.draft(turn)
         knobs: Any = draft.generation_config
         arm(draft, truth, self.case.seed, turn.rule)
-        with engine_of(turn, self.case.context) as engine:
-            knobs.engine, knobs.block_size, knobs.verify_width = engine, turn.block, turn.width
+        with on_engine(turn, self.case.context, draft):
+            knobs.block_size, knobs.verify_width = turn.block, turn.width
             knobs.proposal = turn.rule or "auto"
             try:
                 return within(self.case.context, lambda: self.call(turn, given, cache, around, assistant_model=draft))

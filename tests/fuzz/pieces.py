@@ -21,10 +21,11 @@ from transformers import (
 )
 from transformers.generation import BaseStreamer
 
+from dflash_hf import DFlashDraftModel
 from dflash_hf.generation import run
 from dflash_hf.target.parts import find_target
 from fuzz.cases import EOS, PROCESSORS, SAMPLERS, Turn
-from helpers.static import use_tapes
+from helpers.static import set_engine, use_tapes
 
 
 class Apart(LogitsProcessor):
@@ -133,8 +134,8 @@ def settings_of(turn: Turn) -> tuple[dict[str, Any], Seen]:
 
 
 @contextmanager
-def engine_of(turn: Turn, context: str | None) -> Generator[str]:
-    """Makes the engine of a turn available, and returns its name on the draft."""
+def on_engine(turn: Turn, context: str | None, draft: DFlashDraftModel) -> Generator[None]:
+    """Gives a draft the engine of a turn."""
     # A replay calls no hooks: where there are some the engine would not be chosen.
     engine = "static" if turn.engine == "tape" and context == "hooks" else turn.engine
     with pytest.MonkeyPatch.context() as patches:
@@ -143,7 +144,11 @@ def engine_of(turn: Turn, context: str | None) -> Generator[str]:
         if context == "room":
             patches.setattr(run, "FIRST_ROOM", 2)
             patches.setattr(run, "FIXED_ROOM", 5)
-        yield "cuda_graph" if engine == "tape" else engine
+        set_engine(draft, "cuda_graph" if engine == "tape" else engine)
+        try:
+            yield
+        finally:
+            set_engine(draft, "eager")
 
 
 @contextmanager
@@ -200,4 +205,4 @@ def within(context: str | None, call: Callable[[], Any]) -> Any:
         return call()
 
 
-__all__ = ["Seen", "engine_of", "hooks_that_call", "settings_of", "within"]
+__all__ = ["Seen", "hooks_that_call", "on_engine", "settings_of", "within"]

@@ -20,7 +20,7 @@ from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.cuda_graph import GraphStep, why_not
 from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.target.parts import find_target
-from helpers.static import tensor_oracle
+from helpers.static import set_engine, tensor_oracle
 from helpers.vision import vision_prompts, vision_target
 from helpers.widths import use_random_widths
 from tiny import DFLASH2, FAMILIES, prompts, tiny_draft, tiny_target, truth_of
@@ -155,7 +155,7 @@ def test_a_replay_is_the_same_step_uncaptured_bit_by_bit(family: str, dtype: tor
     texts: list[Tensor] = []
     committed: list[Any] = []
     for engine in ("static", "cuda_graph"):
-        draft.generation_config.engine = engine
+        set_engine(draft, engine)
         texts.append(target.generate(**inputs, **GREEDY, assistant_model=draft))
         committed.append(draft.last_stats.num_committed)
         assert draft.last_stats.engine == engine
@@ -172,7 +172,7 @@ def test_a_sampled_text_is_the_eager_one(proposal: Any, kind: dict[str, Any]) ->
     draft.generation_config.proposal = proposal
     texts: list[Tensor] = []
     for engine in ("eager", "cuda_graph", "cuda_graph"):
-        draft.generation_config.engine = engine
+        set_engine(draft, engine)
         torch.manual_seed(5)
         settings = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "eos_token_id": [9]}
         texts.append(target.generate(**inputs, max_new_tokens=NEW, **settings, assistant_model=draft))

@@ -14,7 +14,7 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep
-from helpers.static import tensor_oracle
+from helpers.static import set_engine, tensor_oracle
 from tiny import prompts, tiny_target, truth_of
 
 NEW = 26
@@ -29,7 +29,7 @@ def pair(
     inputs = prompts([4, 11, 7], 0)
     ref = target.generate(**inputs, **GREEDY)
     draft = tensor_oracle(target, truth_of(inputs, ref), 0, 8, **overrides)
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     return target, draft, inputs, ref
 
 

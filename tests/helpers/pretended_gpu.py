@@ -125,11 +125,9 @@ def build_target(config: PreTrainedConfig, experts: str | None = None) -> PreTra
 
 
 def build_draft(config: DFlashConfig) -> DFlashDraftModel:
-    """Builds a draft in bfloat16 on the pretended device; its engine is the step over fixed buffers."""
+    """Builds a draft in bfloat16 on the pretended device."""
     with torch.device("cuda"), no_init_weights():
-        draft = DFlashDraftModel._from_config(config, dtype=torch.bfloat16).eval()
-    draft.generation_config.engine = "static"
-    return draft
+        return DFlashDraftModel._from_config(config, dtype=torch.bfloat16).eval()
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What tests of the static step need: an oracle that reads nothing on the host, and a stand-in for CUDA graphs.
+"""What tests of the static step need: its name, an oracle that reads nothing on the host, a stand-in for CUDA graphs.
 
 A tape records the operations of a step once and runs them again on the very tensors that they were recorded with, as a
 replayed graph does: no Python of the step runs, nothing can have another address, shape or order than it had.
@@ -7,6 +7,7 @@ replayed graph does: no Python of the step runs, nothing can have another addres
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import pytest
@@ -16,12 +17,35 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from dflash_hf import DFlashDraftModel
 from dflash_hf.generation import buffers, cuda_graph, loop
-from dflash_hf.generation.cuda_graph import Captured, GraphStep
+from dflash_hf.generation.cuda_graph import Captured, GraphStep, uncaptured
 from dflash_hf.scopes import held
 from tiny import OracleDraft, draft_config, randomise_dflash2
 
 DECIMALS = 43758.5453
+_static: dict[DFlashDraftModel, ExitStack] = {}
+
+
+def set_engine(draft: DFlashDraftModel, name: Any) -> None:
+    """Chooses a draft's engine, for the rest of a test: a user's, or `"static"`, `"cuda_graph"` uncaptured."""
+    if draft in _static:
+        _static.pop(draft).close()
+    draft.generation_config.engine = "cuda_graph" if name == "static" else name
+    if name == "static":
+        _static[draft] = ExitStack()
+        _static[draft].enter_context(uncaptured(draft))
+
+
+def engine_of(draft: DFlashDraftModel) -> str:
+    """Returns the name that `set_engine` was given."""
+    return "static" if draft in _static else draft.generation_config.engine
+
+
+def capture_again() -> None:
+    """Ends what `"static"` has begun, for all drafts."""
+    while _static:
+        _static.popitem()[1].close()
 
 
 class TensorOracle(OracleDraft):
@@ -124,9 +148,18 @@ def use_tapes(monkeypatch: pytest.MonkeyPatch, smallest_bucket: int = 8) -> None
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", smallest_bucket)
     monkeypatch.setattr(loop, "choose_engine", choose)
     monkeypatch.setattr(cuda_graph, "GraphStep", TapeStep)
-    monkeypatch.setattr("dflash_hf.generation.integration.check_device", lambda engine, device: None)
+    monkeypatch.setattr("dflash_hf.generation.integration.check_device", lambda draft, device: None)
     TapeStep.captured, TapeStep.widths = [], []
     Tape.num_replays = 0
 
 
-__all__ = ["Tape", "TapeStep", "TensorOracle", "tensor_oracle", "use_tapes"]
+__all__ = [
+    "Tape",
+    "TapeStep",
+    "TensorOracle",
+    "capture_again",
+    "engine_of",
+    "set_engine",
+    "tensor_oracle",
+    "use_tapes",
+]

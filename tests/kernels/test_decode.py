@@ -10,7 +10,7 @@ import torch
 
 from dflash_hf import ops
 from helpers.kernel_checks import CUDA, DEVICES, Calls, calls_of
-from helpers.static import Tape, tensor_oracle, use_tapes
+from helpers.static import Tape, set_engine, tensor_oracle, use_tapes
 from tiny import prompts, tiny_draft, tiny_target, truth_of
 
 NEW = 7
@@ -31,7 +31,7 @@ def check(family: str, device: str, engine: Any, lengths: list[int], draft_optio
     inputs = {name: t.to(device) for name, t in prompts(lengths, 1).items()}
     wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     draft = tensor_oracle(target, truth_of(inputs, wanted), 1, 4, **draft_options).to(device)
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     with ops.kernels(True):
         out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
     assert torch.equal(out, wanted)
@@ -93,7 +93,7 @@ def test_a_sampled_text_is_that_without_kernels(proposal: Any, device: str, call
     draft.generation_config.proposal = proposal
     texts: list[torch.Tensor] = []
     for engine, enabled in (("eager", False), ("static", True)):
-        draft.generation_config.engine = engine
+        set_engine(draft, engine)
         torch.manual_seed(5)
         settings = {"max_new_tokens": 5, "do_sample": True, "temperature": 0.3, "top_k": 9}
         with ops.kernels(enabled):

@@ -16,7 +16,7 @@ from dflash_hf.generation import buffers
 from dflash_hf.generation.buffers import kept_buffers
 from helpers.engine import GREEDY, Watched, freeze_each_step_first, pair
 from helpers.kernel_checks import DEVICES, Calls, calls_of
-from helpers.static import Tape, TensorOracle, tensor_oracle, use_tapes
+from helpers.static import Tape, TensorOracle, set_engine, tensor_oracle, use_tapes
 from helpers.vision import vision_prompts, vision_target
 from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of
 
@@ -44,7 +44,7 @@ def check_greedy(target: Any, inputs: dict[str, Tensor], calls: Calls, engine: A
     """Two calls, the second one over kept buffers, give the plain text; returns the draft."""
     wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     draft = tensor_oracle(target, truth_of(inputs, wanted), 2, 6, **options)
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     draft.generation_config.verify_width = width
     for _ in range(2):
         calls.kernels.clear()
@@ -89,7 +89,7 @@ def test_eos_and_limits_inside_a_block(num_ids: int, engine: Any) -> None:
     inputs = prompts([4, 11, 7], 1)
     free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     draft = tensor_oracle(target, truth_of(inputs, free), 1, 8)
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     eos = [int(free[0, -NEW + 4]), int(free[1, -5]), *range(100, 120)][:num_ids]
     for new in (NEW, 7, 2):
         settings = {"max_new_tokens": new, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
@@ -108,7 +108,7 @@ def test_a_sampled_text_is_that_without_kernels(kind: Any, proposal: Any, engine
     draft.generation_config.proposal = proposal
     texts: list[Tensor] = []
     for chosen, enabled in (("eager", False), (engine, True)):
-        draft.generation_config.engine = chosen
+        set_engine(draft, chosen)
         torch.manual_seed(5)
         settings = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.4, "top_k": 20, "eos_token_id": [9]}
         with ops.kernels(enabled):
@@ -136,7 +136,7 @@ def check_context(target: Any, engine: Any, lengths: list[int], new: int, tolera
         torch.nn.init.normal_(layer.self_attn.k_norm.weight)
         torch.nn.init.normal_(layer.self_attn.q_norm.weight)
     draft.__class__, draft.blocks = Recording, []
-    draft.generation_config.engine = engine
+    set_engine(draft, engine)
     with ops.kernels(True):
         out = target.generate(**inputs, max_new_tokens=new, do_sample=False, assistant_model=draft)
     assert torch.equal(out, wanted)
@@ -265,7 +265,7 @@ def test_a_conversation_over_a_kept_cache_goes_on(engine: Any, calls: Calls) -> 
         ref = target.generate(**inputs, **settings, past_key_values=plain)
         truth = truth_of(inputs, ref.sequences)
         draft = tensor_oracle(target, truth, turn, 6) if draft is None else draft.arm(truth, turn)
-        draft.generation_config.engine = engine
+        set_engine(draft, engine)
         calls.references.clear()
         with ops.kernels(True):
             out = target.generate(**inputs, **settings, past_key_values=ours, assistant_model=draft)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli.demo import read_prompts
-from helpers.static import use_tapes
+from helpers.static import set_engine, use_tapes
 
 TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
 
@@ -49,13 +49,13 @@ def test_every_verify_accepts_what_it_accepts_eagerly(
         settings |= {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
     inputs, runs = batch_of(num_rows), []
     for chosen in ("eager", engine, engine):
-        draft.generation_config.engine = chosen
+        set_engine(draft, chosen)
         torch.manual_seed(1)
         text = target.generate(**inputs, **settings, assistant_model=draft)
         runs.append((text.tolist(), draft.last_stats.num_committed, draft.last_stats.num_accepted))
         assert draft.last_stats.engine == chosen
         assert draft.last_stats.acceptance_length > 2.0
-    draft.generation_config.engine = "auto"
+    set_engine(draft, "auto")
     assert runs[0] == runs[1]
     assert runs[0] == runs[2]
 
@@ -70,7 +70,7 @@ def test_the_next_turn_accepts_what_it_accepts_eagerly(
     settings: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_scores": host_decides}
     inputs, found = batch_of(3), []
     for chosen in ("eager", engine):
-        draft.generation_config.engine = chosen
+        set_engine(draft, chosen)
         cache = DynamicCache(config=target.config)
         kept = {"past_key_values": cache, "assistant_model": draft}
         first = target.generate(**inputs, **settings, max_new_tokens=16, **kept)
@@ -81,5 +81,5 @@ def test_the_next_turn_accepts_what_it_accepts_eagerly(
         counts.append(draft.last_stats.num_committed)
         assert draft.last_stats.engine == chosen
         found.append((second.sequences.tolist(), counts))
-    draft.generation_config.engine = "auto"
+    set_engine(draft, "auto")
     assert found[0] == found[1]

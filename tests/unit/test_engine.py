@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import DynamicCache
 
-from dflash_hf import free_buffers
+from dflash_hf import DFlashGenerationConfig, free_buffers
 from dflash_hf.cache import ragged, size
 from dflash_hf.generation import buffers, cuda_graph, static_step
 from dflash_hf.generation.buffers import buckets_between, kept_buffers, round_up
-from dflash_hf.generation.cuda_graph import why_not
+from dflash_hf.generation.cuda_graph import uncaptured, why_not
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
 from dflash_hf.scopes import held
 from dflash_hf.target.hidden_states import Taps
@@ -196,6 +197,36 @@ def test_graphs_without_cuda_are_refused_before_any_forward(monkeypatch: pytest.
     draft.generation_config.engine = "auto"
     target.generate(**prompts([4], 0), max_new_tokens=3, do_sample=False, assistant_model=draft)
     assert draft.last_stats.engine == "eager"
+
+
+def test_the_uncaptured_step_is_no_engine_of_a_users() -> None:
+    target, draft, inputs, _ = pair("auto")
+    sentence = r"^expected engine in \('auto', 'eager', 'cuda_graph'\), got 'static'; leave it at 'auto'$"
+    with pytest.raises(ValueError, match=sentence):
+        DFlashGenerationConfig(engine="static")
+    target.register_forward_pre_hook(lambda *args: pytest.fail("a forward ran"))
+    draft.generation_config.engine = "static"  # pyright: ignore[reportAttributeAccessIssue]
+    for around in (nullcontext(), uncaptured(draft)):
+        with around, pytest.raises(ValueError, match=sentence):
+            target.generate(**inputs, **GREEDY, assistant_model=draft)
+
+
+def test_steps_run_uncaptured_for_one_draft_within_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    target, draft, inputs, ref = pair("cuda_graph")
+    other = pair("cuda_graph")[1]
+    with uncaptured(draft):
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+        assert draft.last_stats.engine == "static"
+        for chosen in ("eager", "auto"):
+            draft.generation_config.engine = chosen
+            target.generate(**inputs, max_new_tokens=3, do_sample=False, assistant_model=draft)
+            assert draft.last_stats.engine == "eager"
+        draft.generation_config.engine = "cuda_graph"
+        with pytest.raises(ValueError, match="expected a target on CUDA under engine='cuda_graph'"):
+            target.generate(**inputs, **GREEDY, assistant_model=other)
+    with pytest.raises(ValueError, match="expected a target on CUDA under engine='cuda_graph'"):
+        target.generate(**inputs, **GREEDY, assistant_model=draft)
 
 
 def test_reasons_are_found_before_a_step_runs() -> None:

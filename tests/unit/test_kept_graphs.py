@@ -17,7 +17,7 @@ from dflash_hf.generation import buffers, cuda_graph
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.target.parts import find_target
 from helpers.engine import GREEDY, NEW, pair
-from helpers.static import TapeStep, use_tapes
+from helpers.static import TapeStep, set_engine, use_tapes
 from tiny import prompts, tiny_draft, tiny_target
 
 
@@ -113,7 +113,7 @@ def test_calls_in_and_out_of_inference_mode_share_buffers() -> None:
 def test_calls_in_several_threads_share_no_buffers() -> None:
     target = tiny_target("qwen3")
     draft = tiny_draft(target)
-    draft.generation_config.engine = "static"
+    set_engine(draft, "static")
     calls = [prompts([4, 11, 7], seed) for seed in range(3)]
     refs = [target.generate(**inputs, **GREEDY) for inputs in calls]
     together, found = threading.Barrier(3), [False] * 3
@@ -136,7 +136,7 @@ def test_calls_in_several_threads_share_no_buffers() -> None:
 def test_only_so_many_buffers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target("qwen3")
     draft = tiny_draft(target)
-    draft.generation_config.engine = "static"
+    set_engine(draft, "static")
     for batch in range(1, 8):
         target.generate(**prompts([5] * batch, 0), max_new_tokens=3, do_sample=False, assistant_model=draft)
     assert [kept.shape.state.batch for kept in kept_buffers(draft)] == [4, 5, 6, 7]

@@ -23,7 +23,6 @@ from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dflash_hf.cache.ragged import layer_window
-from dflash_hf.generation_config import Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
 
@@ -188,18 +187,6 @@ def check_images(target: Target, input_ids: Tensor, arguments: dict[str, Any]) -
         )
 
 
-def check_device(engine: Engine, device: torch.device) -> None:
-    """Refuses CUDA graphs where there is no CUDA.
-
-    Raises:
-        ValueError: If `engine` is `"cuda_graph"` and `device` is no CUDA device.
-    """
-    if engine == "cuda_graph" and device.type != "cuda":
-        raise ValueError(
-            f"expected a target on CUDA under engine='cuda_graph', got one on {device}; leave engine at 'auto'"
-        )
-
-
 def check_cache(cache: object, target: Target, rows: int, num_ids: int, mask: Tensor | None) -> None:
     """Refuses a cache that cannot be continued from, before any work.
 
@@ -313,7 +300,6 @@ def is_recurrent(layer: object) -> bool:
 __all__ = [
     "Settings",
     "check_cache",
-    "check_device",
     "check_images",
     "check_inputs",
     "check_settings",

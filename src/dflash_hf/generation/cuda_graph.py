@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +26,6 @@ from transformers.utils import logging
 from dflash_hf import ops
 from dflash_hf.devices import execution_devices, is_offloaded
 from dflash_hf.generation.buffers import buckets_between
-from dflash_hf.generation.checks import check_device
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep
@@ -45,6 +45,8 @@ MAX_SETTINGS = 4
 NUM_TIMED = 3
 # One capture at a time: the beginning of one returns memory to the driver.
 _capturing = threading.Lock()
+# Drafts whose steps are not captured: see `uncaptured`.
+_uncaptured: weakref.WeakSet[DFlashDraftModel] = weakref.WeakSet()
 # Transformers' own hooks, which do nothing unless a forward is asked for hidden states, and ours, which listen to
 # their own thread's run.
 _HARMLESS_HOOKS = (
@@ -100,17 +102,43 @@ class Graphs:
             self.costs.pop(gone, None)
 
 
+@contextmanager
+def uncaptured(draft: DFlashDraftModel) -> Generator[None]:
+    """Has the steps of `"cuda_graph"` run uncaptured, on any device: a tool of tests and benchmarks, no engine.
+
+    Args:
+        draft (`DFlashDraftModel`): Whose steps, in whatever thread; other drafts' are captured.
+    """
+    _uncaptured.add(draft)
+    try:
+        yield
+    finally:
+        _uncaptured.discard(draft)
+
+
+def check_device(draft: DFlashDraftModel, device: torch.device) -> None:
+    """Refuses CUDA graphs where there is no CUDA.
+
+    Raises:
+        ValueError: If `"cuda_graph"` is asked for, to be captured, and `device` is no CUDA device.
+    """
+    if draft.generation_config.engine == "cuda_graph" and device.type != "cuda" and draft not in _uncaptured:
+        raise ValueError(
+            f"expected a target on CUDA under engine='cuda_graph', got one on {device}; leave engine at 'auto'"
+        )
+
+
 def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
     """Returns the engine that a call asks for, as far as it can be had; says once in the log why it cannot.
 
     Raises:
-        ValueError: If `"cuda_graph"` is asked for and the target is not on CUDA.
+        ValueError: If `"cuda_graph"` is asked for, to be captured, and the target is not on CUDA.
     """
     wanted = draft.generation_config.engine
-    if wanted in ("eager", "static"):
+    if wanted == "eager" or (wanted == "cuda_graph" and draft in _uncaptured):
         return wanted
     if target.device.type != "cuda":
-        check_device(wanted, target.device)
+        check_device(draft, target.device)
         return "eager"
     reason = why_not(target, draft)
     if reason is None:
@@ -143,7 +171,7 @@ def start_engine(run: Run, engine: Engine) -> StaticStep | None:
     """Returns the step that a run with fixed buffers takes, captured where it can be; `None` is the eager one."""
     if engine == "eager":
         return None
-    if engine == "static":
+    if run.generator.draft in _uncaptured:
         return StaticStep(run)
     step = GraphStep(run)
     try:
@@ -387,8 +415,10 @@ __all__ = [
     "GraphStep",
     "Graphs",
     "NotCapturableError",
+    "check_device",
     "choose_engine",
     "device_errors_explained",
     "start_engine",
+    "uncaptured",
     "why_not",
 ]

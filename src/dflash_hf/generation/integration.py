@@ -19,12 +19,12 @@ from dflash_hf.checkpoints import explain_foreign_draft
 from dflash_hf.devices import execution_devices
 from dflash_hf.generation.checks import (
     Settings,
-    check_device,
     check_images,
     check_inputs,
     check_settings,
     check_stock,
 )
+from dflash_hf.generation.cuda_graph import check_device
 from dflash_hf.generation.loop import decode
 from dflash_hf.generation.prefill import keep_new_images
 from dflash_hf.generation_config import DFlashGenerationConfig
@@ -99,7 +99,7 @@ def prepare(
             'device_map={"": device}'
         )
     knobs.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
-    check_device(knobs.engine, target.device)
+    check_device(draft, target.device)
     settings = Settings(model, arguments)
     check_settings(settings)
     check_inputs(target, settings)

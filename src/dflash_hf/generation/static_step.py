@@ -1,6 +1,7 @@
 """The step with lengths rounded up: the same operations on the same addresses whatever is accepted, no host sync.
 
-That is what a CUDA graph needs; here it runs uncaptured, on any device.
+That is what a CUDA graph needs; here it runs uncaptured, on any device, as tests and benchmarks have it run
+(`cuda_graph.uncaptured`).
 Where nothing of the user's has to look at a step, the host stays one step behind: it starts step `n + 1`, then reads
 what step `n` has reported. A row that has finished is frozen, so the one step too many at the end changes nothing.
 Elsewhere only the two forwards are launched from here, and the host settles the step.

@@ -45,14 +45,15 @@ class SpeculativeStats:
         prepare_seconds (`float`): Wall time in seconds from the call to the prefill: Transformers' preparation.
         prefill_seconds (`float`): The prefill, up to the first token.
         draft_seconds (`float`): Forwards of the draft, the newest context included.
-        verify_seconds (`float`): Forwards of the target over blocks. Under the engines `"static"` and `"cuda_graph"`
-            draft and acceptance count here too.
+        verify_seconds (`float`): Forwards of the target over blocks. Under the engine `"cuda_graph"` draft and
+            acceptance count here too.
         accept_seconds (`float`): Logits processors, choosing and accepting tokens, reading the counts on the host.
         rest_seconds (`float`): Streamer and other stopping criteria (where rows advance together they count under
             `accept_seconds`), putting the output together. The six parts follow one another without gaps. On an
             accelerator work is queued, not waited for: without `draft.generation_config.synchronize` only their sum
             means something there.
-        engine (`str`): Engine that ran: `"eager"`, `"static"` or `"cuda_graph"`.
+        engine (`str`): Engine that ran: `"eager"` or `"cuda_graph"`; `"static"` is the latter's step uncaptured, in
+            tests and benchmarks only.
         proposal (`str`): Proposal rule that ran; `"greedy"` without sampling.
         cache_bytes (`int`): Size of the target's and the draft's K/V buffers, in bytes.
     """
