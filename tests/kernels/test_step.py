@@ -62,9 +62,17 @@ def check_greedy(target: Any, inputs: dict[str, Tensor], calls: Calls, engine: A
     return draft
 
 
-@pytest.mark.parametrize("engine", ["eager", "static", "cuda_graph"])
-@pytest.mark.parametrize("lengths", [[9], [4, 11, 7]], ids=["one", "three"])
-@pytest.mark.parametrize("family", ["qwen3-sliding", "llama3-rope", "gemma3", "phi3"])
+@pytest.mark.parametrize(
+    ("family", "lengths", "engine"),
+    [
+        # Every two of the three together; the other half on demand.
+        pytest.param(family, lengths, engine, id=f"{family}-{len(lengths)}-{engine}", marks=marks)
+        for i, family in enumerate(["qwen3-sliding", "llama3-rope", "gemma3", "phi3"])
+        for j, lengths in enumerate([[9], [4, 11, 7]])
+        for k, engine in enumerate(["eager", "static", "cuda_graph"])
+        for marks in [[] if (i + j + k) % 2 == 0 else pytest.mark.slow]
+    ],
+)
 def test_the_kernel_path_gives_the_plain_text(family: str, lengths: list[int], engine: Any, calls: Calls) -> None:
     check_greedy(tiny_target(family), prompts(lengths, 2), calls, engine, 6)
 
@@ -98,9 +106,17 @@ def test_eos_and_limits_inside_a_block(num_ids: int, engine: Any) -> None:
             assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), wanted)
 
 
-@pytest.mark.parametrize("engine", ["eager", "static", "cuda_graph"])
-@pytest.mark.parametrize("proposal", ["argmax", "shared_noise", "sample"])
-@pytest.mark.parametrize("kind", [{}, DFLASH2], ids=["dflash", "dflash 2"])
+@pytest.mark.parametrize(
+    ("kind", "proposal", "engine"),
+    [
+        # Every two of the three together; the other half on demand.
+        pytest.param(kind, proposal, engine, id=f"{name}-{proposal}-{engine}", marks=marks)
+        for i, (name, kind) in enumerate({"dflash": {}, "dflash 2": DFLASH2}.items())
+        for j, proposal in enumerate(["argmax", "shared_noise", "sample"])
+        for k, engine in enumerate(["eager", "static", "cuda_graph"])
+        for marks in [[] if (i + j + k) % 2 == 0 else pytest.mark.slow]
+    ],
+)
 def test_a_sampled_text_is_that_without_kernels(kind: Any, proposal: Any, engine: Any, calls: Calls) -> None:
     target = tiny_target("qwen3")
     inputs = prompts([4, 11, 7], 4)

@@ -165,14 +165,12 @@ NAMES = (
 
 @pytest.mark.parametrize("own", GIVEN)
 @pytest.mark.parametrize("config", [None, *GIVEN])
-@pytest.mark.parametrize("arguments", GIVEN)
-def test_settings_are_those_that_generate_prepares(
-    own: dict[str, Any], config: dict[str, Any] | None, arguments: dict[str, Any]
-) -> None:
+def test_settings_are_those_that_generate_prepares(own: dict[str, Any], config: dict[str, Any] | None) -> None:
     target = tiny_target("qwen3")
     for name, value in own.items():
         setattr(target.generation_config, name, value)
     given = None if config is None else GenerationConfig(**config)
-    prepared, _ = target._prepare_generation_config(copy.deepcopy(given), **arguments)
-    settings = Settings(target, {**arguments, **({} if given is None else {"generation_config": given})})
-    assert {name: settings[name] for name in NAMES} == {name: getattr(prepared, name) for name in NAMES}
+    for arguments in GIVEN:
+        prepared, _ = target._prepare_generation_config(copy.deepcopy(given), **arguments)
+        settings = Settings(target, {**arguments, **({} if given is None else {"generation_config": given})})
+        assert {name: settings[name] for name in NAMES} == {name: getattr(prepared, name) for name in NAMES}
