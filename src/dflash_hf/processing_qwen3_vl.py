@@ -1,6 +1,6 @@
-"""Processors of Qwen's vision models where torchvision is missing: text and pictures, without videos.
+"""Processors of Qwen's vision models where torchvision is missing: text and images, without videos.
 
-Transformers' own insist on a video processor, and that on torchvision. Pictures need neither: they go through
+Transformers' own insist on a video processor, and that on torchvision. Images need neither: they go through
 `Qwen2VLImageProcessorPil`, which `AutoImageProcessor` chooses by itself.
 """
 
@@ -15,7 +15,7 @@ from transformers.models.qwen2_5_vl import processing_qwen2_5_vl
 from transformers.models.qwen3_vl import processing_qwen3_vl
 from transformers.video_processing_utils import BaseVideoProcessor
 
-# What pictures and videos have in common, so that a folder that says nothing of videos fits its own vision tower.
+# What images and videos have in common, so that a folder that says nothing of videos fits its own vision tower.
 _SHARED = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 
 
@@ -27,7 +27,7 @@ class WithoutVideos(ProcessorMixin):
     `[patches, channels * temporal_patch_size * patch_size**2]` and `image_grid_thw` `[images, 3]`.
 
     Args:
-        image_processor (`Qwen2VLImageProcessorPil`): For the pictures.
+        image_processor (`Qwen2VLImageProcessorPil`): For the images.
         tokenizer (`PreTrainedTokenizerBase`): For the text; pad on the left to generate.
         chat_template (`str`, *optional*): Jinja template of a conversation.
         video_settings (`dict`, *optional*): Settings of a video processor. Only kept, and saved with the others.
@@ -50,13 +50,13 @@ class WithoutVideos(ProcessorMixin):
     def __call__(
         self, images: Any = None, text: Any = None, videos: Any = None, audio: Any = None, **kwargs: Any
     ) -> Any:
-        """Makes a model's inputs of texts and pictures, as the original does.
+        """Makes a model's inputs of texts and images, as the original does.
 
         Raises:
-            ValueError: On a video, or a picture without pixels.
+            ValueError: On a video, or an image without pixels.
         """
         if videos is not None:
-            raise ValueError("expected pictures and text, got a video; install torchvision for videos")
+            raise ValueError("expected images and text, got a video; install torchvision for videos")
         check_pixels(images)
         return super().__call__(images=images, text=text, audio=audio, **kwargs)
 
@@ -75,7 +75,7 @@ class WithoutVideos(ProcessorMixin):
         videos = config.pop("video_processor", None)
         if videos is None:
             videos, _ = BaseVideoProcessor.get_video_processor_dict(pretrained_model_name_or_path, **kwargs)
-        if "video_processor_type" in videos:  # without it, it is the pictures' file
+        if "video_processor_type" in videos:  # without it, it is the images' file
             config["video_settings"] = videos
         return config, unused
 
@@ -93,10 +93,10 @@ class Qwen2_5_VLProcessor(WithoutVideos, processing_qwen2_5_vl.Qwen2_5_VLProcess
 
 
 def check_pixels(images: Any) -> None:
-    """Refuses pictures without pixels, on which Transformers' resizing divides by zero.
+    """Refuses images without pixels, on which Transformers' resizing divides by zero.
 
     Args:
-        images: A picture (PIL image, array, anything without a size) or lists of them; `None` for none.
+        images: An image (PIL image, array, anything without a size) or lists of them; `None` for none.
 
     Raises:
         ValueError: If one has a side of 0.
@@ -108,7 +108,7 @@ def check_pixels(images: Any) -> None:
     size: Any = getattr(images, "shape", None) or getattr(images, "size", None)
     if isinstance(size, tuple) and 0 in size:
         sides = " × ".join(map(str, size))  # type: ignore[reportUnknownArgumentType]
-        raise ValueError(f"expected a picture of at least one pixel, got one of {sides}; leave it out")
+        raise ValueError(f"expected an image of at least one pixel, got one of {sides}; leave it out")
 
 
 def register_processors(auto: Any) -> None:

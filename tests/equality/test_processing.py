@@ -208,7 +208,7 @@ def test_videos_are_refused(processor: Any) -> None:
 )
 def test_pictures_without_pixels_are_refused(processor: Any, empty: Any, sides: str) -> None:
     with pytest.raises(
-        ValueError, match=f"^expected a picture of at least one pixel, got one of {sides}; leave it out$"
+        ValueError, match=f"^expected an image of at least one pixel, got one of {sides}; leave it out$"
     ):
         processor.apply_chat_template([user(shown(ONE), shown(empty), "what?")], **TENSORS)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_hf.cli.pair import check_place, takes_pictures
+from dflash_hf.cli.pair import check_place, takes_images
 from dflash_hf.formats import FormatName
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _load_target(target: str, draft: DFlashDraftModel, to: FormatName) -> PreTra
     from dflash_hf.checkpoints import get_format
 
     config = AutoConfig.from_pretrained(target)
-    model_class = AutoModelForImageTextToText if takes_pictures(config) else AutoModelForCausalLM
+    model_class = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
     has_vocabulary = get_format(to).has_vocabulary
     has_own = draft.config.own_embed_tokens or draft.config.own_lm_head
     if has_vocabulary is None or has_vocabulary == has_own:

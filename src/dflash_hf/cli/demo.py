@@ -1,4 +1,4 @@
-"""`dflash-hf demo`: held-out prompts of every kind, with pictures too, answered by the bundled pairs in both ways."""
+"""`dflash-hf demo`: held-out prompts of every kind, with images too, answered by the bundled pairs in both ways."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 def demo(
     pair: Annotated[
-        Path, typer.Option(help="Folder with target/, draft/ and held_out.jsonl; a pair for pictures in vision/.")
+        Path, typer.Option(help="Folder with target/, draft/ and held_out.jsonl; a pair for images in vision/.")
     ] = BUNDLED,
     per_kind: Annotated[int, typer.Option(help="Prompts of each kind.", min=1)] = 4,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 320,
     threads: Annotated[int, typer.Option(help="CPU threads; models this small want one.", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Show the bundled pairs at work, with text and with pictures: the same answers in fewer forwards.
+    """Show the bundled pairs at work, with text and with images: the same answers in fewer forwards.
 
     Fails if a single token differs.
     """
@@ -53,7 +53,7 @@ def demo(
 def _answer(
     folder: Path, prompts: list[dict[str, Any]], settings: dict[str, Any], console: Console, as_json: bool
 ) -> list[Comparison]:
-    """Loads a pair, streams an answer to its first prompt (with a picture, if one has), and compares all of them."""
+    """Loads a pair, streams an answer to its first prompt (with an image, if one has), and compares all of them."""
     from transformers import TextStreamer
 
     from dflash_hf.evaluation.harness import compare, tokenizer_of, warm_up
@@ -75,7 +75,7 @@ def _answer(
 def read_prompts(path: Path, per_kind: int) -> list[dict[str, Any]]:
     """Reads the first `per_kind` held-out prompts of each kind, kinds in the file's order.
 
-    Paths of pictures are relative to the file.
+    Paths of images are relative to the file.
 
     Raises:
         ValueError: If the file is not there (an installed wheel has no bundled pair), or a row asks nothing.

@@ -17,7 +17,7 @@ from dflash_hf.evaluation.prompt_files import with_images
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to answer.")],
     image: Annotated[
-        list[Path] | None, typer.Option(help="A picture's file, before the prompt; once for each picture.")
+        list[Path] | None, typer.Option(help="An image's file, before the prompt; once for each image.")
     ] = None,
     target: Annotated[
         str | None, typer.Option(help="Folder or Hub id of the target; by default of the bundled pair.")

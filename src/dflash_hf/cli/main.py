@@ -20,7 +20,7 @@ class SentenceGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Runs the subcommand; errors about its input are printed, with status 2.
 
-        These are `ValueError`, `OSError` (a folder that is not there) and `ImportError` (Pillow, which pictures need).
+        These are `ValueError`, `OSError` (a folder that is not there) and `ImportError` (Pillow, which images need).
         """
         try:
             return super().invoke(ctx)

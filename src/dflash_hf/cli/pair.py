@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # A clone has the bundled pair beside the package; an installed wheel has not.
 BUNDLED = Path(__file__).resolve().parents[3] / "demos" / "toy"
-VISION = "vision"  # the folder of a pair for pictures within that of a pair for texts
+VISION = "vision"  # the folder of a pair for images within that of a pair for texts
 BUNDLED_VISION = BUNDLED / VISION
 
 
@@ -31,7 +31,7 @@ def check_place(option: str, place: str) -> None:
         raise ValueError(f"expected a folder or a Hub id as {option}, got {place!r}, which is not there; fix the path")
 
 
-def takes_pictures(config: PreTrainedConfig) -> bool:
+def takes_images(config: PreTrainedConfig) -> bool:
     """Whether Transformers has an image-text-to-text model for a config."""
     from transformers import AutoModelForImageTextToText
 
@@ -73,11 +73,11 @@ def load_pair(
     if config.model_type == DFlashConfig.model_type:
         raise ValueError(f"expected a target as --target, got the DFlash draft {target!r}; swap --target and --draft")
     settings: dict[str, Any] = {"dtype": dtype, "device_map": device}
-    model_class = AutoModelForImageTextToText if takes_pictures(config) else AutoModelForCausalLM
+    model_class = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
     model = model_class.from_pretrained(target, **settings)
     assistant = DFlashDraftModel.from_pretrained(draft, **settings)
-    processor = (AutoProcessor if takes_pictures(config) else AutoTokenizer).from_pretrained(target)
+    processor = (AutoProcessor if takes_images(config) else AutoTokenizer).from_pretrained(target)
     return model, assistant, processor
 
 
-__all__ = ["BUNDLED", "BUNDLED_VISION", "VISION", "check_place", "load_pair", "takes_pictures"]
+__all__ = ["BUNDLED", "BUNDLED_VISION", "VISION", "check_place", "load_pair", "takes_images"]

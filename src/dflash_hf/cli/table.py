@@ -43,7 +43,7 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
 
 
 def prompt_line(prompt: Prompt) -> Text:
-    """Returns what is asked: the names of all pictures so far, and the text of the last message."""
+    """Returns what is asked: the names of all images so far, and the text of the last message."""
     line = Text()
     for name in image_names(prompt):
         line.append(f"[{name}] ", style="cyan")

@@ -151,10 +151,10 @@ def check_inputs(target: Target, settings: Settings) -> None:
 
 
 def check_images(target: Target, input_ids: Tensor, arguments: dict[str, Any]) -> None:
-    """Refuses pictures that do not fit the prompts' tokens, before anything looks at them.
+    """Refuses images that do not fit the prompts' tokens, before anything looks at them.
 
-    Only where a picture is as many tokens as `image_grid_thw` says, in Qwen's family, and without videos (GLM spells
-    those with tokens of pictures); others check in their own forward. Tokens of pictures without any are text like any
+    Only where an image is as many tokens as `image_grid_thw` says, in Qwen's family, and without videos (GLM spells
+    those with tokens of images); others check in their own forward. Tokens of images without any are text like any
     other, as in plain `generate`.
 
     Args:

@@ -2,7 +2,7 @@
 
 A tap on layer `i` records that layer's output: entry `i + 1` of Transformers' `hidden_states` for all but the last
 layer (whose entry is normed there and is not here). Tap -1 records what the first layer is given: entry 0.
-DeepStack adds features of pictures between two layers: a tap after it is what the next layer is given.
+DeepStack adds features of images between two layers: a tap after it is what the next layer is given.
 `output_hidden_states=[...]` is not used: its meaning shifted by one between Transformers 5.22 and 5.23.
 """
 
