@@ -152,11 +152,11 @@ class Bench:
         logger.warning("not run: %s, batch %s, context %s, %s: %s", model, batch, context, what, why)
 
     def is_late(self) -> bool:
-        """Whether nothing more is to be begun."""
+        """Returns True if nothing more is to be begun."""
         return time.monotonic() > self.deadline
 
     def refuses(self, model: str, cell: Cell | None, what: str, needed: int) -> bool:
-        """Whether something does not fit into memory; recorded then, before anything is allocated."""
+        """Returns True if something does not fit into memory; recorded then, before anything is allocated."""
         if self.memory is None or needed <= self.memory:
             return False
         why = f"expected at most {self.memory:,} bytes, got {needed:,} needed; run fewer rows or a shorter context"

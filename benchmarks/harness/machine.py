@@ -92,7 +92,7 @@ class LoadWatch:
         return self.during
 
     def is_quiet(self) -> bool:
-        """Whether nothing that was measured was too much."""
+        """Returns True if nothing that was measured was too much."""
         return all(load is None or load <= MAX_BUSY_CORES for load in (self.before, self.during))
 
     def to_dict(self) -> dict[str, float | None]:

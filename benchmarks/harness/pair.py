@@ -132,7 +132,7 @@ class Pair:
 
     @property
     def takes_pictures(self) -> bool:
-        """Whether prompts may have pictures."""
+        """Returns True if prompts may have pictures."""
         return self.processor is not None
 
     @property

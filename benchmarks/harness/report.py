@@ -57,12 +57,12 @@ def _cell(value: Any) -> str:
 
 
 def is_record(path: Path) -> bool:
-    """Whether a file would stand among the recorded results."""
+    """Returns True if a file would stand among the recorded results."""
     return path.resolve().is_relative_to(RESULTS)
 
 
 def may_write(out: Path, quiet: bool) -> bool:
-    """Whether a record may be written there: among the results only what was measured on a quiet machine."""
+    """Returns True if a record may be written there: among the results only what was measured on a quiet machine."""
     return quiet or not is_record(out)
 
 

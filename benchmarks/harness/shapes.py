@@ -80,7 +80,7 @@ class Shape:
 
     @property
     def takes_pictures(self) -> bool:
-        """Whether the target is a vision model; only its text side is run."""
+        """Returns True if the target is a vision model; only its text side is run."""
         return self.family == "qwen3_vl"
 
 

@@ -56,7 +56,7 @@ def forced() -> bool | None:
 
 
 def attends(query_BHWE: Tensor, key_BGRE: Tensor, value_BGRE: Tensor) -> bool:
-    """Whether [`block_attention`] is to compute this attention: the one check of the decode path.
+    """Returns True if [`block_attention`] is to compute this attention: the one check of the decode path.
 
     It has no gradient, so not where one is wanted. Reads nothing on the host.
     """
@@ -68,7 +68,7 @@ def attends(query_BHWE: Tensor, key_BGRE: Tensor, value_BGRE: Tensor) -> bool:
 
 
 def writes(states: Sequence[Tensor], buffers: Sequence[Tensor]) -> bool:
-    """Whether [`norm_rope_write`] or [`context_kv`] is to write these states into a cache.
+    """Returns True if [`norm_rope_write`] or [`context_kv`] is to write these states into a cache.
 
     They round where the draft's modules do as long as all is of one dtype, which autocast sees to it that it is not.
 
@@ -87,7 +87,7 @@ def writes(states: Sequence[Tensor], buffers: Sequence[Tensor]) -> bool:
 
 
 def picks(logits: Tensor) -> bool:
-    """Whether [`argmax`] is to choose from these logits: it gives what torch gives, so in float32 too."""
+    """Returns True if [`argmax`] is to choose from these logits: it gives what torch gives, so in float32 too."""
     return _uses_kernels(logits) and (bool(_Setting.enabled) or logits.dtype in (*HALF, torch.float32))
 
 
@@ -108,7 +108,7 @@ def best(logits: Tensor) -> Tensor:
 
 
 def _uses_kernels(tensor: Tensor) -> bool:
-    """Whether kernels are to be used at all where this tensor is."""
+    """Returns True if kernels are to be used at all where this tensor is."""
     if _Setting.enabled is not None:
         return _Setting.enabled
     if not tensor.is_cuda or not _is_recent(tensor.device):

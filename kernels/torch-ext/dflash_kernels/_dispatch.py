@@ -15,17 +15,17 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton is installed; it is not imported."""
+    """Returns True if Triton is installed; it is not imported."""
     return importlib.util.find_spec("triton") is not None
 
 
 def interprets() -> bool:
-    """Whether kernels run in Triton's interpreter, in NumPy: `TRITON_INTERPRET=1` before they are first used."""
+    """Returns True if kernels run in Triton's interpreter, in NumPy: `TRITON_INTERPRET=1` before they are first used."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def runs_kernel(tensor: Tensor) -> bool:
-    """Whether a kernel can run on this tensor: its place and its dtype (float32, float16 or bfloat16)."""
+    """Returns True if a kernel can run on this tensor: its place and its dtype (float32, float16 or bfloat16)."""
     return tensor.dtype in DTYPES and has_triton() and (tensor.is_cuda or interprets())
 
 

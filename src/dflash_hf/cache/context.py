@@ -94,7 +94,7 @@ def stack_weights(
 
 
 def _fits(stacked: ContextWeights, weights: Sequence[Tensor], norms: Sequence[Tensor]) -> bool:
-    """Whether earlier copies have the shapes, dtype and device of these weights, which are alike among themselves."""
+    """Returns True if earlier copies have the shapes, dtype and device of these weights, which are alike among themselves."""
     shapes = ((sum(w.shape[0] for w in weights), weights[0].shape[1]), (len(norms), norms[0].shape[0]))
     return all(
         (tuple(t.shape), t.dtype, t.device) == (shape, weights[0].dtype, weights[0].device)
@@ -103,7 +103,7 @@ def _fits(stacked: ContextWeights, weights: Sequence[Tensor], norms: Sequence[Te
 
 
 def _is_its_weight(module: nn.Linear) -> bool:
-    """Whether a call of the module is a product with its weight and nothing else."""
+    """Returns True if a call of the module is a product with its weight and nothing else."""
     is_plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter and module._parameters["bias"] is None
     return is_plain and not module._forward_hooks and not module._forward_pre_hooks
 

@@ -210,7 +210,7 @@ class _LayerPlan:
         return RaggedLayer(self.shape, batch, max_length, block, self.dtype, self.device, self.value_dtype)
 
     def is_met_by(self, layer: RaggedLayer, batch: int) -> bool:
-        """Whether a layer is what `allocate` returns, but for its length."""
+        """Returns True if a layer is what `allocate` returns, but for its length."""
         keys, values = layer.key_buffer, layer.value_buffer
         return (layer.shape, keys.shape[0], keys.dtype, values.dtype, keys.device) == (
             self.shape,
@@ -311,7 +311,7 @@ class RaggedCache(Cache):
         return cache if into is None else into
 
     def has_shapes(self, plans: Mapping[int, _LayerPlan], recurrent: Sequence[Members], batch: int) -> bool:
-        """Whether the layers are what these plans would allocate, whatever their length."""
+        """Returns True if the layers are what these plans would allocate, whatever their length."""
         attention = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, RaggedLayer)}
         return (
             attention.keys() == plans.keys()

@@ -68,7 +68,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything of the block has been noted."""
+        """Returns True if everything of the block has been noted."""
         return not self._waiting
 
     def note(self, name: str, output: Tensor) -> None:
@@ -212,7 +212,7 @@ class RecurrentGroup:
         return {index: RecurrentLayer(self, slot) for slot, index in enumerate(self.indices)}
 
     def is_for(self, plan: GroupPlan, members: Mapping[int, Recurrence]) -> bool:
-        """Whether these are the buffers that would be made for them."""
+        """Returns True if these are the buffers that would be made for them."""
         modules = [member.module for member in members.values()]
         return (self.plan, self.indices) == (plan, list(members)) and all(
             own() is module for own, module in zip(self.modules, modules, strict=True)

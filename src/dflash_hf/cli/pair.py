@@ -32,7 +32,7 @@ def check_place(option: str, place: str) -> None:
 
 
 def takes_images(config: PreTrainedConfig) -> bool:
-    """Whether Transformers has an image-text-to-text model for a config."""
+    """Returns True if Transformers has an image-text-to-text model for a config."""
     from transformers import AutoModelForImageTextToText
 
     return type(config) in AutoModelForImageTextToText._model_mapping

@@ -116,7 +116,7 @@ def _innermost(function: Any) -> Any:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether nothing but the classes' own code runs in a layer."""
+    """Returns True if nothing but the classes' own code runs in a layer."""
     return not any(
         {"forward", "_hf_hook"} & vars(part).keys()
         or part._compiled_call_impl is not None

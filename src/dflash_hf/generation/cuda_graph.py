@@ -383,7 +383,7 @@ def _has_own_hooks(module: nn.Module) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value can be part of a graph's settings."""
+    """Returns True if a value can be part of a graph's settings."""
     return value is None or isinstance(value, bool | int | float | str)
 
 

@@ -124,7 +124,7 @@ def _is_on_host(tensor: Tensor) -> bool:
 
 
 def _counts_groups(first: Tensor, is_scaled: bool) -> bool:
-    """Whether a product of groups whose first operand is this one copies their ends to the host."""
+    """Returns True if a product of groups whose first operand is this one copies their ends to the host."""
     if not first.is_cuda or not (is_scaled or first.dtype == torch.bfloat16):
         return True
     return torch.cuda.get_device_capability(first.device)[0] not in _GROUPED_ON

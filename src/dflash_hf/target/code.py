@@ -67,7 +67,7 @@ def _interfaces_of(kind: type[nn.Module]) -> tuple[AttentionInterface, ...]:
 
 @functools.cache
 def _hands_on_keywords(kind: type[nn.Module]) -> bool:
-    """Whether the forward of a class makes a call with `**kwargs` in it: there is one instruction for that."""
+    """Returns True if the forward of a class makes a call with `**kwargs` in it: there is one instruction for that."""
     forward: Any = inspect.unwrap(kind.forward)
     return any(instruction.opname == "CALL_FUNCTION_EX" for instruction in dis.get_instructions(forward.__code__))
 

@@ -26,7 +26,7 @@ _MARK = "_dflash_switchable"
 
 
 def is_in_verify() -> bool:
-    """Whether the innermost method with keywords of its own, among those that are running, was given `ragged`.
+    """Returns True if the innermost method with keywords of its own, among those that are running, was given `ragged`.
 
     That is an attention's forward where it chooses its function, and a decoder's where it makes masks. Asked of the
     stack and not of hooks, because another model with the same config object has none of ours.

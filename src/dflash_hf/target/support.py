@@ -69,7 +69,7 @@ def _check_recurrences(target: Target, recurrences: dict[int, Recurrence]) -> No
 
 
 def _is_recurrent(kind: object) -> bool:
-    """Whether a layer type of a config means that a state is kept."""
+    """Returns True if a layer type of a config means that a state is kept."""
     return any(word in str(kind) for word in ("linear", "mamba", "conv", "hybrid", "recurrent"))
 
 

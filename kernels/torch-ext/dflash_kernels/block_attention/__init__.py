@@ -12,7 +12,7 @@ MAX_HEAD_SIZE = 256
 
 
 def covers(query_BHWE: Tensor, key_BGRE: Tensor, value_BGRF: Tensor, *_: object) -> bool:
-    """Whether the kernel, not the reference, would compute this attention."""
+    """Returns True if the kernel, not the reference, would compute this attention."""
     sizes = (query_BHWE.shape[-1], value_BGRF.shape[-1])
     same = query_BHWE.dtype == key_BGRE.dtype == value_BGRF.dtype
     return same and runs_kernel(query_BHWE) and max(sizes) <= MAX_HEAD_SIZE
