@@ -20,7 +20,7 @@ def has_triton() -> bool:
 
 
 def interprets() -> bool:
-    """Returns True if kernels run in Triton's interpreter, in NumPy: `TRITON_INTERPRET=1` before they are first used."""
+    """Returns True if kernels run in Triton's interpreter: `TRITON_INTERPRET=1` before they are first used."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -94,7 +94,7 @@ def stack_weights(
 
 
 def _fits(stacked: ContextWeights, weights: Sequence[Tensor], norms: Sequence[Tensor]) -> bool:
-    """Returns True if earlier copies have the shapes, dtype and device of these weights, which are alike among themselves."""
+    """Returns True if earlier copies have the shapes, dtype and device of these weights, which are all alike."""
     shapes = ((sum(w.shape[0] for w in weights), weights[0].shape[1]), (len(norms), norms[0].shape[0]))
     return all(
         (tuple(t.shape), t.dtype, t.device) == (shape, weights[0].dtype, weights[0].device)

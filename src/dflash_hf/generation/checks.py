@@ -106,7 +106,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def _is_sharded(model: Any) -> bool:
-    """Returns True if forwards of this model wait for other processes: every row of every process would have to keep step."""
+    """Returns True if forwards of this model wait for other processes: all rows of all would have to keep step."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return (
         distributed

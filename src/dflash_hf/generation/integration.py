@@ -84,11 +84,11 @@ def prepare(
     arguments.pop("assistant_tokenizer", None)
     if arguments.get("custom_generate") is not None:
         raise ValueError("expected no custom_generate beside a DFlash draft, got one; drop one of the two")
-    knobs: Any = draft.generation_config
-    if not isinstance(knobs, DFlashGenerationConfig):
+    options: Any = draft.generation_config
+    if not isinstance(options, DFlashGenerationConfig):
         raise ValueError(
             f"expected draft.generation_config to be a DFlashGenerationConfig, got a "
-            f"{type(knobs).__name__}; assign dflash_hf.DFlashGenerationConfig(...)"
+            f"{type(options).__name__}; assign dflash_hf.DFlashGenerationConfig(...)"
         )
     target = find_target(model)
     check_target(target)
@@ -98,7 +98,7 @@ def prepare(
             f"expected a draft on one device, got {sorted(str(device) for device in devices)}; load it with "
             'device_map={"": device}'
         )
-    knobs.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
+    options.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
     check_device(draft, target.device)
     settings = Settings(model, arguments)
     check_settings(settings)

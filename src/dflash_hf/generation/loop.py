@@ -52,7 +52,7 @@ def decode(
         input_ids (`torch.LongTensor` of shape `[B, S]`): Left-padded prompts.
         logits_processor, stopping_criteria, generation_config: As `generate` prepared them.
         target (`Target`): Its parts.
-        draft (`DFlashDraftModel`): The draft; `draft.generation_config` holds its knobs.
+        draft (`DFlashDraftModel`): The draft; `draft.generation_config` holds its options.
         streamer (`BaseStreamer`, *optional*): Gets every accepted run; `generate` has put the prompt.
         given_cache (`Cache`, *optional*): `past_key_values` that the caller passed; advanced in place.
         started (`float`, *optional*): `time.perf_counter()` at the user's call; default now.

@@ -246,12 +246,12 @@ def _commit_first(run: Run, outputs: CausalLMOutputWithPast) -> None:
 def _widths_and_rule(
     draft: DFlashDraftModel, generation_config: GenerationConfig, processors: BlockProcessors
 ) -> tuple[int, int, Rule]:
-    """Resolves the draft's knobs: block size, verify width, proposal rule."""
-    knobs = draft.generation_config
-    block_size = knobs.block_size or draft.config.block_size
+    """Resolves the draft's options: block size, verify width, proposal rule."""
+    options = draft.generation_config
+    block_size = options.block_size or draft.config.block_size
     widest = draft.config.num_proposals(block_size) + 1
-    width = widest if knobs.verify_width in (None, "auto") else int(knobs.verify_width)
-    rule: Rule = "argmax" if knobs.proposal == "auto" else knobs.proposal
+    width = widest if options.verify_width in (None, "auto") else int(options.verify_width)
+    rule: Rule = "argmax" if options.proposal == "auto" else options.proposal
     if rule == "sample" and generation_config.do_sample and not processors.is_stateless:
         raise ValueError(
             "expected only temperature, top-k, top-p and other warpers of single scores under proposal='sample', got "
