@@ -19,7 +19,7 @@ from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.cache.recurrent import RecurrentGroup
 from dflash_hf.generation import integration, prefill, sampling, step
-from dflash_hf.generation.accept import Lockstep, accept_matching
+from dflash_hf.generation.accept import SynchronizedRows, accept_matching
 from dflash_hf.generation.outputs import Recorder
 from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.user_cache import UserCache
@@ -200,10 +200,10 @@ def criterion_forgotten(patches: Patches) -> None:
             stop(state, *args)
 
     _wrapped(patches, step, "stop_by_criteria", forgotten)
-    _wrapped(patches, Lockstep, "decide", _decided_at_once)
+    _wrapped(patches, SynchronizedRows, "decide", _decided_at_once)
 
 
-def _decided_at_once(decide: Any, self: Lockstep, state: Any, logits: Tensor) -> Any:
+def _decided_at_once(decide: Any, self: SynchronizedRows, state: Any, logits: Tensor) -> Any:
     criteria, self.criteria = self.criteria, []
     try:
         return decide(self, state, logits)
@@ -216,7 +216,7 @@ def streamer_gets_more(patches: Patches) -> None:
 
     def more(note: Any, one: Any, reported: Any, tokens: Tensor) -> None:
         streamer = one.streamer
-        if streamer is not None and one.lockstep is None and tokens.shape[1] > reported[0][0] > 0:
+        if streamer is not None and one.synchronized is None and tokens.shape[1] > reported[0][0] > 0:
             streamer.put(tokens[0, reported[0][0] : reported[0][0] + 1].clone())
         note(one, reported, tokens)
 

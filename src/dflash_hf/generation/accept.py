@@ -5,10 +5,10 @@ number of accepted proposals per row where that is not simply how many match. A 
 may still generate, so that the commit ends the row there.
 
 Logits processors and stopping criteria of the user's own may keep state or compare rows, and a streamer gets one token
-of every row at a time. Then the rows are synchronized ([`Lockstep`]): these are called once per column, with every row
-as long as the others and finished rows padded, in the order processors, criteria, streamer. A block is committed up to
-the first column at which a running row does not continue with its proposal, so with several rows fewer tokens are
-committed per verify than each row alone would.
+of every row at a time. Then the rows are synchronized ([`SynchronizedRows`]): these are called once per column, with
+every row as long as the others and finished rows padded, in the order processors, criteria, streamer. A block is
+committed up to the first column at which a running row does not continue with its proposal, so with several rows
+fewer tokens are committed per verify than each row alone would.
 
 Shapes: `B` rows, `W` verified tokens (anchor first), `V` vocabulary.
 """
@@ -154,7 +154,7 @@ TOKEN_LOCAL_PROCESSORS = "transformers.generation.logits_process"
 
 
 @dataclass(slots=True, kw_only=True)
-class Lockstep:
+class SynchronizedRows:
     """What is called at every column, and which rows go on.
 
     Args:
@@ -184,7 +184,7 @@ class Lockstep:
         streamer: BaseStreamer | None,
         state: DecodeState,
         scores: list[Tensor] | None,
-    ) -> Lockstep | None:
+    ) -> SynchronizedRows | None:
         """Returns one if the rows of a run have to advance together, else `None`.
 
         Args:
@@ -291,7 +291,7 @@ class Lockstep:
 
 __all__ = [
     "Accept",
-    "Lockstep",
+    "SynchronizedRows",
     "accept_matching",
     "commit",
     "decide_at_once",

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.devices import execution_device
-from dflash_hf.generation.accept import Lockstep
+from dflash_hf.generation.accept import SynchronizedRows
 from dflash_hf.generation.buffers import BufferShape, FixedBuffers, free_buffers, take_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
 from dflash_hf.generation.outputs import Recorder
@@ -99,7 +99,9 @@ def prefill(
         processors=processors,
         criteria=criteria,
         streamer=streamer,
-        lockstep=Lockstep.if_needed(processors, criteria, streamer, state, [] if recorder.has_scores else None),
+        synchronized=SynchronizedRows.if_needed(
+            processors, criteria, streamer, state, [] if recorder.has_scores else None
+        ),
         recorder=recorder,
         stats=stats,
         watch=watch,

@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.recurrent import noting
 from dflash_hf.cache.size import OutOfRoomError
-from dflash_hf.generation.accept import Accept, Lockstep
+from dflash_hf.generation.accept import Accept, SynchronizedRows
 from dflash_hf.generation.buffers import FixedBuffers, free_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.outputs import Recorder
@@ -43,7 +43,8 @@ class Run:
         buffers (`FixedBuffers`): What steps read and write.
         cache (`RaggedCache`): The target's.
         processors, criteria, streamer: Of the call; criteria besides length and end of sequence.
-        lockstep (`Lockstep`, *optional*): Synchronizes the rows, where something of the user's has to see all of them.
+        synchronized (`SynchronizedRows`, *optional*): Keeps the rows in step, where something of the user's has to see
+            all of them.
         recorder (`Recorder`): Scores and states that are to be returned.
         stats, watch: Of the run.
         chooser (`WidthChooser`, *optional*): Chooses the width of each verify.
@@ -65,7 +66,7 @@ class Run:
     processors: BlockProcessors
     criteria: list[StoppingCriteria]
     streamer: BaseStreamer | None
-    lockstep: Lockstep | None
+    synchronized: SynchronizedRows | None
     recorder: Recorder
     stats: SpeculativeStats
     watch: Stopwatch
@@ -89,7 +90,7 @@ class Run:
     def decides(self) -> bool:
         """Returns True if nothing of the user's has to look at a step before it is committed or after it."""
         return self.processors.is_stateless and not (
-            self.criteria or self.lockstep is not None or self.recorder.is_on or self.accept is not None
+            self.criteria or self.synchronized is not None or self.recorder.is_on or self.accept is not None
         )
 
     def calls_out(self) -> bool:

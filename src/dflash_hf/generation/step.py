@@ -103,13 +103,13 @@ def verify(run: Run, block: RaggedBlock, taps: Taps | None = None) -> CausalLMOu
 def settle(run: Run, logits_BWV: Tensor) -> Tensor:
     """Decides and commits, by whatever way the run decides; returns the processed scores `[B, W, V]`."""
     state, processors = run.state, run.processors
-    if run.lockstep is not None:
-        scores, num_accepted = run.lockstep.decide(state, logits_BWV)
+    if run.synchronized is not None:
+        scores, num_accepted = run.synchronized.decide(state, logits_BWV)
     elif processors.is_stateless:
         scores, num_accepted = decide_at_once(state, logits_BWV, processors, run.accept)
     else:
         scores, num_accepted = decide_by_position(state, logits_BWV, processors), None
-    if run.criteria and run.lockstep is None:
+    if run.criteria and run.synchronized is None:
         stop_by_criteria(state, run.criteria, num_accepted)
     commit(state, run.generator.draft.config.mask_token_id, num_accepted)
     return scores
@@ -169,7 +169,7 @@ def take_note(run: Run, reported: list[list[int]], tokens: Tensor) -> None:
                     f"expected rows of at most {reach + 1} tokens (the target has learned positions, "
                     f"{run.target.num_positions} of them), got a row that is longer or goes on; lower max_new_tokens"
                 )
-    if run.streamer is not None and run.lockstep is None and committed[0]:
+    if run.streamer is not None and run.synchronized is None and committed[0]:
         # A copy: the next step writes into the same memory, and a streamer may keep what it gets.
         run.streamer.put(tokens[0, : committed[0]].to("cpu", copy=True))
     run.longest, run.num_new = max(lengths), max(filled) - run.state.columns
