@@ -183,12 +183,13 @@ class SynchronizedRows:
         criteria: list[StoppingCriteria],
         streamer: BaseStreamer | None,
         state: DecodeState,
-        scores: list[Tensor] | None,
+        has_scores: bool,
     ) -> SynchronizedRows | None:
         """Returns one if the rows of a run have to advance together, else `None`.
 
         Args:
-            processors, criteria, streamer, scores: See the class.
+            processors, criteria, streamer: See the class.
+            has_scores (`bool`): Whether the call asks for scores.
             state (`DecodeState`): The run's. One row is in step with itself: nothing is lost by it. Without an
                 end-of-sequence id plain `generate` lets stopped rows run on until all have stopped.
         """
@@ -210,7 +211,7 @@ class SynchronizedRows:
             streamer=streamer,
             pad_id=processors.pad_id if has_eos else None,
             unfinished=~state.done,
-            scores=scores,
+            scores=[] if has_scores else None,
         )
 
     def decide(self, state: DecodeState, logits_BCV: Tensor) -> tuple[Tensor, Tensor]:

@@ -99,9 +99,7 @@ def prefill(
         processors=processors,
         criteria=criteria,
         streamer=streamer,
-        synchronized=SynchronizedRows.if_needed(
-            processors, criteria, streamer, state, [] if recorder.has_scores else None
-        ),
+        synchronized=SynchronizedRows.if_needed(processors, criteria, streamer, state, recorder.has_scores),
         recorder=recorder,
         stats=stats,
         watch=watch,
