@@ -283,7 +283,7 @@ def test_bad_rows_are_named(tmp_path: Path) -> None:
         ({"messages": chat, "image": str(tmp_path / "none.png")}, f"{READ} Incorrect image source"),
         (
             {"messages": chat, "image": Image.new("RGB", (0, 8))},
-            "expected a picture of at least one pixel, got one",
+            "expected an image of at least one pixel, got one",
         ),
         ({"messages": []}, f"{TURNS}, got none; leave the row out"),
         ({"messages": "hello"}, f"{TURNS}, got str 'hello'; put it into a turn"),
