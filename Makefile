@@ -59,7 +59,7 @@ types: $(VENV)/.stamp-dev  ## pyright, strict on src/ and kernels/
 	$(BIN)/pyright --warnings
 
 architecture: $(VENV)/.stamp-dev  ## the import order and the other budgets (a part of test-cpu)
-	$(BIN)/python -m pytest tests/test_architecture.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/test_architecture.py tests/test_imports.py $(PYTEST_ARGS)
 
 test-cpu: $(VENV)/.stamp-dev  ## the CPU suite: architecture and documentation included, kernels and browser not
 	$(BIN)/python -m pytest tests --ignore=tests/kernels --ignore=tests/browser $(CPU) $(PARALLEL) $(PYTEST_ARGS)

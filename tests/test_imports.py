@@ -1,0 +1,75 @@
+"""What `import dflash_hf` and the command line load and offer: little, and all of it documented."""
+
+import importlib
+import os
+import subprocess
+import sys
+import types
+from dataclasses import dataclass
+
+from helpers.source_tree import ROOT
+
+NOT_LOADED_BY_IMPORT = ("torch", "transformers", "gradio", "datasets", "matplotlib", "pandas")
+
+
+def undocumented_exports(package: types.ModuleType) -> list[str]:
+    """Names in `__all__` that are missing, or have no docstring of their own (a dataclass's generated one is none)."""
+    wrong: list[str] = []
+    for name in package.__all__:
+        doc = getattr(getattr(package, name, None), "__doc__", None)
+        if not hasattr(package, name):
+            wrong.append(f"{name} is in __all__ but not in {package.__name__}")
+        elif not doc or doc.startswith(f"{name}("):
+            wrong.append(f"{name} has no docstring")
+    return wrong
+
+
+def test_public_names_exist_and_are_documented() -> None:
+    package = importlib.import_module("dflash_hf")
+    assert list(package.__all__), "dflash_hf.__all__ is empty"
+    assert not (wrong := undocumented_exports(package)), "\n".join(wrong)
+
+
+def loaded_by(code: str, names: tuple[str, ...]) -> list[str]:
+    """Which of `names` are loaded after `code` ran in a fresh interpreter."""
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "kernels/torch-ext"))
+    code = f"{code}\nimport sys\nprint(*[name for name in {names} if name in sys.modules])"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()[-1].split()
+
+
+def test_import_loads_nothing_heavy() -> None:
+    assert loaded_by("import json", ("json", "gradio")) == ["json"]
+    assert not (loaded := loaded_by("import dflash_hf", NOT_LOADED_BY_IMPORT)), f"import dflash_hf loads {loaded}"
+
+
+COMMANDS = ("generate", "demo", "chat", "convert", "doctor")
+COMMAND_LINES = [["--help"], ["--nonsense"], *([name, what] for name in COMMANDS for what in ("--help", "--nonsense"))]
+
+
+def test_help_and_wrong_options_load_nothing_heavy() -> None:
+    code = f"""
+from typer.testing import CliRunner
+from dflash_hf.cli.main import app
+assert {{c.callback.__name__ for c in app.registered_commands}} == set({COMMANDS})
+for line in {COMMAND_LINES}:
+    result = CliRunner().invoke(app, line)
+    assert result.exit_code == (0 if "--help" in line else 2), (line, result.output)
+"""
+    assert not (loaded := loaded_by(code, NOT_LOADED_BY_IMPORT)), f"the command line loads {loaded}"
+
+
+def test_undocumented_exports_reports_missing_and_generated_docstrings() -> None:
+    package = types.ModuleType("fake")
+    package.__all__ = ["Written", "Generated", "Missing"]
+    package.Written = type("Written", (), {"__doc__": "Says what it is."})
+    package.Generated = dataclass(type("Generated", (), {"__annotations__": {"x": int}}))
+    assert undocumented_exports(package) == ["Generated has no docstring", "Missing is in __all__ but not in fake"]
