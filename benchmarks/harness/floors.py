@@ -62,14 +62,14 @@ class BareForwards:
 
     def draft(self) -> None:
         """Runs the draft once."""
-        block = RaggedBlock(self._lengths, self.pair.block_size, self._bound, is_exact=self.batch == 1)
+        block = RaggedBlock.at(self._lengths, self.pair.block_size, self._bound, is_exact=self.batch == 1)
         self._draft_cache.begin(block)
         hidden = self.pair.draft.forward_block(self._noise, self._draft_cache)
         self.pair.draft.compute_logits(hidden[:, 1:], self._target.head)
 
     def verify(self) -> None:
         """Runs the target once over a block; under `ragged_attention`."""
-        block = RaggedBlock(self._lengths, self.pair.block_size, self._bound)
+        block = RaggedBlock.at(self._lengths, self.pair.block_size, self._bound)
         self._cache.begin(block)
         self.pair.target(
             input_ids=self._ids,
@@ -77,7 +77,7 @@ class BareForwards:
             past_key_values=self._cache,
             use_cache=True,
             return_dict=True,
-            ragged=block,
+            ragged=self._cache,
         )
 
     @torch.inference_mode()

@@ -72,7 +72,7 @@ def attention_case(
         normal = _normal(seed, dtype, device)
         cache = [normal(batch, ring, sizes.groups, sizes.size) for _ in range(2)]
         lengths = torch.full((batch,), context, device=device)
-        block = RaggedBlock(lengths, sizes.width)
+        block = RaggedBlock.at(lengths, sizes.width)
         repeats = mask_repeats(sizes.heads // sizes.groups, device)
         return {
             "query": normal(batch, sizes.width, sizes.heads, sizes.size).transpose(1, 2),

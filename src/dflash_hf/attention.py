@@ -1,8 +1,7 @@
 """Attention of a block of new tokens over a ragged cache: one function for the target's verify and for the draft.
 
 `RaggedBlock` says where each row stands and derives slots and masks from it, once per step and not once per layer.
-`attend` is the arithmetic. `ragged_block` is the same arithmetic under the signature Transformers calls; importing
-this module registers it with `AttentionInterface` (and registers no mask for it, so Transformers builds none).
+`attend` is the arithmetic; `target.reentry` hands it to Transformers.
 
 Shapes: `B` rows, `K` new tokens per row, `H`/`G` query/key heads, `R` slots, `E` head size.
 """
@@ -12,74 +11,60 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from transformers import AttentionInterface
 
 from dflash_hf import ops
 from dflash_hf.positions import slot_positions, visible
 
-RAGGED_BLOCK = "ragged_block"
 
-
+@dataclass(frozen=True, slots=True, eq=False)
 class RaggedBlock:
-    """`width` new tokens per row, the first of row `b` at index `lengths[b]`; reads nothing on the host.
+    """New tokens of every row, the first of row `b` at index `positions[b, 0]`; reads nothing on the host.
 
     Args:
-        lengths (`torch.Tensor` of shape `[B]`, int64): Tokens each row already has in its cache.
-        width (`int`): New tokens per row.
+        positions (`torch.Tensor` of shape `[B, width]`, int64): Index of each token in its row, counting up by one.
+            Not copied: the block stands where they say.
         bound (`int`, *optional*): A length the host knows no row exceeds after this block; keys beyond it are not
             read. Purely a saving.
         is_exact (`bool`): The host knows that every row ends exactly at `bound`, so that a layer in which all see all
             needs no mask; SDPA without one takes half the time on a CPU.
-        positions (`torch.Tensor` of shape `[B, at least width]`, int64, *optional*): `lengths` plus 0, 1, ..., where
-            something has counted them already. Not copied: the block stands where they say.
     """
 
-    def __init__(
-        self,
-        lengths: Tensor,
-        width: int,
-        bound: int | None = None,
-        is_exact: bool = False,
-        positions: Tensor | None = None,
-    ) -> None:
-        self.width = width
-        self.bound = bound
-        self.is_exact = is_exact and bound is not None
-        # The window of the layer whose keys were written last: Moshi's slides in its cache only, not in its attention.
-        self.window: int | None = None
-        self._modules: set[int] = set()
-        # A copy: the run moves its lengths on in place while the block still stands where it stood.
-        if positions is None:
-            self.positions = lengths[:, None] + torch.arange(width, device=lengths.device)
-        else:
-            self.positions = positions[:, :width]
-        self.lengths = self.positions[:, 0]
-        self._slots: dict[int, Tensor] = {}
-        self._masks: dict[tuple[object, ...], Tensor] = {}
-        self._copies: dict[torch.device, RaggedBlock] = {}
+    positions: Tensor
+    bound: int | None = None
+    is_exact: bool = False
+    # What is derived of it is found once per step and not once per layer.
+    _slots: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
+    _copies: dict[torch.device, RaggedBlock] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def at(cls, lengths: Tensor, width: int, bound: int | None = None, is_exact: bool = False) -> RaggedBlock:
+        """Returns a block of `width` tokens behind rows of these `lengths` `[B]` int64, which are copied."""
+        return cls(lengths[:, None] + torch.arange(width, device=lengths.device), bound, is_exact)
+
+    @property
+    def width(self) -> int:
+        """New tokens per row."""
+        return self.positions.shape[1]
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens each row already has in its cache, `[B]`."""
+        return self.positions[:, 0]
 
     def on(self, device: torch.device) -> RaggedBlock:
         """Returns the same block counted on another device; copied once per step, not once per layer."""
-        if device == self.lengths.device:
+        if device == self.positions.device:
             return self
         if device not in self._copies:
-            self._copies[device] = RaggedBlock(self.lengths.to(device), self.width, self.bound, self.is_exact)
+            self._copies[device] = RaggedBlock(self.positions.to(device), self.bound, self.is_exact)
         return self._copies[device]
-
-    @property
-    def num_calls(self) -> int:
-        """Attention modules that have run over the ragged cache; a module counts once (DiffLlama's call twice)."""
-        return len(self._modules)
-
-    def count(self, module: nn.Module) -> None:
-        """Notes that an attention module has run."""
-        self._modules.add(id(module))
 
     def extent(self, ring: int) -> int:
         """Returns how many slots of a buffer of `ring` slots have to be read."""
@@ -88,7 +73,7 @@ class RaggedBlock:
     def slots(self, ring: int) -> Tensor:
         """Returns where the new tokens go in a buffer `[B * ring, ...]`: int64 of shape `[B * width]`."""
         if ring not in self._slots:
-            rows = torch.arange(self.lengths.shape[0], device=self.lengths.device)[:, None] * ring
+            rows = torch.arange(self.positions.shape[0], device=self.positions.device)[:, None] * ring
             self._slots[ring] = (rows + self.positions % ring).reshape(-1)
         return self._slots[ring]
 
@@ -117,9 +102,9 @@ class RaggedBlock:
             return None
         key = (num_slots, window, causal, repeats, dtype, from_anchor)
         if key not in self._masks:
-            last = self.lengths[:, None, None] + (self.width - 1)
-            slots = torch.arange(num_slots, device=self.lengths.device)
-            anchor = self.lengths[:, None, None] if from_anchor else None
+            last = self.positions[:, -1:, None]
+            slots = torch.arange(num_slots, device=last.device)
+            anchor = self.positions[:, :1, None] if from_anchor else None
             held = slot_positions(last, slots, num_slots)
             seen = visible(self.positions[:, :, None], held, window, causal, anchor)
             mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf)[:, None]
@@ -275,54 +260,3 @@ def _attend_explicitly(
 def _compiled_flex_attention() -> Callable[..., Any]:
     """FlexAttention as a kernel: called uncompiled it computes the whole score matrix and saves nothing."""
     return torch.compile(flex_attention)
-
-
-def ragged_block(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    ragged: RaggedBlock | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Runs a target layer's attention over the ragged cache; called by unmodified Transformers modelling code.
-
-    Args:
-        module (`nn.Module`): The attention layer; counted.
-        query, key, value (`torch.Tensor`): `[B, H, K, E]` and what `RaggedCache.update` returned.
-        attention_mask (`torch.Tensor`, *optional*): Must be absent: the mask follows from `ragged`.
-        scaling, dropout, sliding_window, softcap, s_aux: As Transformers passes them; `s_aux` are gpt-oss's sinks.
-        ragged (`RaggedBlock`): Given to the target's forward as a keyword and handed down to here.
-        kwargs: What other attention implementations need; ignored.
-
-    Returns:
-        `tuple[torch.Tensor, None]`: Output `[B, K, H, E]`, and no attention weights.
-
-    Raises:
-        ValueError: If it is reached without `ragged`, or with a mask of the model's own.
-    """
-    if ragged is None:
-        raise ValueError(
-            f"expected the keyword ragged in attention {RAGGED_BLOCK!r}, got none; it is set by dflash_hf during "
-            "decoding only: either it was selected by hand, or this target does not hand keywords of its forward down "
-            "to its attention and is not supported"
-        )
-    if attention_mask is not None:
-        raise ValueError(
-            f"expected no attention mask under {RAGGED_BLOCK!r}, got one of shape {tuple(attention_mask.shape)}; "
-            "this target builds masks of its own and is not supported"
-        )
-    ragged.count(module)
-    window = ragged.window if sliding_window is None else sliding_window
-    mask = RaggedMask(ragged.on(key.device), window, causal=True)
-    out = attend(query, key, value, mask, scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
-    return out, None
-
-
-AttentionInterface.register(RAGGED_BLOCK, ragged_block)

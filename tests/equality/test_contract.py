@@ -24,8 +24,8 @@ from transformers.generation import BaseStreamer, GenerationMixin
 
 import dflash_hf
 from dflash_hf import DFlashDraftModel, DFlashGenerateOutput, SpeculativeStats, save_draft
-from dflash_hf.attention import RAGGED_BLOCK
 from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.target.reentry import RAGGED_BLOCK
 from tiny import COMMON, VOCAB, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}

@@ -127,7 +127,7 @@ def test_weights_that_nothing_brings_in_are_an_error() -> None:
 
 
 def test_a_block_is_counted_on_each_layers_device() -> None:
-    block = RaggedBlock(torch.tensor([3, 5]), 4, bound=9)
+    block = RaggedBlock.at(torch.tensor([3, 5]), 4, bound=9)
     assert block.on(torch.device("cpu")) is block
     copy = block.on(torch.device("meta"))
     assert block.on(torch.device("meta")) is copy, "made once per step"

@@ -314,7 +314,7 @@ def test_attention_equals_the_formula(
     # As the cache hands them out: views of token-major buffers.
     key, value = (torch.randn(batch, num_slots, groups, size).to(device, dtype).transpose(1, 2) for _ in range(2))
     sinks = torch.randn(heads).to(device, dtype) if has_sinks else None
-    block = RaggedBlock(torch.tensor([0, 7, 19], device=device), width)
+    block = RaggedBlock.at(torch.tensor([0, 7, 19], device=device), width)
     mask = block.mask(num_slots, window, causal, mask_repeats(heads // groups, query.device), dtype)
     last = block.lengths[:, None, None] + width - 1
     held = slot_positions(last, torch.arange(num_slots, device=device), num_slots)
@@ -356,7 +356,7 @@ def test_draft_over_the_ragged_cache_equals_the_combined_forward(device: str, ex
         draft.cache_shapes(), batch=3, max_length=40, block=6, dtype=taps.dtype, device=torch.device(device)
     )
     draft.write_prompt(taps, torch.where(columns < lengths[:, None], columns, -1), cache)
-    cache.begin(RaggedBlock(lengths, 6))
+    cache.begin(RaggedBlock.at(lengths, 6))
     ids = torch.full((3, 6), draft.config.mask_token_id, device=device)
     ids[:, 0] = batch.input_ids.gather(1, anchors.indices)[:, 0]
     alone = draft.forward_block(draft.embed(ids, found.embedding), cache)

@@ -204,7 +204,7 @@ def test_reference_equals_the_package(data: st.DataObject) -> None:
     case |= {"softcap": data.draw(st.none() | st.just(1.5), "soft cap")}
     (query, key, value, rows), options = inputs(case, torch.float64, "cpu", seed=ring)
     options |= {"window": window, "from_anchor": from_anchor, "causal": causal}
-    mask = RaggedBlock(rows, width).mask(ring, window, causal, 1, torch.float64, from_anchor)
+    mask = RaggedBlock.at(rows, width).mask(ring, window, causal, 1, torch.float64, from_anchor)
     key, value = key.nan_to_num(), value.nan_to_num()
     wanted = attend(query, key, value, mask, options["scaling"], options["softcap"], options["sinks_H"])
     torch.testing.assert_close(block_attention.reference(query, key, value, rows, **options), wanted)

@@ -155,7 +155,7 @@ def draft_and_states() -> tuple[DFlashDraftModel, Tensor, RaggedBlock, RaggedCac
         if isinstance(module, DFlashAttention):
             torch.nn.init.normal_(module.k_norm.weight)
             torch.nn.init.normal_(module.q_norm.weight)
-    block = RaggedBlock(torch.tensor([0, 7, 13]), 6)
+    block = RaggedBlock.at(torch.tensor([0, 7, 13]), 6)
     hidden = torch.randn(3, 6, draft.config.hidden_size).to(torch.bfloat16)
     return draft, hidden, block, empty_cache(draft.cache_shapes())
 

@@ -86,9 +86,9 @@ def test_ragged_cache(draft: DFlashDraftModel, calls: Calls) -> None:
             draft.write_prompt(taps, torch.arange(taps.shape[1]).expand(2, -1), cache)
         else:
             rejected = torch.full((2, width - taps.shape[1], taps.shape[2]), 7.0, dtype=taps.dtype)
-            context = NewContext(torch.cat([taps, rejected], dim=1), RaggedBlock(lengths, width))
+            context = NewContext(torch.cat([taps, rejected], dim=1), RaggedBlock.at(lengths, width))
         lengths = lengths + taps.shape[1]
-        cache.begin(RaggedBlock(lengths, width))
+        cache.begin(RaggedBlock.at(lengths, width))
         out = draft.forward_block(golden["noise"].expand(2, -1, -1), cache, context)
         for row in out:
             assert relative_error(row[None], golden["out"]) < TOLERANCE, f"call {index}"

@@ -107,9 +107,9 @@ def test_ragged_cache(variant: str, draft: DFlashDraftModel, golden: dict[str, T
     for anchor in ANCHORS:
         while seen < anchor:  # blocks of two accepted tokens and rejected ones
             rejected = torch.full((1, width - 2, taps.shape[2]), 7.0, dtype=taps.dtype)
-            block = RaggedBlock(torch.tensor([seen]), width)
+            block = RaggedBlock.at(torch.tensor([seen]), width)
             draft.write_context(NewContext(torch.cat([taps[:, seen : seen + 2], rejected], dim=1), block), cache)
             seen += 2
-        block = RaggedBlock(torch.tensor([anchor]), width, anchor + width, is_exact=True)
+        block = RaggedBlock.at(torch.tensor([anchor]), width, anchor + width, is_exact=True)
         cache.begin(block)
         check(draft, variant, draft.forward_block(block_of(golden, anchor, draft, variant), cache), golden, anchor)

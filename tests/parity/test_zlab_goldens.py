@@ -126,10 +126,10 @@ def test_ragged_cache(draft: DFlashDraftModel, calls: list[dict[str, Tensor]]) -
                 draft.write_prompt(taps, torch.arange(taps.shape[1])[None], cache)
             else:
                 rejected = torch.full((1, width - taps.shape[1], taps.shape[2]), 7.0, dtype=taps.dtype)
-                block = RaggedBlock(lengths, width)
+                block = RaggedBlock.at(lengths, width)
                 draft.write_context(NewContext(torch.cat([taps, rejected], dim=1), block), cache)
             lengths = lengths + taps.shape[1]
-            cache.begin(RaggedBlock(lengths, width))
+            cache.begin(RaggedBlock.at(lengths, width))
             out = draft.forward_block(golden["noise"], cache)
         got["context"] = got["context"][:, : taps.shape[1]]
         check({**got, "out": out}, golden, f"call {index}")

@@ -49,7 +49,7 @@ def decode_block(
             draft.cache_shapes(), batch=batch_size, max_length=64, block=width, dtype=taps.dtype, device=taps.device
         )
         draft.write_prompt(taps, torch.where(columns < lengths[:, None], columns, -1), cache)
-        cache.begin(RaggedBlock(lengths, width))
+        cache.begin(RaggedBlock.at(lengths, width))
         blocks.append(draft.forward_block(draft.embed(ids[:, number], target.embedding), cache))
     return torch.cat(blocks, dim=1)
 

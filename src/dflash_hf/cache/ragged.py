@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
@@ -245,6 +245,8 @@ class RaggedCache(Cache):
         super().__init__(layers=[RaggedLayer(shape, batch, max_length, block, dtype, device) for shape in shapes])
         self.longest_block = block
         self.block: RaggedBlock | None = None
+        self._window: int | None = None
+        self._attended_by: set[int] = set()
         self.groups: list[RecurrentGroup] = []
 
     @classmethod
@@ -323,6 +325,7 @@ class RaggedCache(Cache):
     def begin(self, block: RaggedBlock) -> None:
         """Says where the next writes go; recurrent states follow to where the block begins."""
         self.block = block
+        self._attended_by.clear()
         self.advance(block)
         for layer in self.layers:
             if isinstance(layer, RecurrentLayer):
@@ -352,8 +355,20 @@ class RaggedCache(Cache):
         for layer in longer:
             layer.grow(layer.shape.ring(max_length, self.longest_block))
 
-    def check_passed(self, block: RaggedBlock) -> None:
-        """Checks that a forward has gone through every layer as it must.
+    def attended_by(self, module: nn.Module) -> tuple[RaggedBlock, int | None]:
+        """Notes that an attention module runs over what it has just written.
+
+        Returns:
+            `tuple[RaggedBlock, int | None]`: The block that was begun, and the window of the layer that was written
+            last: Moshi's slides in its cache only, not in its attention.
+        """
+        assert self.block is not None
+        # A set: DiffLlama's call attention twice.
+        self._attended_by.add(id(module))
+        return self.block, self._window
+
+    def check_passed(self) -> None:
+        """Checks that a forward over the block that was begun has gone through every layer as it must.
 
         Raises:
             RuntimeError: If a layer's attention did not go over this cache, or a recurrent layer did not hand over
@@ -370,10 +385,10 @@ class RaggedCache(Cache):
                 "module runs no hooks, use the model as it was before"
             )
         num = sum(isinstance(layer, RaggedLayer) for layer in self.layers)
-        if block.num_calls != num:
+        if len(self._attended_by) != num:
             raise RuntimeError(
-                f"expected attention over the ragged cache in {num} layers, got it in {block.num_calls}; this target "
-                "does not use Transformers' attention interface throughout"
+                f"expected attention over the ragged cache in {num} layers, got it in {len(self._attended_by)}; this "
+                "target does not use Transformers' attention interface throughout"
             )
 
     def write(self, layer_idx: int, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> None:
@@ -393,7 +408,7 @@ class RaggedCache(Cache):
         layer, block = self.layers[layer_idx], self.block
         assert isinstance(layer, RaggedLayer)
         assert block is not None
-        block.window = layer.shape.window
+        self._window = layer.shape.window
         return layer.read(block)
 
     def write_rows(self, layer_idx: int, key_BSGE: Tensor, value_BSGE: Tensor, prompts: PromptSlots) -> None:

@@ -98,7 +98,7 @@ class DFlashCandidateGenerator:
             self.buffers.context_lengths,
             self.buffers.context_weights,
         )
-        return NewContext(states, RaggedBlock(lengths, states.shape[1]), weights)
+        return NewContext(states, RaggedBlock.at(lengths, states.shape[1]), weights)
 
     def flush(self) -> None:
         """Writes the newest context where no draft forward will."""
@@ -172,7 +172,7 @@ class DFlashCandidateGenerator:
     def _on_draft(self, block: RaggedBlock) -> RaggedBlock:
         """The same block, counted on the draft's device and from where its context begins."""
         if self.offset is not None:
-            block = RaggedBlock(block.lengths - self.offset, block.width, block.bound)
+            block = RaggedBlock(block.positions - self.offset[:, None], block.bound)
         return block.on(self.device)
 
 

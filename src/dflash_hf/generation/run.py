@@ -102,7 +102,7 @@ class Run:
 def tapped(run: Run) -> Generator[Taps]:
     """The target with its attention switched, its layers tapped and its recurrences noted."""
     ids = run.generator.draft.config.target_layer_ids
-    taps = Taps(run.target.layers, ids, counts=lambda kwargs: kwargs.get(KEYWORD) is run.cache.block)
+    taps = Taps(run.target.layers, ids, counts=lambda kwargs: kwargs.get(KEYWORD) is run.cache)
     with ragged_attention(run.target), noting(run.cache.layers), taps.open():
         yield taps
 

@@ -56,13 +56,13 @@ def forwards(run: Run, bound: int | None = None, taps: Taps | None = None) -> Ca
     state, size, width = run.state, run.generator.block_size, run.state.width
     # With one row the longest row is the row.
     is_exact, positions = bound is None and state.ids.shape[0] == 1, state.next_positions
-    drafted = RaggedBlock(state.lengths, size, bound or run.longest + size, is_exact, positions)
+    drafted = RaggedBlock(positions[:, :size], bound or run.longest + size, is_exact)
     run.generator.propose(state, drafted)
     if bound is None:
         run.watch.lap("draft")
     if width == size:
         return verify(run, drafted, taps)
-    return verify(run, RaggedBlock(state.lengths, width, bound or run.longest + width, is_exact, positions), taps)
+    return verify(run, RaggedBlock(positions[:, :width], bound or run.longest + width, is_exact), taps)
 
 
 def verify(run: Run, block: RaggedBlock, taps: Taps | None = None) -> CausalLMOutputWithPast:
@@ -92,10 +92,10 @@ def verify(run: Run, block: RaggedBlock, taps: Taps | None = None) -> CausalLMOu
             past_key_values=run.cache,
             use_cache=True,
             return_dict=True,
-            ragged=block,
+            ragged=run.cache,
             **run.extra,
         )
-        run.cache.check_passed(block)
+        run.cache.check_passed()
         run.generator.observe_block(open_taps.take(), block)
     return outputs
 

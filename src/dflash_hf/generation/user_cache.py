@@ -208,7 +208,7 @@ class UserCache:
             verify(self._padding(state, generator, sequences, num_forwards))
         positions = self.positions[:, -1:] + 1 + answer
         new = torch.cat([self.positions, positions], dim=1)[:, seq_length(self.cache) :]
-        ragged.advance(RaggedBlock(self.positions[:, -1] + 1 + num_columns, 1))
+        ragged.advance(RaggedBlock.at(self.positions[:, -1] + 1 + num_columns, 1))
         for index, layer in enumerate(ragged.layers):
             if isinstance(layer, RecurrentLayer):
                 self.cache.update_conv_state(layer.window, index)
@@ -240,7 +240,7 @@ class UserCache:
             fed = behind.clamp_max(index * width) + state.num_new - 1
             columns = (state.columns + fed)[:, None] + offsets
             state.block.copy_(sequences.gather(1, columns.clamp_max(sequences.shape[1] - 1)))
-            yield RaggedBlock(self.positions[:, -1] + 1 + fed, width)
+            yield RaggedBlock.at(self.positions[:, -1] + 1 + fed, width)
             if index == 0:
                 generator.flush()
 

@@ -13,14 +13,16 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
-from transformers import PreTrainedConfig
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig
 
-from dflash_hf.attention import RAGGED_BLOCK
+from dflash_hf.attention import RaggedMask, attend
+from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.scopes import Hook, hooked, undoing
 from dflash_hf.target.parts import Target
 
 KEYWORD = "ragged"
+RAGGED_BLOCK = "ragged_block"
 _SETTING = "_attn_implementation"
 _MARK = "_dflash_switchable"
 
@@ -132,4 +134,55 @@ def outermost(*modules: nn.Module) -> Generator[Callable[[], bool]]:
         yield lambda: all(calls == [True] for calls in running.values())
 
 
-__all__ = ["KEYWORD", "is_in_verify", "outermost", "ragged_attention"]
+def ragged_block(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    ragged: RaggedCache | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Runs a target layer's attention over the ragged cache; called by unmodified Transformers modelling code.
+
+    Args:
+        module (`nn.Module`): The attention layer; counted.
+        query, key, value (`torch.Tensor`): `[B, H, K, E]` and what `RaggedCache.update` returned.
+        attention_mask (`torch.Tensor`, *optional*): Must be absent: the mask follows from `ragged`.
+        scaling, dropout, sliding_window, softcap, s_aux: As Transformers passes them; `s_aux` are gpt-oss's sinks.
+        ragged (`RaggedCache`): Given to the target's forward as a keyword and handed down to here.
+        kwargs: What other attention implementations need; ignored.
+
+    Returns:
+        `tuple[torch.Tensor, None]`: Output `[B, K, H, E]`, and no attention weights.
+
+    Raises:
+        ValueError: If it is reached without `ragged`, or with a mask of the model's own.
+    """
+    if ragged is None:
+        raise ValueError(
+            f"expected the keyword ragged in attention {RAGGED_BLOCK!r}, got none; it is set by dflash_hf during "
+            "decoding only: either it was selected by hand, or this target does not hand keywords of its forward down "
+            "to its attention and is not supported"
+        )
+    if attention_mask is not None:
+        raise ValueError(
+            f"expected no attention mask under {RAGGED_BLOCK!r}, got one of shape {tuple(attention_mask.shape)}; "
+            "this target builds masks of its own and is not supported"
+        )
+    block, window = ragged.attended_by(module)
+    window = window if sliding_window is None else sliding_window
+    mask = RaggedMask(block.on(key.device), window, causal=True)
+    out = attend(query, key, value, mask, scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
+    return out, None
+
+
+AttentionInterface.register(RAGGED_BLOCK, ragged_block)
+
+
+__all__ = ["KEYWORD", "RAGGED_BLOCK", "is_in_verify", "outermost", "ragged_attention", "ragged_block"]
