@@ -1,0 +1,37 @@
+"""`trees.py` runs the package of another commit, and this tree's, in turn."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import trees
+import typer
+from harness.machine import ROOT
+from typer.testing import CliRunner, Result
+
+
+def run(*arguments: str) -> Result:
+    """Runs the script's command in this process."""
+    app = typer.Typer()
+    app.command()(trees.main)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_a_tree_is_measured_beside_a_commit_of_it() -> None:
+    worktrees = subprocess.check_output(["git", "-C", str(ROOT), "worktree", "list"], text=True)
+    quick = ("--rounds", "1", "--calls", "1", "--answers", "1", "--max-new-tokens", "8", "--force")
+    done = run("HEAD", *quick)
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.output.splitlines()[-1])
+    here, there = record["medians"].pop("this tree"), record["medians"].popitem()[1]
+    assert set(here) == set(there) == set(trees.NAMES)
+    for name in trees.NAMES:
+        assert record["ratios"][name] == here[name] / there[name]
+    assert subprocess.check_output(["git", "-C", str(ROOT), "worktree", "list"], text=True) == worktrees
+
+
+def test_a_commit_that_is_not_there_is_a_sentence() -> None:
+    done = run("no-such-commit", "--force")
+    assert done.exit_code == 2
+    assert "expected a commit of this repository" in " ".join(done.output.replace("│", " ").split())
