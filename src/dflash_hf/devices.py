@@ -122,8 +122,8 @@ def is_compiled(module: nn.Module) -> bool:
     if any(hasattr(kind, "_torchdynamo_orig_callable") for kind in {type(part) for part in parts}):
         return True
     for part in parts:
-        own = vars(part)
-        if own.get("_compiled_call_impl") is not None or "_orig_mod" in part._modules:
+        own = part.__dict__
+        if ("_compiled_call_impl" in own and own["_compiled_call_impl"] is not None) or "_orig_mod" in own["_modules"]:
             return True
         if "forward" in own and any(
             hasattr(own.get(name), "_torchdynamo_orig_callable") for name in ("forward", "_old_forward")

@@ -22,7 +22,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dflash_hf import ops
 from dflash_hf.attention import RaggedMask, attend, mask_repeats
 from dflash_hf.cache.context import ContextWeights, NewContext, stack_weights
-from dflash_hf.cache.ragged import PromptSlots, RaggedCache
+from dflash_hf.cache.prompts import PromptSlots
+from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import LayerShape
 from dflash_hf.checkpoints.loading import DFlashPreTrainedModel
 from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig
@@ -282,10 +283,12 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         Args:
             context_hidden_states (`torch.Tensor` of shape `[B, S, L * D]`): Tapped states of the prompt.
             positions (`torch.Tensor` of shape `[B, S]`, int64): Index of each token in its row; negative for padding.
+                On any device, best the host: where they go is found there.
             cache (`RaggedCache`): The draft's cache.
         """
         features = self.project_context(context_hidden_states)
-        cos_sin, prompts = self.rotary_emb(positions.clamp_min(0), features.dtype), PromptSlots(positions)
+        cos_sin = self.rotary_emb(positions.clamp_min(0).to(features.device), features.dtype)
+        prompts = PromptSlots(positions)
         for index, layer in enumerate(self._layers()):
             cache.write_rows(index, *layer.self_attn.project_kv(features, cos_sin), prompts)
 

@@ -18,34 +18,10 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from dflash_hf.attention import RaggedBlock
+from dflash_hf.cache.prompts import PromptSlots
 from dflash_hf.cache.recurrence import Recurrence
 from dflash_hf.cache.recurrent import Members, RecurrentGroup, RecurrentLayer, plan_groups
 from dflash_hf.cache.size import LayerShape, check_memory
-
-
-class PromptSlots:
-    """Where whole prompts go in buffers of a ring per row; found once per kind of layer. Reads sizes on the host.
-
-    Args:
-        positions_BS (`torch.Tensor` of shape `[B, S]`, int64): Index in its row of each token; negative: nowhere.
-    """
-
-    def __init__(self, positions_BS: Tensor) -> None:
-        self.positions = positions_BS
-        self._found: dict[tuple[int, int, torch.device], tuple[Tensor | None, Tensor]] = {}
-
-    def of(self, ring: int, num_columns: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
-        """Returns which of the newest columns are kept `[B, num_columns]`, `None` is all, and the slot of each `[N]`.
-
-        Of a row longer than the ring these are the newest.
-        """
-        key = (ring, num_columns, device)
-        if key not in self._found:
-            positions = self.positions[:, -num_columns:].to(device)
-            kept = (positions >= 0) & (positions > positions.amax(dim=1, keepdim=True) - ring)
-            slots = torch.arange(len(positions), device=device)[:, None] * ring + positions % ring
-            self._found[key] = (None, slots.flatten()) if bool(kept.all()) else (kept, slots[kept])
-        return self._found[key]
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -111,10 +87,14 @@ class RaggedLayer(CacheLayerMixin):
 
     def write_rows(self, key_BSGE: Tensor, value_BSGE: Tensor, prompts: PromptSlots) -> None:
         """Writes whole prompts in place, or their newest `S` columns; for prefill."""
-        kept, slots = prompts.of(self.ring, key_BSGE.shape[1], self.key_buffer.device)
-        for buffer, states in zip(self._rows, (key_BSGE, value_BSGE), strict=True):
-            new = states.flatten(0, 1) if kept is None else states[kept]
-            buffer.index_copy_(0, slots, new.to(buffer.dtype))
+        where = prompts.of(self.ring, key_BSGE.shape[1], self.key_buffer.device)
+        for buffer, states in ((self.key_buffer, key_BSGE), (self.value_buffer, value_BSGE)):
+            if isinstance(where, slice):
+                buffer[:, where] = states
+            else:
+                kept, slots = where
+                new = states.flatten(0, 1) if kept is None else states.flatten(0, 1).index_select(0, kept)
+                buffer.flatten(0, 1).index_copy_(0, slots, new.to(buffer.dtype))
 
     def read(self, block: RaggedBlock) -> tuple[Tensor, Tensor]:
         """Returns views of the keys and values that a block has to read: `[B, G, extent, E]`."""
@@ -486,7 +466,6 @@ def layer_window(layer: Any) -> int | None:
 
 
 __all__ = [
-    "PromptSlots",
     "RaggedCache",
     "RaggedLayer",
     "layer_window",

@@ -63,12 +63,13 @@ class DFlashCandidateGenerator:
 
         Args:
             context_hidden_states (`torch.Tensor` of shape `[B, S, L * D]`): Tapped states.
-            positions (`torch.Tensor` of shape `[B, S]`): Index of each token in its row, negative for padding.
+            positions (`torch.Tensor` of shape `[B, S]`): Index of each token in its row, negative for padding;
+                on the host.
         """
         draft = self.draft
         states = context_hidden_states.to(self.device, draft.dtype)
-        own = positions if self.offset is None else positions - self.offset[:, None]
-        draft.write_prompt(states, own.to(self.device), self.cache)
+        own = positions if self.offset is None else positions - self.offset.to(positions.device)[:, None]
+        draft.write_prompt(states, own, self.cache)
 
     def begin(self, lengths: Tensor) -> None:
         """Begins a run whose prompts have these `lengths` `[B]`; `offset` is known and stays."""

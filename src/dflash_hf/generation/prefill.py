@@ -66,23 +66,24 @@ def prefill(
     past = 0 if kept is None else kept.past
     positions = prompt_positions(target, input_ids, generation_config, model_kwargs, past)
     limit = _limit(stopping_criteria, generation_config, input_ids.shape[1])
+    lengths = (positions[:, -1] + 1).to(input_ids.device)
     longest = int(positions[:, -1].max()) + 1
     check_length(target, min(longest, past or longest), positions.shape[1] + limit + width - 1)
-    delta = position_delta(target, input_ids, model_kwargs, positions)
+    delta = position_delta(target, input_ids, model_kwargs, lengths)
     eos_ids = _eos_ids(stopping_criteria, input_ids.device)
     room = first_room(limit, keeps_buffers)
     shape = StateShape.of(delta, eos_ids, block_size, width)
     buffers = _buffers(target, draft, shape, longest + room, input_ids.shape[1] + room, keeps_buffers)
     generator = DFlashCandidateGenerator(draft, target, processors, buffers, rule)
     if kept is not None:
-        kept.begin(generator, positions, limit)
-    generator.begin(positions[:, -1] + 1)
+        kept.begin(generator, positions.to(input_ids.device), limit)
+    generator.begin(lengths)
     outputs, filled = _fill(generator, input_ids, generation_config, model_kwargs, positions, kept)
     cache = _into_ragged(generator, filled, positions, longest + room, kept, keeps_buffers)
     state = buffers.state
     state.begin(
         input_ids,
-        lengths=positions[:, -1] + 1,
+        lengths=lengths,
         limit=limit,
         position_delta=delta,
         eos_ids=eos_ids,
@@ -332,6 +333,8 @@ def prompt_positions(
 ) -> Tensor:
     """Returns the index in its row of every token of the conversation, cached or new: `[B, T]`, negative for padding.
 
+    On the host, where all that follows from them is decided: a mask is read once.
+
     With nothing cached a mask may go on behind the prompt: plain `generate` then shifts all positions by as much,
     which is in `position_delta`.
 
@@ -345,8 +348,8 @@ def prompt_positions(
         if embeds is None and past:
             # A mask of ones is dropped on the way; its width says what is cached already.
             columns = getattr(generation_config, "_mask_length", columns)
-        return torch.arange(columns, device=input_ids.device).expand(batch, -1)
-    mask = mask.to(input_ids.device) != 0
+        return torch.arange(columns, device="cpu").expand(batch, -1)
+    mask = mask.cpu() != 0
     mask = mask if past else mask[:, :columns]
     if not bool(mask[:, -1].all()):
         raise ValueError(
@@ -361,8 +364,9 @@ def prompt_positions(
     return (mask.long().cumsum(dim=1) - 1).masked_fill(~mask, -1)
 
 
-def position_delta(target: Target, input_ids: Tensor, model_kwargs: dict[str, Any], positions: Tensor) -> Tensor:
-    """Returns target position minus index at the last prompt token: what plain decoding goes on counting from.
+def position_delta(target: Target, input_ids: Tensor, model_kwargs: dict[str, Any], lengths: Tensor) -> Tensor:
+    """Returns target position minus index at the last token of prompts of these `lengths` `[B]`: what plain decoding
+    goes on counting from.
 
     The target's own preparation of a step is asked, which may shift what `generate` prepared (PaliGemma counts from
     1). Shape `[B]`, or `[rows, B]` under M-RoPE, where a token has several positions: after an image as the last thing
@@ -372,10 +376,10 @@ def position_delta(target: Target, input_ids: Tensor, model_kwargs: dict[str, An
         ValueError: If the target leaves out the positions that `generate` prepared, and counts by itself.
     """
     if model_kwargs.get("position_ids") is None:
-        return torch.zeros_like(positions[:, -1])
+        return torch.zeros_like(lengths)
     model: Any = target.model
     kwargs = {**model_kwargs, "past_key_values": _empty_cache(target, model_kwargs), "use_cache": True}
-    last = torch.zeros_like(positions[:, -1:], dtype=torch.long, device=input_ids.device)
+    last = torch.zeros_like(lengths[:, None], device=input_ids.device)
     step = model.prepare_inputs_for_generation(last, next_sequence_length=1, is_first_iteration=False, **kwargs)
     position_ids = step.get("position_ids")
     if position_ids is None:
@@ -383,7 +387,7 @@ def position_delta(target: Target, input_ids: Tensor, model_kwargs: dict[str, An
             f"expected a target that takes its positions from generate, got {type(model).__name__}, which counts them "
             "itself; drop assistant_model"
         )
-    return position_ids[..., -1].to(positions.device) - positions[:, -1]
+    return position_ids[..., -1].to(lengths.device) - (lengths - 1)
 
 
 def extra_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from transformers.cache_utils import (
 from transformers.utils import logging
 
 from dflash_hf.attention import RaggedBlock
-from dflash_hf.cache.ragged import PromptSlots, RaggedCache, RaggedLayer, layer_window, stored_columns
+from dflash_hf.cache.prompts import PromptSlots
+from dflash_hf.cache.ragged import RaggedCache, RaggedLayer, layer_window, stored_columns
 from dflash_hf.cache.recurrent import RecurrentLayer
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.checks import is_recurrent
