@@ -41,7 +41,7 @@ import torch
 import typer
 from harness.floors import BareForwards
 from harness.machine import MAX_BUSY_CORES, RESULTS, LoadWatch, provenance
-from harness.methods import LOOKUP, OURS, PLAIN, STOCK, Method, Outcome, Settings, measure, with_rule
+from harness.methods import LOOKUP, OURS, PLAIN, STOCK, Method, Outcome, Settings, measure, ours_with
 from harness.pair import MIXED, TOY, Pair, load_pair, random_pair
 from harness.report import Column, finish, show
 from harness.rows import Group, Row, decode_row, floor_row, kinds_of_rows, sampling_row, vision_rows
@@ -237,7 +237,7 @@ def run_sampling(
     pair: Pair, temperatures: Sequence[float], prompts: int, repeats: int, max_new_tokens: int, first_seed: int
 ) -> dict[tuple[str, float], list[tuple[str, Outcome]]]:
     """Measures the acceptance of our proposal rules and of stock under fixed seeds, one prompt at a time."""
-    methods = [*(with_rule(rule) for rule in ("shared_noise", "argmax", "sample"))]
+    methods = [*(ours_with(f"ours/{rule}", proposal=rule) for rule in ("shared_noise", "argmax", "sample"))]
     methods += [] if pair.takes_pictures else [STOCK]
     runs: dict[tuple[str, float], list[tuple[str, Outcome]]] = defaultdict(list)
     for seed in range(first_seed, first_seed + repeats):

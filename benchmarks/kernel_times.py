@@ -21,11 +21,11 @@ import torch
 import typer
 from harness.kernel_cases import Case, Sizes, all_cases
 from harness.machine import RESULTS, provenance
-from harness.plots import kernel_figure
 from harness.rates import copy_bandwidth, milliseconds
-from harness.report import Column, finish, show
+from harness.report import Column, finish, may_write, show, write
 from harness.roofline import verdict
 from harness.rows import Row, percentiles
+from harness.sweep import sweep
 
 TINY = Sizes(heads=4, groups=2, size=16, width=4, layers=2, vocab=4100)
 # Several times what an H200 keeps in its cache.
@@ -42,6 +42,14 @@ COLUMNS: list[Column] = [
     ("GB/s", "gigabytes_per_second"),
     ("of copy", "share_of_copy_bandwidth"),
     ("not slower", "not_slower_than_library"),
+]
+SWEEP_COLUMNS: list[Column] = [
+    ("batch", "batch"),
+    ("context", "context"),
+    ("slots, stages, warps", "tile"),
+    ("of the splits", "share_of_splits"),
+    ("us", "microseconds.p50"),
+    ("error", "error"),
 ]
 FLOOR_COLUMNS: list[Column] = [
     ("asked for", "what"),
@@ -142,6 +150,7 @@ def main(
     tiny: Annotated[bool, typer.Option("--tiny", help="Tiny shapes, on any device: to try the script.")] = False,
     batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
     context: Annotated[str, typer.Option(help="Context lengths, separated by commas.")] = "2048,32768",
+    swept: Annotated[str, typer.Option(help="Cells, BATCHxCONTEXT, of attention under other tiles and splits.")] = "",
     out: Annotated[Path | None, typer.Option(help="The record; kernels.json in $OUT or benchmarks/results.")] = None,
 ) -> None:
     """Time the kernels at Qwen3-8B's shapes; definitions in benchmarks/README.md."""
@@ -153,6 +162,12 @@ def main(
     if tiny:
         batches, contexts = batches[:1], [24]
     cases = all_cases(sizes, batches, contexts, dtype, device)
+    cells = [(int(a), int(b)) for a, _, b in (cell.partition("x") for cell in swept.split(",") if cell)]
+    path = out or Path(os.environ.get("OUT", RESULTS)) / "kernels.json"
+    facts: dict[str, Any] = {"benchmark": "kernels", "dtype": str(dtype).removeprefix("torch."), "is_tiny": tiny}
+    facts |= {"interpreted": os.environ.get("TRITON_INTERPRET") == "1", **provenance(device)}
+    rows: list[Row] = []
+    record: dict[str, Any] = {"provenance": facts, "rows": rows, "floors": [], "sweep": []}
     with torch.inference_mode():
         wrong = {
             f"{c.kernel}, batch {c.batch}, context {c.context}": why for c in cases if (why := difference(c, "kernel"))
@@ -161,20 +176,19 @@ def main(
             for name, why in wrong.items():
                 print(f"not measured: {name}: {why}", file=sys.stderr)
             raise typer.Exit(1)
-        bandwidth = copy_bandwidth(device, 2**16 if tiny else 2**30)
-        rows = [measure(case, bandwidth, device, 2 if tiny else CALLS) for case in cases]
-    facts: dict[str, Any] = {"benchmark": "kernels", "dtype": str(dtype).removeprefix("torch."), "is_tiny": tiny}
-    facts |= {
-        "copy_bytes_per_second": bandwidth,
-        "interpreted": os.environ.get("TRITON_INTERPRET") == "1",
-        **provenance(device),
-    }
+        facts["copy_bytes_per_second"] = bandwidth = copy_bandwidth(device, 2**16 if tiny else 2**30)
+        for case in cases:
+            rows.append(measure(case, bandwidth, device, 2 if tiny else CALLS))
+            if may_write(path, quiet=not tiny):
+                write(record, path)  # a borrowed machine may be gone before the end
+        record["sweep"] = sweep(sizes, cells, dtype, device)
     show(f"Kernels, {dtype}, copy {bandwidth / 1e9:.0f} GB/s", rows, COLUMNS)
-    path = out or Path(os.environ.get("OUT", RESULTS)) / "kernels.json"
+    show("Attention under other tiles", record["sweep"], SWEEP_COLUMNS)
     floors = floor_rows(rows, judged=device.type == "cuda" and not tiny)
     show("Floors: one H200", floors, FLOOR_COLUMNS)
     # Tiny shapes are never a record.
-    finish({"provenance": facts, "rows": rows, "floors": floors}, path, quiet=not tiny, figure=kernel_figure)
+    record["floors"] = floors
+    finish(record, path, quiet=not tiny)
 
 
 if __name__ == "__main__":

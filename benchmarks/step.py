@@ -8,8 +8,8 @@ that belongs to it, see `decode.py`), of its parts, and against the bytes that i
     python benchmarks/step.py --models all --cells grid         # everything; hours
     python benchmarks/step.py --tiny                            # the same code on a CPU, in seconds, for tests
 
-Writes `step.json` to `$OUT`, else to benchmarks/results, after every cell, with `step.png` beside it at the end, and
-prints the record as the last line. With `--tiny` it is written only to `$OUT` or `--out`.
+Writes `step.json` to `$OUT`, else to benchmarks/results, after every cell, and prints
+the record as the last line; `plot.py` draws it. With `--tiny` it is written only to `$OUT` or `--out`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import typer
 from harness.machine import RESULTS, LoadWatch, provenance
-from harness.methods import OURS_EAGER, PLAIN, PLAIN_STATIC, STOCK, Method, Settings, measure, ours_at
+from harness.methods import (
+    OURS_COMPILED,
+    OURS_EAGER,
+    OURS_SAMPLED,
+    PLAIN,
+    PLAIN_STATIC,
+    STOCK,
+    Method,
+    Settings,
+    measure,
+    ours_at,
+)
 from harness.pair import Pair
-from harness.plots import step_figure
 from harness.rates import copy_bandwidth, product_rate
 from harness.report import Column, finish, may_write, show, write
 from harness.roofline import memory_needed
@@ -47,7 +57,7 @@ from dflash_hf.devices import total_memory
 Cell = tuple[int, int]
 CELLS = [(1, SHORT), (8, SHORT), (32, SHORT), (1, LONG)]
 GRID = list(itertools.product((1, 2, 4, 8, 16, 32), (1024, 2048, 4096, 8192, 16384, 32768)))
-METHODS = ("ours", "plain", "zlab", "stock", "ours/eager", "plain/static")
+METHODS = ("ours", "plain", "zlab", "stock", "ours/eager", "ours/sampled", "ours/compiled", "plain/static")
 # Share of a device's memory that may be planned with; the rest is the allocator's and the driver's.
 USABLE = 0.92
 WITHOUT_PICTURES = "it takes no vision target"
@@ -79,6 +89,7 @@ STAGE_COLUMNS: list[Column] = [
     ("step", "step_ms.p50"),
     ("floor ms", "floor_ms"),
     ("step / floor", "step_over_floor"),
+    ("capture s", "capture_seconds"),
     ("host reads", "host_reads"),
 ]
 NOT_RUN_COLUMNS: list[Column] = [
@@ -210,6 +221,8 @@ def methods_for(
     known: dict[str, list[tuple[Method, int | None]]] = {
         "ours": [(ours_at(width, block), width) for width in widths],
         "ours/eager": [(OURS_EAGER, block)],
+        "ours/sampled": [(OURS_SAMPLED, block)],
+        "ours/compiled": [(OURS_COMPILED, block)],
         "plain": [(PLAIN, None)],
         "stock": [(STOCK, block)],
         "zlab": [] if zlab is None else [(zlab, block)],
@@ -224,7 +237,7 @@ def methods_for(
             why = "it takes one prompt at a time"
         elif not known[name]:
             why = "z-lab's package is not installed (pip install --no-deps dflash==0.1.0)"
-        elif name == PLAIN_STATIC.name and cell not in bench.compile_cells:
+        elif name in (PLAIN_STATIC.name, OURS_COMPILED.name) and cell not in bench.compile_cells:
             why = "not asked for here (--compile-at)"
         if why is None:
             found += known[name]
@@ -278,16 +291,12 @@ def run_stages(bench: Bench, model: str, pair: Pair, cell: Cell) -> None:
 
 def graph_memory(pair: Pair, inputs: Any, new_tokens: int) -> Row:
     """Returns the greatest memory, in bytes, that a run reserves under each engine, from an empty cache on."""
-    knobs, found = pair.draft.generation_config, {}
-    before = knobs.engine
+    found = {}
     for engine in ("eager", "cuda_graph"):
         release(pair)
         torch.cuda.reset_peak_memory_stats(pair.device)
-        knobs.engine = engine
-        try:
-            measure(pair, ours_at(pair.block_size, pair.block_size), inputs, Settings(max_new_tokens=new_tokens))
-        finally:
-            knobs.engine = before
+        method = ours_at(pair.block_size, pair.block_size, engine=engine)
+        measure(pair, method, inputs, Settings(max_new_tokens=new_tokens))
         found[engine] = torch.cuda.max_memory_reserved(pair.device)
     return found
 
@@ -342,7 +351,7 @@ def main(
     cells: Annotated[str | None, typer.Option(help="BATCHxCONTEXT, separated by commas, or grid.")] = None,
     methods: Annotated[str, typer.Option(help=f"Of {', '.join(METHODS)}, or all.")] = "all",
     widths: Annotated[str | None, typer.Option(help="Tokens verified per row; chosen by the batch.")] = None,
-    compile_at: Annotated[str | None, typer.Option(help="Cells of plain/static; default all.")] = None,
+    compile_at: Annotated[str | None, typer.Option(help="Cells of the methods that compile; default all.")] = None,
     new_tokens: Annotated[int | None, typer.Option(min=2, help="Tokens generated per run; 49, tiny 9.")] = None,
     block_size: Annotated[int | None, typer.Option(min=2, help="Tokens per block; default the draft's.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each method.")] = 3,
@@ -399,7 +408,7 @@ def main(
     show("Not run", record["not_run"], NOT_RUN_COLUMNS)
     show("Floors: one H200, Qwen3-8B's shapes, bfloat16", record["floors"], FLOOR_COLUMNS)
     # A tiny pair is never a record.
-    finish(record, path, quiet=not is_tiny and watch.is_quiet(), figure=step_figure)
+    finish(record, path, quiet=not is_tiny and watch.is_quiet())
     if bench.has_failed or not is_complete:
         raise typer.Exit(1 if is_complete else 130)
 

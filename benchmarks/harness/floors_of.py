@@ -22,6 +22,12 @@ def lines_of(record: dict[str, Any]) -> list[str]:
         found = {key: row[key] for key in ("not_captured", "host_reads") if row[key]}
         lines += [f"  {key:10} {row['model']} {cell}: {why[:160]}" for key, why in found.items()]
     for row in record["rows"]:
+        if "loss_falls" in row:
+            verdict = "pass" if row["loss_falls"] else "FAIL"
+            losses = f"{row['first_loss']:.3g} to {row['last_loss']:.3g}"
+            lines.append(
+                f"  {verdict:10} {row['model']}: {row['steps']} steps, loss {losses}, {row['step_ms']:.4g} ms"
+            )
         if "identity_rate" in row:
             widest = "-" if row["widest_margin"] is None else f"{row['widest_margin']:.3g}"
             kept = "pass" if row["margins_kept"] and row["as_static"] is not False else "FAIL"
@@ -34,7 +40,7 @@ def lines_of(record: dict[str, Any]) -> list[str]:
 
 def main(folder: Path) -> None:
     """Prints what there is; a record that is missing is named."""
-    for name in ("step", "kernels", "identity"):
+    for name in ("step", "sampled", "families", "compiled", "train", "kernels", "identity"):
         path = folder / f"{name}.json"
         if not path.is_file():
             print(f"{name}: no record")

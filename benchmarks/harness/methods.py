@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +12,6 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf.generation.cuda_graph import uncaptured
-from dflash_hf.generation_config import Proposal
 
 from .clock import StepClock, synchronize
 from .pair import Inputs, Pair
@@ -198,62 +196,54 @@ def lookup(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
     return Raw(out, first=counter.counts[0])
 
 
-def ours_on(engine: str) -> Method:
-    """Returns our way of decoding on an engine of its own, named after it; `"static"` is `"cuda_graph"` uncaptured."""
+def ours_with(name: str, **options: Any) -> Method:
+    """Returns our way of decoding under options of the draft's own, which are put back behind each run."""
 
     def run(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
-        knobs: Any = pair.draft.generation_config
-        before, knobs.engine = knobs.engine, "cuda_graph" if engine == "static" else engine
-        try:
-            with uncaptured(pair.draft) if engine == "static" else nullcontext():
-                return ours(pair, inputs, settings)
-        finally:
-            knobs.engine = before
-
-    return Method(name=f"ours/{engine}", run=run, batches=True, replays=engine in ("auto", "cuda_graph"))
-
-
-def ours_at(width: int, block: int) -> Method:
-    """Returns our way of decoding that verifies no more than `width` tokens of a block."""
-
-    def run(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
-        knobs = pair.draft.generation_config
-        before, knobs.verify_width = knobs.verify_width, width
+        config = pair.draft.generation_config
+        before = {option: getattr(config, option) for option in options}
+        for option, value in options.items():
+            setattr(config, option, value)
         try:
             return ours(pair, inputs, settings)
         finally:
-            knobs.verify_width = before
+            for option, value in before.items():
+                setattr(config, option, value)
 
-    return Method(name="ours" if width == block else f"ours/w{width}", run=run, batches=True, replays=True)
+    return Method(name=name, run=run, batches=True, replays=options.get("engine") in (None, "auto", "cuda_graph"))
+
+
+def ours_on(engine: str) -> Method:
+    """Returns our way of decoding on an engine of its own, named after it; `"static"` is `"cuda_graph"` uncaptured."""
+    if engine != "static":
+        return ours_with(f"ours/{engine}", engine=engine)
+    captured = ours_with("ours/static", engine="cuda_graph")
+
+    def run(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
+        with uncaptured(pair.draft):
+            return captured.run(pair, inputs, settings)
+
+    return replace(captured, run=run, replays=False)
+
+
+def ours_at(width: int, block: int, **options: Any) -> Method:
+    """Returns our way of decoding that verifies no more than `width` tokens of a block."""
+    return ours_with("ours" if width == block else f"ours/w{width}", verify_width=width, **options)
+
+
+def ours_sampled(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
+    """Samples with a draft at temperature 1, from the whole vocabulary."""
+    return ours(pair, inputs, replace(settings, temperature=1.0))
 
 
 PLAIN = Method(name="plain", run=plain, batches=True)
 PLAIN_STATIC = Method(name="plain/static", run=plain_static, batches=True, marks_tokens=True)
 OURS = Method(name="ours", run=ours, batches=True, replays=True)
 OURS_EAGER = ours_on("eager")
+OURS_COMPILED = ours_with("ours/compiled", compile_layers=True)
+OURS_SAMPLED = Method(name="ours/sampled", run=ours_sampled, batches=True, replays=True)
 STOCK = Method(name="stock", run=stock, batches=False)
 LOOKUP = Method(name="lookup", run=lookup, batches=False)
-
-
-@contextmanager
-def proposal_rule(pair: Pair, rule: Proposal) -> Iterator[None]:
-    """Lets our draft propose by a rule while the block runs."""
-    before = pair.draft.generation_config.proposal
-    pair.draft.generation_config.proposal = rule
-    try:
-        yield
-    finally:
-        pair.draft.generation_config.proposal = before
-
-
-def with_rule(rule: Proposal) -> Method:
-    """Returns our way of decoding under a proposal rule."""
-
-    def run(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
-        with proposal_rule(pair, rule):
-            return ours(pair, inputs, settings)
-
-    return Method(name=f"ours/{rule}", run=run, batches=True, replays=True)
 
 
 def measure(pair: Pair, method: Method, inputs: Inputs, settings: Settings) -> Outcome:

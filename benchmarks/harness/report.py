@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,35 +65,24 @@ def may_write(out: Path, quiet: bool) -> bool:
     return quiet or not is_record(out)
 
 
-def write(record: dict[str, Any], out: Path, figure: Callable[[dict[str, Any]], Any] | None = None) -> None:
-    """Writes a record, whole or not at all, and a figure of it beside it.
-
-    Args:
-        record: What was measured.
-        out (`Path`): The file; replaced if it is there.
-        figure (callable, *optional*): Draws a `matplotlib.figure.Figure` from the record.
-    """
+def write(record: dict[str, Any], out: Path) -> None:
+    """Writes a record, whole or not at all; `out` is replaced if it is there."""
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(out.name + ".part")
     part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     part.replace(out)
-    if figure is not None:
-        figure(record).savefig(out.with_suffix(".png"), dpi=120)
 
 
-def finish(
-    record: dict[str, Any], out: Path, quiet: bool, figure: Callable[[dict[str, Any]], Any] | None = None
-) -> None:
+def finish(record: dict[str, Any], out: Path, quiet: bool) -> None:
     """Writes the record where it may be written, says where, and prints it as the last line.
 
     Args:
         record: What was measured.
         out (`Path`): The file asked for.
         quiet (`bool`): Whether the machine was shown to be quiet; if not, nothing is written among the results.
-        figure (callable, *optional*): See [`write`].
     """
     if may_write(out, quiet):
-        write(record, out, figure)
+        write(record, out)
         print(f"written to {out}")
     else:
         print(f"not written to {out}: the machine was not shown to be quiet")

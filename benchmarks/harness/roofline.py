@@ -114,16 +114,18 @@ def step_work(pair: Pair, context: int, batch: int, width: int) -> Work:
 def forward_work(pair: Pair, context: int, batch: int, width: int) -> Work:
     """Returns what one forward of the target over `width` tokens per row reads and computes; plain's step is width 1.
 
-    All layers count as full attention, as they are in `shapes.SHAPES`.
+    Layers are full attention or recurrent in `shapes.SHAPES`. A recurrent one reads and writes its state, and its own
+    operations are left out: they are few beside the weights'.
     """
     config: Any = find_target(pair.target).config
+    layers, state = _attention_layers(config), _state_size(config)
     weights, flops = target_weights(pair, batch * width)
     seen = context + batch * width
     itemsize = pair.target.dtype.itemsize
     return Work(
         target_weights=weights,
-        target_cache=2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize * seen,
-        flops=flops + 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * width * seen,
+        target_cache=itemsize * (2 * layers * config.num_key_value_heads * config.head_dim * seen + 2 * batch * state),
+        flops=flops + 4 * layers * config.num_attention_heads * config.head_dim * width * seen,
     )
 
 
@@ -142,11 +144,25 @@ def memory_needed(pair: Pair, batch: int, context: int, new_tokens: int) -> int:
     draft, itemsize = pair.draft, pair.target.dtype.itemsize
     weights = sum(w.numel() * w.element_size() for m in (pair.target, draft) for w in m.parameters())
     length = context + new_tokens + pair.block_size
-    cached = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    cached = 2 * _attention_layers(config) * config.num_key_value_heads * config.head_dim
     cached += sum(2 * shape.num_heads * shape.key_size for shape in draft.cache_shapes())
     mlp = max(config.intermediate_size, getattr(config, "moe_intermediate_size", 0) * _chosen(config))
     states = draft.fc.in_features + 3 * mlp + 6 * config.hidden_size
     return weights + itemsize * (batch * length * cached * 5 // 4 + batch * context * states)
+
+
+def _attention_layers(config: Any) -> int:
+    """Returns how many layers keep keys and values."""
+    kinds: list[str] | None = getattr(config, "layer_types", None)
+    return config.num_hidden_layers if kinds is None else len(kinds) - kinds.count("linear_attention")
+
+
+def _state_size(config: Any) -> int:
+    """Returns the numbers in the recurrent states of a row, of all layers."""
+    layers = config.num_hidden_layers - _attention_layers(config)
+    if not layers:
+        return 0
+    return layers * config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
 
 
 def _chosen(config: Any) -> int:

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForImageTextToText,
     LlamaConfig,
     PreTrainedConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3VLConfig,
@@ -26,7 +27,7 @@ from .pair import Pair
 
 # Allocates nothing: rotary tables are made as they are needed.
 MAX_LENGTH = 131072
-Family = Literal["qwen3", "qwen3_moe", "llama", "qwen3_vl"]
+Family = Literal["qwen3", "qwen3_moe", "llama", "qwen3_vl", "qwen3_5"]
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
@@ -52,6 +53,8 @@ class Shape:
         taps (`tuple[int, ...]`): Layers the draft taps.
         draft_layers, draft_mlp, block, mask_token (`int`): The draft's depth, MLP, block and mask token. Its other
             widths are the target's.
+        draft_heads (`tuple[int, int, int]`, *optional*): Its query heads, key heads and size of a head where those are
+            not the target's either.
         draft_source (`str`): Where the draft's sizes are from.
         is_tiny (`bool`): Whether it is a double for tests.
     """
@@ -73,6 +76,7 @@ class Shape:
     taps: tuple[int, ...] = (1, 9, 17, 25, 33)
     draft_layers: int = 5
     draft_mlp: int = 0
+    draft_heads: tuple[int, int, int] | None = None
     block: int = 16
     mask_token: int = 151669
     draft_source: str
@@ -111,6 +115,15 @@ SHAPES: dict[str, Shape] = {
         },
         draft_source="the draft of qwen3-8b: the text tower has its shape",
     ),
+    # Three of four layers are recurrent: Gated DeltaNet, 32 heads of 128 x 128.
+    "qwen3.5-9b": Shape(
+        family="qwen3_5", hidden=4096, mlp=12288, layers=32, heads=16, groups=4, size=256, vocab=248320,
+        rope={
+            "rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10], "mrope_interleaved": True,
+        },
+        taps=(1, 8, 15, 22, 29), mask_token=248070, draft_heads=(32, 8, 128), draft_source=ASSUMED,
+    ),
 }  # fmt: skip
 
 
@@ -118,7 +131,7 @@ def tiny(shape: Shape) -> Shape:
     """Returns a double of a shape that runs on a CPU in milliseconds: the same structure, all sizes small."""
     rope = dict(shape.rope)
     if "mrope_section" in rope:
-        rope["mrope_section"] = [2, 1, 1]
+        rope["mrope_section"] = [1, 0, 0] if "partial_rotary_factor" in rope else [2, 1, 1]
     return replace(
         shape,
         hidden=32,
@@ -134,6 +147,7 @@ def tiny(shape: Shape) -> Shape:
         rope=rope,
         taps=(0, 3),
         draft_layers=2,
+        draft_heads=None,
         block=8,
         mask_token=95,
         is_tiny=True,
@@ -173,6 +187,15 @@ def target_config(shape: Shape) -> PreTrainedConfig:
                 mlp_only_layers=[],
                 norm_topk_prob=True,
             )
+        case "qwen3_5":
+            heads, size = (4, 8) if shape.is_tiny else (32, 128)
+            return Qwen3_5TextConfig(
+                **shared,
+                linear_num_key_heads=heads // 2,
+                linear_num_value_heads=heads,
+                linear_key_head_dim=size,
+                linear_value_head_dim=size,
+            )
         case "qwen3_vl":
             # The vision tower is never run here; it is small so that it takes no memory from what is measured.
             vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "in_channels": 3}
@@ -186,14 +209,15 @@ def target_config(shape: Shape) -> PreTrainedConfig:
 
 def draft_config(shape: Shape, block_size: int | None = None) -> DFlashConfig:
     """Returns the draft's config; `block_size` instead of the shape's."""
+    heads, groups, size = shape.draft_heads or (shape.heads, shape.groups, shape.size)
     return DFlashConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.draft_mlp or shape.mlp,
         num_hidden_layers=shape.draft_layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.groups,
-        head_dim=shape.size,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=size,
         rms_norm_eps=1e-6,
         max_position_embeddings=MAX_LENGTH,
         block_size=block_size or shape.block,

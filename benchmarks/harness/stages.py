@@ -8,12 +8,14 @@ medians. Elsewhere the same bodies run uncaptured.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from dflash_hf.generation import loop
 from dflash_hf.generation import step as step_module
@@ -30,6 +32,7 @@ from .pair import Inputs, Pair
 
 # The function that ends each part; the acceptance ends with the step.
 ENDS: dict[str, tuple[Any, str]] = {"draft": (DFlashCandidateGenerator, "propose"), "verify": (step_module, "verify")}
+NUM_KERNELS = 40
 
 
 class _CutError(Exception):
@@ -91,6 +94,9 @@ class Stages:
         engine (`str`): `"cuda_graph"`, or `"static"` where nothing was captured.
         not_captured (`str`, *optional*): Why, on CUDA.
         host_reads (`str`, *optional*): What waited for the device in a steady step; `None` if nothing did.
+        capture_seconds (`float`, *optional*): What capturing the step took, its kernels compiled already.
+        kernels (`list[dict]`): Of one step, what took longest: `name`, `calls` and `microseconds` of each kernel (on a
+            CPU: operation).
     """
 
     prefill_ms: float
@@ -99,6 +105,8 @@ class Stages:
     engine: str
     not_captured: str | None
     host_reads: str | None
+    capture_seconds: float | None
+    kernels: list[dict[str, Any]]
 
 
 def measure_stages(pair: Pair, inputs: Inputs, settings: Settings, width: int, samples: int) -> Stages:
@@ -155,13 +163,17 @@ def _timed(run: Run, step: _GraphPart | _PlainPart, samples: int, prefill: float
     until: dict[str, list[float]] = {}
     with step.on_device():
         launches: dict[str, Callable[[], Any]] = {}
+        seconds = 0.0
         for name in (*ENDS, "step"):
             step.part = name if name in ENDS else None
+            began = time.perf_counter()
             launches[name] = _launch(step, bound)
+            seconds = time.perf_counter() - began  # the last counts
         for name, launch in launches.items():
             until[name] = _samples(launch, run.target.device, samples)
         step.part = None
         reads = _host_reads(launches["step"], run)
+        kernels = _profile(launches["step"], run.target.device)
     return Stages(
         prefill_ms=prefill,
         until_ms=until,
@@ -169,6 +181,8 @@ def _timed(run: Run, step: _GraphPart | _PlainPart, samples: int, prefill: float
         engine=step.name,
         not_captured=reason,
         host_reads=reads,
+        capture_seconds=seconds if isinstance(step, _GraphPart) else None,
+        kernels=kernels,
     )
 
 
@@ -196,6 +210,20 @@ def _samples(launch: Callable[[], Any], device: torch.device, samples: int) -> l
         launch()
     marks.mark()
     return marks.intervals()
+
+
+def _profile(launch: Callable[[], Any], device: torch.device) -> list[dict[str, Any]]:
+    """Returns the kernels of one launch that take longest, by torch's profiler."""
+    synchronize(device)
+    kind = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[kind]) as profiler:
+        launch()
+        synchronize(device)
+    found: list[dict[str, Any]] = []
+    for event in profiler.key_averages():
+        total = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+        found.append({"name": event.key[:120], "calls": event.count, "microseconds": round(total, 1)})
+    return sorted(found, key=lambda row: row["microseconds"], reverse=True)[:NUM_KERNELS]
 
 
 def _host_reads(launch: Callable[[], Any], run: Run) -> str | None:

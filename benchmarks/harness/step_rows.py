@@ -73,6 +73,8 @@ def stage_row(pair: Pair, model: str, width: int, cell: tuple[int, int], stages:
         "engine": stages.engine,
         "not_captured": stages.not_captured,
         "host_reads": stages.host_reads,
+        "capture_seconds": stages.capture_seconds,
+        "kernels": stages.kernels,
         "prefill_ms": round(stages.prefill_ms, 4),
         "parts_ms": {name: round(value, 4) for name, value in parts.items()},
         "step_ms": percentiles(stages.until_ms["step"]),

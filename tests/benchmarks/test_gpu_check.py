@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from harness import floors_of
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path for folder in ("kernels", "gpu") for path in (ROOT / "tests" / folder).glob("test_*.py"))
 TESTS = [f"{path.parent.name}-{path.stem}" for path in FILES]
+STEPS = {"step", "sampled", "families", "compiled"}
+TIMED = ["step", "sampled", "families", "train", "kernels", "compiled"]
 STUB = f"""#!/usr/bin/env bash
 echo "$*" >> "$CALLS"
 case "$*" in
@@ -39,7 +42,7 @@ except KeyboardInterrupt:
     raise'
   fi
 done
-[[ "$*" == *pytest* ]] && exit "${{STUB_PYTEST:-0}}"
+[[ "$*" == *"-m pytest"* ]] && exit "${{STUB_PYTEST:-0}}"
 echo done
 """
 
@@ -78,18 +81,18 @@ def test_all_parts_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = statuses(done.stdout)
     found.pop("sanitizer", None)
-    assert found == {**dict.fromkeys(TESTS, 5), "identity": 0, "step": 0, "kernels": 0}
+    assert found == {**dict.fromkeys(TESTS, 5), "identity": 0, **dict.fromkeys(TIMED, 0)}
     tested = [call.split()[-1] for call in calls if "-m pytest" in call]
     assert {str(path.relative_to(ROOT)) for path in FILES} <= set(tested)
-    (step,) = [call for call in calls if "benchmarks/step.py" in call]
-    assert "--compile-at 8x2048,32x2048" in step
-    assert "--tiny" not in step
-    # What is timed runs after all that is not, and alone.
-    order = [
-        next(i for i, call in enumerate(calls) if word in call) for word in ("benchmarks/step.py", "kernel_times.py")
-    ]
-    assert order == sorted(order)
-    assert order[0] > max(i for i, call in enumerate(calls) if "-m pytest" in call or "identity.py" in call)
+    assert not any("--tiny" in call for call in calls)
+    # The cells that decide come first, what compiles for long last, and what is timed has the machine to itself.
+    steps = [i for i, call in enumerate(calls) if "benchmarks/step.py" in call]
+    assert [Path(calls[i].split("--out ")[1].split()[0]).stem for i in steps] == [n for n in TIMED if n in STEPS]
+    assert "--cells 1x2048,1x32768,8x2048 --methods ours,plain,zlab,stock" in calls[steps[0]]
+    assert "plain/static" in calls[steps[-1]]
+    checks = [i for i, call in enumerate(calls) if "-m pytest" in call or "identity.py" in call]
+    others = [i for i, call in enumerate(calls) if "train_steps.py" in call or "kernel_times.py" in call]
+    assert steps[0] < min(checks) <= max(checks) < steps[1] < min(others) <= max(others) < steps[-1]
     assert done.stdout.splitlines()[-1].startswith(f"{len(statuses(done.stdout))} of")
 
 
@@ -97,7 +100,7 @@ def test_a_failure_stops_nothing_and_is_shown_last(tmp_path: Path) -> None:
     done, _ = run(tmp_path, STUB_FAIL="test_graphs.py identity.py benchmarks/step.py")
     assert done.returncode == 1
     found = statuses(done.stdout)
-    assert {name for name, code in found.items() if code} == {"gpu-test_graphs", "identity", "step"}
+    assert {name for name, code in found.items() if code} == {"gpu-test_graphs", "identity", *STEPS}
     assert found["kernels"] == 0
     last = done.stdout.split("part, exit status", 1)[1]
     for word in ("test_graphs.py", "identity.py", "benchmarks/step.py"):
@@ -107,7 +110,7 @@ def test_a_failure_stops_nothing_and_is_shown_last(tmp_path: Path) -> None:
 
 
 def test_what_is_late_is_interrupted_and_says_where_it_was(tmp_path: Path) -> None:
-    done, _ = run(tmp_path, STUB_HANG="test_argmax.py benchmarks/step.py", T_CHECKS="4", T_STEP="4")
+    done, _ = run(tmp_path, STUB_HANG="test_argmax.py step.json", T_CHECKS="4", T_STEP="4")
     assert done.returncode == 1
     found = statuses(done.stdout)
     assert {name for name, code in found.items() if code} == {"kernels-test_argmax", "step"}
@@ -123,7 +126,7 @@ def test_without_cuda_nothing_is_begun_but_a_rehearsal(tmp_path: Path) -> None:
     assert len(calls) == 1
     done, calls = run(tmp_path, "--tiny", STUB_CUDA="1")
     assert done.returncode == 0
-    for script in ("step.py", "kernel_times.py"):
+    for script in ("step.py", "kernel_times.py", "train_steps.py"):
         assert any(script in call and "--tiny" in call for call in calls)
     assert any("identity.py --random tiny" in call for call in calls)
     done, calls = run(tmp_path, "--fast")
@@ -133,9 +136,14 @@ def test_without_cuda_nothing_is_begun_but_a_rehearsal(tmp_path: Path) -> None:
 
 def test_limits_leave_nine_minutes() -> None:
     text = (ROOT / "benchmarks" / "gpu_check.sh").read_text()
-    limits = [int(text.split(f"{name}:-", 1)[1].split("}", 1)[0]) for name in ("T_CHECKS", "T_STEP", "T_KERNELS")]
+    limits = [int(limit) for limit in re.findall(r"\$\{T_[A-Z]+:-(\d+)\}", text)]
+    assert len(limits) == len(TIMED) + 1
     grace = int(text.split("GRACE:-", 1)[1].split("}", 1)[0])
-    assert sum(limits) + 3 * grace <= 9 * 60 - 10, "ten seconds for wheels and the beginning"
+    assert sum(limits) + len(limits) * grace <= 9 * 60 - 10, "ten seconds for wheels and the beginning"
+
+
+def test_no_more_files_than_a_lent_machine_gives_back() -> None:
+    assert len([*TIMED, "identity", "gpu_check.log"]) <= 8
 
 
 def test_the_short_end_names_floors_and_what_was_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

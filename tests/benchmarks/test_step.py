@@ -83,11 +83,11 @@ def test_all_methods_and_parts_of_one_shape(results: Path, tmp_path: Path) -> No
     assert result.exit_code == 0, result.output
     record = record_of(result)
     assert json.loads(out.read_text()) == record
-    assert out.with_suffix(".png").stat().st_size > 1000
     assert not results.exists(), "tiny shapes are never a record"
-    alone = ["ours", "plain", *(["zlab"] if HAS_ZLAB else []), "stock", "ours/eager", "plain/static"]
+    more = ["ours/eager", "ours/sampled", "ours/compiled", "plain/static"]
+    alone = ["ours", "plain", *(["zlab"] if HAS_ZLAB else []), "stock", *more]
     found = {batch: [row["method"] for row in record["rows"] if row["batch"] == batch] for batch in (1, 8)}
-    assert found == {1: alone, 8: ["ours", "ours/w4", "plain", "ours/eager", "plain/static"]}
+    assert found == {1: alone, 8: ["ours", "ours/w4", "plain", *more]}
     for row in record["rows"]:
         assert "tokens_per_second" not in row, "with random weights they are derived"
         speeds, ms = row["derived_tokens_per_second"], row["step_ms"]["p50"]
@@ -103,6 +103,10 @@ def test_all_methods_and_parts_of_one_shape(results: Path, tmp_path: Path) -> No
     for row in record["stages"]:
         assert row["engine"] == "static"
         assert row["host_reads"] is None
+        assert row["capture_seconds"] is None, "nothing is captured on a CPU"
+        slowest = [kernel["microseconds"] for kernel in row["kernels"]]
+        assert slowest == sorted(slowest, reverse=True)
+        assert any(kernel["name"] == "aten::addmm" or "mm" in kernel["name"] for kernel in row["kernels"])
         # The middle of two samples is no sample, and percentiles are samples.
         assert sum(row["parts_ms"].values()) == pytest.approx(row["step_over_floor"] * row["floor_ms"], rel=1e-3)
         wanted = row["bytes"]["total"] / record["provenance"]["copy_bytes_per_second"] * 1e3
@@ -191,7 +195,6 @@ def test_an_interrupted_run_leaves_what_it_had(results: Path, tmp_path: Path, mo
     record = json.loads(out.read_text())
     assert [row["method"] for row in record["rows"]] == ["ours"]
     assert not record["provenance"]["is_complete"]
-    assert out.with_suffix(".png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
@@ -235,9 +238,9 @@ def test_parts_are_timed_over_rows_that_do_not_move(monkeypatch: pytest.MonkeyPa
     stages = measure_stages(pair, inputs, settings, 5, samples=2)
     assert {name: len(values) for name, values in stages.until_ms.items()} == {"draft": 2, "verify": 2, "step": 2}
     assert stages.context == 3 * 9
-    # Four runs of each body, and one that looks for reads on the host; the accept step also ends the prefill.
-    assert (ran["propose"], ran["verify"]) == (13, 9)
-    assert ran["commit"] - 5 in (0, 1)
+    # Four runs of each body, one that looks for reads on the host, one profiled; accept also ends the prefill.
+    assert (ran["propose"], ran["verify"]) == (14, 10)
+    assert ran["commit"] - 6 in (0, 1)
     assert all(getattr(owner, name) is before[name] for owner, name in ENDS.values())
     assert pair.draft.generation_config.engine == "auto"
     assert pair.draft.generation_config.verify_width is None
@@ -300,7 +303,7 @@ def test_bytes_of_a_step_by_hand(name: str) -> None:
         if "visual" in parameter_name or ("embed_tokens" in parameter_name and weight is not head):
             continue
         share = 1.0
-        if weight.dim() == 3:
+        if weight.dim() == 3 and shape.experts:
             assert weight.shape[0] == shape.experts
             share = expected_experts(shape.experts, shape.chosen, batch * width) / shape.experts
         target += 4 * weight.numel() * share
@@ -309,13 +312,15 @@ def test_bytes_of_a_step_by_hand(name: str) -> None:
     assert work.draft_weights == 4 * sum(w.numel() for w in pair.draft.parameters())
     assert work.draft_head == 4 * shape.vocab * shape.hidden
     per_token = 2 * shape.groups * shape.size * 4
-    assert work.target_cache == shape.layers * per_token * (context + batch * width)
+    # Of the hybrid's six layers the fourth is one of attention; the others' states, 4 heads of 8 x 8, in and out.
+    layers, states = (1, 5 * 2 * 4 * 8 * 8 * 4) if shape.family == "qwen3_5" else (shape.layers, 0)
+    assert work.target_cache == layers * per_token * (context + batch * width) + batch * states
     assert work.draft_cache == shape.draft_layers * per_token * (context + batch * shape.block)
     total = target + work.draft_weights + work.draft_head + work.target_cache + work.draft_cache
     assert work.bytes == pytest.approx(total)
     assert work.to_dict()["total"] == round(work.bytes)
     plain = forward_work(pair, context, batch, 1)
-    assert plain.target_cache == shape.layers * per_token * (context + batch)
+    assert plain.target_cache == layers * per_token * (context + batch) + batch * states
     assert plain.bytes < work.bytes
 
 
@@ -331,7 +336,14 @@ def test_the_8b_floor_is_the_one_that_is_asked_about() -> None:
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("qwen3-4b", 4.02), ("qwen3-8b", 8.19), ("qwen3-30b-a3b", 30.53), ("llama-3.1-8b", 8.03), ("qwen3-vl-8b", 8.19)],
+    [
+        ("qwen3-4b", 4.02),
+        ("qwen3-8b", 8.19),
+        ("qwen3-30b-a3b", 30.53),
+        ("llama-3.1-8b", 8.03),
+        ("qwen3-vl-8b", 8.19),
+        ("qwen3.5-9b", 8.95),
+    ],
 )
 def test_shapes_have_the_published_number_of_parameters(name: str, billions: float) -> None:
     pair, shape = published(name), SHAPES[name]

@@ -72,7 +72,9 @@ class TensorOracle(OracleDraft):
         drawn = torch.frac(torch.sin(first.double() * 12.9898 + rows * 78.233 + self.seed) * DECIMALS).abs()
         true = self.known.gather(1, (first + slots).clamp_max(self.known.shape[1] - 1))
         wanted = torch.where(slots < torch.floor(drawn * (width + 1)), true, (true + 1 + slots) % vocab)
-        return nn.functional.one_hot(wanted, vocab).to(logits.dtype) * self.strength
+        # Not `one_hot`: older torch looks at its values on the host.
+        is_wanted = wanted[..., None] == torch.arange(vocab, device=logits.device)
+        return is_wanted.to(logits.dtype) * self.strength
 
 
 def tensor_oracle(

@@ -76,7 +76,8 @@ class Inputs:
             out = norm_rope_write(*shared, ours["keys0"].tensor, ours["values0"].tensor, EPS)
         query = norm_rope_write.reference(*shared, wanted["keys0"].tensor, wanted["values0"].tensor, EPS)
         tolerance = 4 * torch.finfo(query.dtype).eps
-        torch.testing.assert_close(out, query, rtol=tolerance, atol=tolerance)
+        # Sums of squares in another order and `rsqrt` of another unit: to the scale of what is normed.
+        torch.testing.assert_close(out, query, rtol=tolerance, atol=tolerance * float(query.abs().max()))
         assert out.is_contiguous()
         assert_same_writes(ours, wanted, tolerance)
 

@@ -1,0 +1,102 @@
+"""Ten training steps of a draft at published shapes, with random weights, on one GPU: do they run, how long, how much.
+
+    python benchmarks/train_steps.py                  # Qwen3-8B's shapes in bfloat16
+    python benchmarks/train_steps.py --tiny           # the same code on a CPU, in seconds
+
+Two rows of 2,048 random tokens, half of each an answer, and up to 512 blocks in each.
+The first two steps compile and choose kernels and are not in the median. The loss must fall, because the ten batches
+are one, and everything must stay finite. Writes `train.json` to `$OUT`, else to benchmarks/results, and prints the
+record as the last line.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import typer
+from harness.clock import synchronize
+from harness.machine import RESULTS, provenance
+from harness.report import finish, show
+from harness.shapes import SHAPES, build_pair, tiny
+
+from dflash_hf.training import DFlashTrainer, DFlashTrainingConfig
+from dflash_hf.training.data import Example
+
+NOT_COUNTED = 2
+
+
+def main(
+    is_tiny: Annotated[bool, typer.Option("--tiny", help="Tiny doubles of the shapes: for tests.")] = False,
+    device: Annotated[str | None, typer.Option(help="Where it runs; CUDA if there is any.")] = None,
+    model: Annotated[str, typer.Option(help=f"Of {', '.join(SHAPES)}.")] = "qwen3-8b",
+    rows: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 2,
+    length: Annotated[int, typer.Option(min=64, help="Tokens of each.")] = 2048,
+    steps: Annotated[int, typer.Option(min=NOT_COUNTED + 1, help="Steps.")] = 10,
+    out: Annotated[Path | None, typer.Option(help="The record; train.json in $OUT or benchmarks/results.")] = None,
+) -> None:
+    """Take some training steps of a pair with random weights."""
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if model not in SHAPES:
+        raise typer.BadParameter(f"expected a model among {', '.join(SHAPES)}, got {model!r}; choose one of them")
+    if not is_tiny and place.type != "cuda":
+        raise typer.BadParameter(f"expected a CUDA device for the published shapes, got {place}; pass --tiny on a CPU")
+    shape = tiny(SHAPES[model]) if is_tiny else SHAPES[model]
+    dtype = torch.float32 if is_tiny else torch.bfloat16
+    length = 64 if is_tiny else length
+    pair = build_pair(model, shape, dtype, place)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, shape.vocab - 2, (rows, length), generator=generator).tolist()
+    mask = [0] * (length // 2) + [1] * (length - length // 2)
+    with tempfile.TemporaryDirectory() as folder:
+        args = DFlashTrainingConfig(
+            output_dir=folder, max_steps=steps, per_device_train_batch_size=rows, warmup_ratio=0.0, disable_tqdm=True
+        )
+        trainer = DFlashTrainer(pair.target, pair.draft, [Example(input_ids=row, loss_mask=mask) for row in ids], args)
+        if place.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(place)
+        losses: list[float] = []
+        seconds: list[float] = []
+        for _ in range(steps):
+            began = time.perf_counter()
+            # The same batch and anchors again: what is learned must show.
+            sums, norm = trainer.training_step(0)
+            synchronize(place)
+            seconds.append(time.perf_counter() - began)
+            losses.append(sum(float(part.loss) for part in sums) / sum(float(part.weight) for part in sums))
+            if not math.isfinite(losses[-1]) or not math.isfinite(norm):
+                break
+    is_right = len(losses) == steps and math.isfinite(losses[-1]) and losses[-1] < losses[0]
+    row: dict[str, Any] = {
+        "model": model,
+        "dtype": pair.dtype,
+        "rows": rows,
+        "length": length,
+        "steps": len(losses),
+        "step_ms": statistics.median(seconds[NOT_COUNTED:] or seconds) * 1e3,
+        "first_step_seconds": seconds[0],
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "peak_mib": torch.cuda.max_memory_allocated(place) / 2**20 if place.type == "cuda" else None,
+        "loss_falls": is_right,
+    }
+    show("Training steps with random weights", [row], [(key, key) for key in row])
+    facts = {"benchmark": "train", "is_tiny": is_tiny, **provenance(place)}
+    path = out or Path(os.environ.get("OUT", RESULTS)) / "train.json"
+    finish({"provenance": facts, "rows": [row]}, path, quiet=not is_tiny)
+    if not is_right:
+        print(f"expected a loss that falls, got {losses}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
