@@ -9,9 +9,11 @@ from typing import Any
 
 
 def lines_of(record: dict[str, Any]) -> list[str]:
-    """Returns a line per floor, and one per thing that broke off or had no room."""
+    """Returns a line per floor that something was measured for, and one per thing that broke off or had no room."""
     lines: list[str] = []
     for row in record.get("floors", []):
+        if row["value"] is None:
+            continue
         value = "-" if row["value"] is None else f"{row['value']:.4g}"
         lines.append(f"  {row['verdict']:10} {row['what']}: {value}, {row['required']}")
     for row in record.get("not_run", []):

@@ -108,7 +108,16 @@ def floor_rows(
 
     alone = step.get(("ours", 1, SHORT))
     found = [
-        _floor("step over its floor of bytes, batch 1, 2k", ratio(alone, floors.get((1, SHORT))), 1.35, True, judged),
+        *(
+            _floor(
+                f"step over its floor of bytes, batch {batch}, {context // 1024}k",
+                ratio(step.get(("ours", batch, context)), floors.get((batch, context))),
+                limit,
+                True,
+                judged,
+            )
+            for batch, context, limit in ((1, SHORT, 1.35), (1, LONG, 1.5), (8, SHORT, 1.5))
+        ),
         *(
             _floor(f"step over {name}'s, batch 1, 2k", ratio(alone, step.get((name, 1, SHORT))), 0.25, True, judged)
             for name in ("zlab", "stock")

@@ -151,7 +151,10 @@ def test_the_short_end_names_floors_and_what_was_not_run(tmp_path: Path, capsys:
     step = {
         "provenance": {**machine, "is_tiny": True, "is_complete": False},
         "rows": [],
-        "floors": [{"what": "a step", "value": 1.234567, "required": "at most 1.35", "verdict": "pass"}],
+        "floors": [
+            {"what": "a step", "value": 1.234567, "required": "at most 1.35", "verdict": "pass"},
+            {"what": "another", "value": None, "required": "at most 1.35", "verdict": "unmeasured"},
+        ],
         "stages": [
             {"model": "m", "batch": 1, "context": 7, "verify_width": 16, "not_captured": "a hook", "host_reads": None}
         ],
@@ -165,6 +168,7 @@ def test_the_short_end_names_floors_and_what_was_not_run(tmp_path: Path, capsys:
     said = capsys.readouterr().out
     assert "step: CPU, tiny, INCOMPLETE" in said
     assert "pass       a step: 1.235, at most 1.35" in said
+    assert "another" not in said
     assert "m 64x99 all: no room" in said
     assert "not_captured m 1x7 width 16: a hook" in said
     assert "host_reads" not in said

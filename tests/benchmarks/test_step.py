@@ -404,11 +404,14 @@ def test_floors_are_compared_with_what_was_measured() -> None:
         {"model": "qwen3-8b", "batch": 1, "context": 2048, "verify_width": 16, "block": 16, "floor_ms": 4.4}
         | {"host_reads": None}
     ]
+    stages.append({**stages[0], "context": 32768, "floor_ms": 6.0})
     memory: dict[str, Any] = {"qwen3-8b": {"eager": 20e9, "cuda_graph": 20.5e9}}
     floors = floor_rows(rows, stages, memory, {"qwen3-8b": 17_000_000_000}, judged=True)
     values = [(round(floor["value"], 3) if floor["value"] is not None else None, floor["verdict"]) for floor in floors]
     assert values == [
         (1.364, "FAIL"),
+        (1.5, "pass"),
+        (None, "unmeasured"),
         (0.2, "pass"),
         (0.3, "FAIL"),
         (round(3.9472 / 6 * 5, 3), "pass"),
