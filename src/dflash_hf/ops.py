@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_kernels import accept_and_prepare, argmax, block_attention, context_kv, norm_rope_write
+from dflash_kernels import accept_and_prepare, argmax, block_attention, context_kv, gumbel_argmax, norm_rope_write
 from dflash_kernels._dispatch import has_triton
 from dflash_kernels.block_attention import covers
+from dflash_kernels.gumbel_argmax import exponential_noise
 
 logger = logging.getLogger(__name__)
 # What kernels are for by themselves, where they sum or round: float32 keeps torch's own results.
@@ -87,7 +88,7 @@ def writes(states: Sequence[Tensor], buffers: Sequence[Tensor]) -> bool:
 
 
 def picks(logits: Tensor) -> bool:
-    """Returns True if [`argmax`] is to choose from these logits: it gives what torch gives, so in float32 too."""
+    """Returns True if [`argmax`] or [`gumbel_argmax`] is to choose from these logits, in float32 too."""
     return _uses_kernels(logits) and (bool(_Setting.enabled) or logits.dtype in (*HALF, torch.float32))
 
 
@@ -142,7 +143,9 @@ __all__ = [
     "block_attention",
     "commit",
     "context_kv",
+    "exponential_noise",
     "forced",
+    "gumbel_argmax",
     "kernels",
     "norm_rope_write",
     "picks",

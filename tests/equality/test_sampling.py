@@ -11,7 +11,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from dflash_hf.dflash2 import follow_path
 from dflash_hf.generation import candidate_generator
-from dflash_hf.generation.sampling import exponential_noise, gumbel_noise
+from dflash_hf.generation.sampling import gumbel_noise
+from dflash_hf.ops import exponential_noise
 from tiny import DFLASH2, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -224,9 +225,10 @@ def test_greedy_with_prefix_processors_in_a_batch() -> None:
 def test_keyed_noise_is_exponential_independent_and_repeatable() -> None:
     key = torch.tensor(1234567)
     positions = torch.arange(40)[None].repeat(5, 1)
-    noise = exponential_noise(key, positions, 500)
-    assert torch.equal(noise, exponential_noise(key, positions, 500))
-    assert torch.equal(noise[:, 7:8], exponential_noise(key, positions[:, 7:8], 500))
+    tokens = torch.arange(500)
+    noise = exponential_noise(key, positions, tokens)
+    assert torch.equal(noise, exponential_noise(key, positions, tokens))
+    assert torch.equal(noise[:, 7:8], exponential_noise(key, positions[:, 7:8], tokens))
     flat = noise.flatten().double()
     assert abs(flat.mean() - 1) < 0.01
     assert abs(flat.var() - 1) < 0.03
@@ -235,5 +237,5 @@ def test_keyed_noise_is_exponential_independent_and_repeatable() -> None:
     for left, right in ((noise[:, 1:], noise[:, :-1]), (noise[1:], noise[:-1]), (noise[..., 1:], noise[..., :-1])):
         pair = torch.stack([left.flatten(), right.flatten()])
         assert abs(float(torch.corrcoef(pair)[0, 1])) < 0.015
-    assert not torch.equal(noise, exponential_noise(key, positions, 500, stream=1))
-    assert torch.isfinite(gumbel_noise(key, positions, 500)).all()
+    assert not torch.equal(noise, exponential_noise(key, positions, tokens, stream=1))
+    assert torch.isfinite(gumbel_noise(key, positions, tokens)).all()

@@ -72,7 +72,7 @@ def compile_all(which: str) -> list[dict[str, Any]]:
 
 def launches() -> dict[str, Callable[[], Any]]:
     """Launches by name."""
-    from dflash_kernels import accept_and_prepare, argmax, block_attention, context_kv, norm_rope_write
+    from dflash_kernels import accept_and_prepare, argmax, block_attention, context_kv, gumbel_argmax, norm_rope_write
     from dflash_kernels.block_attention import kernel
 
     # Sizes are chosen for the machine this runs on otherwise.
@@ -120,6 +120,10 @@ def launches() -> dict[str, Callable[[], Any]]:
     verify = (True, None, False, None, False)  # causal, window, from_anchor, softcap, sinks
     return {
         "argmax": launch(argmax, zeros(batch, 15, 151936)),
+        "gumbel": launch(gumbel_argmax, zeros(batch, 16, 151936), counts(), counts(batch, 16), None, 0.6, 0),
+        "gumbel, top-k": launch(
+            gumbel_argmax, zeros(batch, 16, 151936), counts(), counts(batch, 16), torch.zeros(batch, 16), 0.6, 1
+        ),
         "context_kv": launch(context_kv, *stacked, *angles, lengths, buffers(), buffers(), 1e-6),
         "norm_rope_write": launch(
             norm_rope_write, *heads, zeros(size), zeros(size), *angles, lengths, buffers()[0], buffers()[0], 1e-6

@@ -13,7 +13,14 @@ from helpers.source_tree import ROOT
 
 # What a Hopper has for one program, and for two of them in a multiprocessor of 65,536 registers.
 SHARED_BYTES = 227 * 1024
-NUM_KERNELS = {"attention": 2 * 4 + 1, "argmax": 2, "context_kv": 1, "norm_rope_write": 1, "accept_and_prepare": 2}
+NUM_KERNELS = {
+    "attention": 2 * 4 + 1,
+    "argmax": 2,
+    "gumbel": 4,
+    "context_kv": 1,
+    "norm_rope_write": 1,
+    "accept_and_prepare": 2,
+}
 
 
 def compiled(which: str, cache: Path) -> list[dict[str, Any]]:

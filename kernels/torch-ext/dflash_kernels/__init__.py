@@ -12,6 +12,7 @@ from .accept_and_prepare import accept_and_prepare
 from .argmax import argmax
 from .block_attention import block_attention
 from .context_kv import context_kv
+from .gumbel_argmax import gumbel_argmax
 from .norm_rope_write import norm_rope_write
 
-__all__ = ["accept_and_prepare", "argmax", "block_attention", "context_kv", "norm_rope_write"]
+__all__ = ["accept_and_prepare", "argmax", "block_attention", "context_kv", "gumbel_argmax", "norm_rope_write"]

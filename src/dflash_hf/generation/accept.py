@@ -27,7 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import ops
 from dflash_hf.generation.processors import BlockProcessors
-from dflash_hf.generation.sampling import accept_rejection, choose, ends_row
+from dflash_hf.generation.sampling import accept_rejection, choose, choose_from_logits, ends_row
 from dflash_hf.generation.state import NUM_REPORTED, DecodeState
 
 # See `iterate`: proposals [B, W - 1], the target's tokens [B, W] and logits [B, W, V] -> number accepted [B].
@@ -62,7 +62,7 @@ def commit(state: DecodeState, mask_token_id: int, num_accepted: Tensor | None =
 
 def decide_at_once(
     state: DecodeState, logits_BWV: Tensor, processors: BlockProcessors, accept: Accept | None = None
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor | None:
     """Decides when the processors can see the block at once. No host sync, unless a rule of the user's has one.
 
     Args:
@@ -73,25 +73,21 @@ def decide_at_once(
             token.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor | None]`: Processed scores `[B, W, V]`, and the number accepted `[B]` where
-        that is not how many match.
+        `torch.Tensor`: The number accepted `[B]` where that is not how many match, else `None`.
     """
-    # As float32 a half's scores are in the same order, those of a double need not be.
-    is_plain = not processors.warpers and not state.is_sampled and logits_BWV.dtype.itemsize <= 4
-    scores = logits_BWV if is_plain else processors.warp(logits_BWV)
     if state.draft_probs is not None and state.key is not None and state.width > 1:
         num_accepted, tokens = accept_rejection(
-            state.proposals, scores, state.draft_probs, state.key, state.decided_positions
+            state.proposals, processors.warp(logits_BWV), state.draft_probs, state.key, state.decided_positions
         )
         state.tokens.copy_(tokens)
-        return scores, num_accepted
-    state.tokens.copy_(choose(scores, state.key, state.decided_positions))
+        return num_accepted
+    state.tokens.copy_(choose_from_logits(logits_BWV, processors, state.key, state.decided_positions))
     if accept is None:
-        return scores, None
+        return None
     num_accepted = accept(state.proposals, state.tokens, logits_BWV)
     kept = torch.arange(state.width - 1, device=state.tokens.device) < num_accepted[:, None]
     state.tokens[:, :-1] = torch.where(kept, state.proposals, state.tokens[:, :-1])
-    return scores, num_accepted.to(torch.long)
+    return num_accepted.to(torch.long)
 
 
 def decide_by_position(state: DecodeState, logits_BWV: Tensor, processors: BlockProcessors) -> Tensor:

@@ -14,7 +14,7 @@ from dflash_hf.devices import execution_device
 from dflash_hf.dflash2 import follow_path
 from dflash_hf.generation.buffers import FixedBuffers
 from dflash_hf.generation.processors import BlockProcessors
-from dflash_hf.generation.sampling import DRAFT_STREAM, TARGET_STREAM, choose, gumbel_noise
+from dflash_hf.generation.sampling import DRAFT_STREAM, TARGET_STREAM, choose, choose_from_logits, gumbel_noise
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
@@ -143,12 +143,12 @@ class DFlashCandidateGenerator:
             candidates, scores = draft.candidate_selector(hidden, logits, state.anchor)
             self._propose_path(state, candidates, scores, positions, logits.shape[-1])
             return
-        scores = self.processors.warp(logits)
         if self.rule == "sample":
+            scores = self.processors.warp(logits)
             state.draft_probs = torch.softmax(scores, dim=-1)
             state.proposals.copy_(choose(scores, state.key, positions, DRAFT_STREAM))
         else:
-            state.proposals.copy_(choose(scores, state.key, positions, TARGET_STREAM))
+            state.proposals.copy_(choose_from_logits(logits, self.processors, state.key, positions))
 
     def _propose_path(
         self, state: DecodeState, candidates: Tensor, scores: Tensor, positions: Tensor, vocab_size: int
@@ -161,7 +161,7 @@ class DFlashCandidateGenerator:
         """
         assert state.key is not None
         stream = DRAFT_STREAM if self.rule == "sample" else TARGET_STREAM
-        noise = gumbel_noise(state.key, positions, vocab_size, stream).gather(-1, candidates)
+        noise = gumbel_noise(state.key, positions, candidates, stream)
         # Warpers work on rows of scores; here a row is what may follow one predecessor.
         scores = self.processors.warp(scores.flatten(1, 2)).view_as(scores)
         path, path_scores = follow_path(candidates, scores, (scores + noise[:, :, None]).argmax(dim=-1))

@@ -8,8 +8,9 @@ first mismatch, so that no processor ever sees a rejected token.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -50,6 +51,17 @@ def _plain(value: object) -> object:
     return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else value
 
 
+def _temperature_and_top_k(warpers: LogitsProcessorList) -> tuple[float, int | None] | None:
+    """Returns what a temperature and a top-k are set to, in this order, if there are no other warpers."""
+    rest: list[Any] = list(warpers)
+    temperature, top_k = 1.0, None
+    if rest and type(rest[0]) is TemperatureLogitsWarper:
+        temperature = float(rest.pop(0).temperature)
+    if rest and type(rest[0]) is TopKLogitsWarper and rest[0].filter_value == -math.inf:
+        top_k = int(rest.pop(0).top_k)
+    return None if rest else (temperature, top_k)
+
+
 class BlockProcessors:
     """A run's processors, split by whether they can be applied to a block at once.
 
@@ -64,6 +76,8 @@ class BlockProcessors:
         # Exact types: a subclass may look at anything.
         self.warpers = LogitsProcessorList([p for p in processors if type(p) in STATELESS])
         self.is_stateless = len(self.warpers) == len(processors)
+        # Where there is no more than these two, in this order; without a top-k it is None.
+        self.temperature_and_top_k = _temperature_and_top_k(self.warpers) if self.is_stateless else None
 
     def settings(self) -> tuple[object, ...]:
         """Returns the kinds and numbers of the stateless warpers: what a captured step has of them. Reads tensors."""

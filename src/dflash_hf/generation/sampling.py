@@ -13,47 +13,15 @@ import torch
 from torch import Tensor
 
 from dflash_hf import ops
-
-_MULTIPLIER = 0x45D9F3B37197344B
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+from dflash_hf.generation.processors import BlockProcessors
 
 
-def _mix(bits: Tensor) -> Tensor:
-    """One round of a 64-bit xor-multiply hash; int64 products wrap. The masks make the shifts logical."""
-    for _ in range(2):
-        bits = (bits ^ ((bits >> 32) & 0xFFFFFFFF)) * _MULTIPLIER
-    return bits ^ ((bits >> 32) & 0xFFFFFFFF)
-
-
-def exponential_noise(key: Tensor, positions_BK: Tensor, size: int, stream: int = 0) -> Tensor:
-    """Draws independent Exp(1) variables for each row and position.
-
-    Args:
-        key (`torch.Tensor` of shape `[]`, int64): The run's seed.
-        positions_BK (`torch.Tensor` of shape `[B, K]`, int64): Index of the token each draw is for.
-        size (`int`): Draws per position (the vocabulary, or 1).
-        stream (`int`): Separates independent uses at one position.
-
-    Returns:
-        `torch.Tensor` of shape `[B, K, size]`, float32, positive.
-    """
-    device = positions_BK.device
-    rows = torch.arange(positions_BK.shape[0], device=device)[:, None]
-    lane = _mix(_mix(key + stream) ^ (rows << 40) ^ positions_BK)
-    bits = _mix(lane[..., None] + torch.arange(1, size + 1, device=device) * _GOLDEN)
-    # 32 bits at the middle of their cell: never 0, and a resolution of 2^-32 where the winners of a Gumbel draw are.
-    # Near 1 float32 would round up to 1, whose exponential is infinite: where one token is left, it would tie with
-    # the forbidden ones.
-    uniform = ((bits >> 20) & 0xFFFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
-    return -torch.log1p(-uniform)
-
-
-def gumbel_noise(key: Tensor, positions_BK: Tensor, size: int, stream: int = 0) -> Tensor:
+def gumbel_noise(key: Tensor, positions_BK: Tensor, tokens: Tensor, stream: int = 0) -> Tensor:
     """Draws standard Gumbel noise: adding it to log-probabilities and taking the argmax samples from them.
 
-    Arguments as [`exponential_noise`]. Returns `[B, K, size]`, float32.
+    Arguments as `ops.exponential_noise`. Returns `[B, K, N]`, float32.
     """
-    return -torch.log(exponential_noise(key, positions_BK, size, stream))
+    return -torch.log(ops.exponential_noise(key, positions_BK, tokens, stream))
 
 
 def new_key(device: torch.device) -> Tensor:
@@ -73,14 +41,37 @@ def choose(scores_BKV: Tensor, key: Tensor | None, positions_BK: Tensor, stream:
         scores_BKV (`torch.Tensor` of shape `[B, K, V]`): Processed scores (log-probabilities up to a constant).
         key (`torch.Tensor`, *optional*): The run's seed; `None` is greedy.
         positions_BK (`torch.Tensor` of shape `[B, K]`): Index of the token being chosen.
-        stream (`int`): See [`noise.exponential_noise`].
+        stream (`int`): See `ops.exponential_noise`.
 
     Returns:
         `torch.Tensor` of shape `[B, K]`, int64.
     """
     if key is not None:
-        scores_BKV = scores_BKV + gumbel_noise(key, positions_BK, scores_BKV.shape[-1], stream)
+        tokens = torch.arange(scores_BKV.shape[-1], device=scores_BKV.device)
+        scores_BKV = scores_BKV + gumbel_noise(key, positions_BK, tokens, stream)
     return ops.best(scores_BKV)
+
+
+def choose_from_logits(
+    logits_BKV: Tensor,
+    processors: BlockProcessors,
+    key: Tensor | None,
+    positions_BK: Tensor,
+    stream: int = TARGET_STREAM,
+) -> Tensor:
+    """Chooses tokens as [`choose`] does from the scores that stateless processors make of logits.
+
+    By one kernel, which makes neither scores nor noise, where there is one and the processors are a temperature and a
+    top-k at most. What is below the k-th logit is not drawn; all that equal it may be.
+    """
+    warp = processors.temperature_and_top_k
+    if key is None or warp is None or not ops.picks(logits_BKV):
+        # As float32 a half's scores are in the same order, those of a double need not be.
+        is_plain = not processors.warpers and key is None and logits_BKV.dtype.itemsize <= 4
+        return choose(logits_BKV if is_plain else processors.warp(logits_BKV), key, positions_BK, stream)
+    temperature, top_k = warp
+    least = None if top_k is None else logits_BKV.topk(min(top_k, logits_BKV.shape[-1])).values[..., -1].float()
+    return ops.gumbel_argmax(logits_BKV, key, positions_BK, least, temperature, stream)
 
 
 def accept_rejection(
@@ -106,7 +97,8 @@ def accept_rejection(
     p = probs[:, :-1].gather(-1, chosen)[..., 0]
     q = draft_probs.gather(-1, chosen)[..., 0]
     # u < p / q for uniform u, written with an exponential e = -log(1 - u).
-    uniform = -torch.expm1(-exponential_noise(key, positions_BW[:, :-1], 1, REJECT_STREAM)[..., 0])
+    one = torch.zeros(1, dtype=torch.long, device=key.device)
+    uniform = -torch.expm1(-ops.exponential_noise(key, positions_BW[:, :-1], one, REJECT_STREAM)[..., 0])
     num_accepted = (uniform * q < p).cumprod(dim=1).sum(dim=1)
     padded = torch.cat([draft_probs, torch.zeros_like(draft_probs[:, :1])], dim=1)
     at = num_accepted[:, None]
@@ -125,4 +117,4 @@ def ends_row(tokens: Tensor, eos_ids: Tensor) -> Tensor:
     return (tokens[..., None] == eos_ids).any(dim=-1)
 
 
-__all__ = ["accept_rejection", "choose", "ends_row", "exponential_noise", "gumbel_noise", "new_key"]
+__all__ = ["accept_rejection", "choose", "choose_from_logits", "ends_row", "gumbel_noise", "new_key"]

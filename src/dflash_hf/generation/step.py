@@ -101,12 +101,16 @@ def verify(run: Run, block: RaggedBlock, taps: Taps | None = None) -> CausalLMOu
 
 
 def settle(run: Run, logits_BWV: Tensor) -> Tensor:
-    """Decides and commits, by whatever way the run decides; returns the processed scores `[B, W, V]`."""
+    """Decides and commits, by whatever way the run decides.
+
+    Returns the scores `[B, W, V]` that a recorder is to have: processed if there is one.
+    """
     state, processors = run.state, run.processors
     if run.synchronized is not None:
         scores, num_accepted = run.synchronized.decide(state, logits_BWV)
     elif processors.is_stateless:
-        scores, num_accepted = decide_at_once(state, logits_BWV, processors, run.accept)
+        num_accepted = decide_at_once(state, logits_BWV, processors, run.accept)
+        scores = processors.warp(logits_BWV) if run.recorder.is_on else logits_BWV
     else:
         scores, num_accepted = decide_by_position(state, logits_BWV, processors), None
     if run.criteria and run.synchronized is None:

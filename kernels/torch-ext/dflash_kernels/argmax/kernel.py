@@ -18,28 +18,33 @@ from ..operation import Given
 BLOCK_V = 4096
 
 
+@triton.jit
+def pack(value, column):
+    """Returns `order(value) << 32 | 2^31 - 1 - column`: the greatest is of the greatest value's first column.
+
+    `order` maps a float32 to an int32 that sorts as it does: the bits, all but the sign flipped where negative; -0 is
+    taken as 0 and NaN as the largest.
+    """
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
+    order = tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
+
+
 @triton.jit(do_not_specialize=["num_columns", "num_chunks"])
 def _argmax_chunk_kernel(
     logits, partial, num_columns, vocab_size, num_chunks, stride_b, stride_k, stride_v, BLOCK_V: tl.constexpr
 ):
-    """`partial[row, chunk] = max over the chunk of (order(logits[v]) << 32 | 2^31 - 1 - v)`.
-
-    `order` maps a float32 to an int32 that sorts as it does: the bits, all but the sign flipped where negative; -0 is
-    taken as 0 and NaN as the largest. So one maximum of integers finds the value and the first index that has it.
-    """
+    """`partial[row, chunk] = max over the chunk of pack(logits[v], v)`."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     column = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
     start = (row // num_columns).to(tl.int64) * stride_b + (row % num_columns).to(tl.int64) * stride_k
     # Columns past the end lose against every other one: they are the last of the smallest value.
     value = tl.load(logits + start + column * stride_v, mask=column < vocab_size, other=float("-inf")).to(tl.float32)
-    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
-    order = tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    packed = (order.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
-    tl.store(partial + row * num_chunks + chunk, tl.max(packed, axis=0))
+    tl.store(partial + row * num_chunks + chunk, tl.max(pack(value, column), axis=0))
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def _argmax_row_kernel(partial, out, num_chunks, BLOCK_C: tl.constexpr):
+def argmax_row_kernel(partial, out, num_chunks, BLOCK_C: tl.constexpr):
     """`out[row] = 2^31 - 1 - (max over chunks of partial[row, chunk] mod 2^31)`."""
     row = tl.program_id(0)
     chunk = tl.arange(0, BLOCK_C)
@@ -59,8 +64,8 @@ def launch(given: Given) -> Tensor:
     out = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     sizes = (num_columns, vocab_size, num_chunks)
     _argmax_chunk_kernel[(num_rows, num_chunks)](rows, partial, *sizes, *rows.stride(), BLOCK_V=BLOCK_V, num_warps=8)
-    _argmax_row_kernel[(num_rows,)](partial, out, num_chunks, BLOCK_C=power_of_two(num_chunks), num_warps=1)
+    argmax_row_kernel[(num_rows,)](partial, out, num_chunks, BLOCK_C=power_of_two(num_chunks), num_warps=1)
     return out
 
 
-__all__ = ["launch"]
+__all__ = ["argmax_row_kernel", "launch", "pack"]

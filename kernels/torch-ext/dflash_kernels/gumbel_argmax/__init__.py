@@ -1,0 +1,90 @@
+"""A sample of each row's distribution, by noise that is keyed by what it is for, in one pass over the logits."""
+
+# No `from __future__ import annotations`: torch.library reads the annotations.
+
+import torch
+from torch import Tensor
+
+from .._dispatch import runs_kernel
+from ..operation import Given, Sizes, check_dtype, operation
+
+MULTIPLIER = 0x45D9F3B37197344B
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """One round of a 64-bit xor-multiply hash; int64 products wrap. The masks make the shifts logical."""
+    for _ in range(2):
+        bits = (bits ^ ((bits >> 32) & 0xFFFFFFFF)) * MULTIPLIER
+    return bits ^ ((bits >> 32) & 0xFFFFFFFF)
+
+
+def exponential_noise(seed: Tensor, positions_BK: Tensor, tokens: Tensor, stream: int = 0) -> Tensor:
+    """Returns independent Exp(1) variables, one for each row, position and token.
+
+    Args:
+        seed (`torch.Tensor` of shape `[]`, int64): The run's.
+        positions_BK (`torch.Tensor` of shape `[B, K]`, int64): Index of the token each draw is for.
+        tokens (`torch.Tensor` of shape `[N]` or `[B, K, N]`, int64): Which of the vocabulary.
+        stream (`int`): Separates independent uses at one position.
+
+    Returns:
+        `torch.Tensor` of shape `[B, K, N]`, float32, positive.
+    """
+    rows = torch.arange(positions_BK.shape[0], device=positions_BK.device)[:, None]
+    lane = _mix(_mix(seed + stream) ^ (rows << 40) ^ positions_BK)
+    bits = _mix(lane[..., None] + (tokens + 1) * GOLDEN)
+    # 32 bits at the middle of their cell: never 0, and a resolution of 2^-32 where the winners of a Gumbel draw are.
+    # Near 1 float32 would round up to 1, whose exponential is infinite: where one token is left, it would tie with
+    # the forbidden ones.
+    uniform = ((bits >> 20) & 0xFFFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    return -torch.log1p(-uniform)
+
+
+def _check(given: Given, size: Sizes) -> None:
+    if not 0 < size["V"] < 2**31:
+        raise ValueError(f"expected a vocabulary of 1 to 2^31 - 1 tokens, got {size['V']}; pass at least one column")
+    if not given["temperature"] > 0:
+        raise ValueError(f"expected a temperature above 0, got {given['temperature']}; 1 leaves logits as they are")
+    check_dtype(given, (torch.int64,), "seed", "positions_BK")
+    check_dtype(given, (torch.float32,), "least_BK")
+
+
+@operation(
+    check=_check,
+    fake=lambda logits_BKV, seed, positions_BK, *_: positions_BK.new_empty(positions_BK.shape),
+    covers=lambda logits_BKV, *_: runs_kernel(logits_BKV) and logits_BKV.numel() > 0,
+)
+def gumbel_argmax(
+    logits_BKV: Tensor,
+    seed: Tensor,
+    positions_BK: Tensor,
+    least_BK: Tensor | None = None,
+    temperature: float = 1.0,
+    stream: int = 0,
+) -> Tensor:
+    """`out[b, k] = argmax {logits / temperature - log(noise) : logits / temperature >= least / temperature}`.
+
+    That is a sample of `softmax(logits / temperature)` among the tokens that are not below `least`: the Gumbel-max
+    trick, with [`exponential_noise`] of all tokens. In float32; ties go to the first token.
+
+    Args:
+        logits_BKV (`torch.Tensor`): Any strides; float32, float16 and bfloat16 have a kernel.
+        seed, positions_BK, stream: See [`exponential_noise`]; `seed` of one element.
+        least_BK (`torch.Tensor`, float32, *optional*): The lowest logit that may be drawn, of top-k the k-th.
+        temperature (`float`): Above 0.
+
+    Returns:
+        `torch.Tensor` of shape `[B, K]`, int64. No host sync.
+
+    Raises:
+        ValueError: If sizes or dtypes do not fit, there is no vocabulary, or the temperature is not positive.
+    """
+    scores = logits_BKV.to(torch.float32) / temperature
+    if least_BK is not None:
+        scores = scores.masked_fill(scores < (least_BK / temperature)[..., None], float("-inf"))
+    tokens = torch.arange(scores.shape[-1], device=scores.device)
+    return (scores - torch.log(exponential_noise(seed, positions_BK, tokens, stream))).argmax(dim=-1)
+
+
+__all__ = ["exponential_noise", "gumbel_argmax"]

@@ -1,0 +1,119 @@
+"""`gumbel_argmax`: the kernel draws what its definition draws, and the definition what `choose` draws from scores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
+
+from dflash_hf import ops
+from dflash_hf.generation.processors import BlockProcessors
+from dflash_hf.generation.sampling import choose, choose_from_logits
+from dflash_kernels import gumbel_argmax
+from dflash_kernels._dispatch import runs_kernel
+from dflash_kernels.gumbel_argmax import exponential_noise
+from helpers.kernel_checks import CUDA, DEVICES, DTYPES, check_raises, poisoned
+
+INF = float("inf")
+
+
+def inputs(rows: int, columns: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits that tie often, a seed and positions."""
+    random = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(rows, columns, vocab, generator=random) * 8).round() / 4
+    positions = torch.randint(0, 2**20, (rows, columns), generator=random)
+    seed = torch.randint(-(2**62), 2**62, (), generator=random)
+    return logits.to(device, dtype), seed.to(device), positions.to(device)
+
+
+def check(
+    logits: Tensor, seed: Tensor, positions: Tensor, least: Tensor | None, temperature: float, stream: int
+) -> None:
+    """The kernel chooses the definition's token, or one that is as good to the last digits."""
+    assert runs_kernel(logits)
+    arguments = (logits, seed, positions, least, temperature, stream)
+    with poisoned():
+        out = gumbel_argmax(*arguments)
+    wanted = gumbel_argmax.reference(*arguments)
+    assert out.shape == wanted.shape == positions.shape
+    assert out.dtype == torch.int64
+    scores = logits.float() / temperature
+    if least is not None:
+        scores = scores.masked_fill(scores < (least / temperature)[..., None], -INF)
+    tokens = torch.arange(logits.shape[-1], device=logits.device)
+    scores = scores - torch.log(exponential_noise(seed, positions, tokens, stream))
+    ours, theirs = (scores.gather(-1, chosen[..., None]) for chosen in (out, wanted))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 3, 2047, 2048, 2049, 5000])
+def test_kernel_draws_what_the_definition_draws(size: int, dtype: torch.dtype, device: str) -> None:
+    logits, seed, positions = inputs(3, 2, size, dtype, device)
+    check(logits, seed, positions, None, 1.0, 0)
+    least = logits.topk(min(5, size)).values[..., -1].float()
+    check(logits, seed, positions, least, 0.7, 3)
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kernel_draws_what_the_definition_draws_at_real_sizes(dtype: torch.dtype, device: str) -> None:
+    check(*inputs(8, 16, 151936, dtype, device), None, 0.6, 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_strides(device: str) -> None:
+    logits, seed, positions = inputs(4, 6, 40, torch.float32, device)
+    check(logits[:, 1:], seed, positions[:, 1:], None, 1.0, 0)
+    check(logits.transpose(0, 1), seed, positions.T, None, 1.0, 0)
+    check(logits[..., 3::2], seed, positions, torch.zeros(4, 6, device=device), 1.0, 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_forbidden_tokens_are_never_drawn(device: str) -> None:
+    logits, seed, positions = inputs(6, 8, 300, torch.float32, device)
+    logits[..., 1:] = -INF
+    assert not bool(gumbel_argmax(logits, seed, positions).any())
+    logits, seed, positions = inputs(6, 8, 300, torch.float32, device)
+    least = logits.topk(4).values[..., -1]
+    drawn = logits.gather(-1, gumbel_argmax(logits, seed, positions, least, 2.0)[..., None])[..., 0]
+    assert bool((drawn >= least).all())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_small_noise_keeps_its_digits(device: str) -> None:
+    """The winner of a draw among many equal tokens has the smallest noise: where 1 - u has lost its digits."""
+    logits = torch.zeros(2, 2, 70_000, device=device)
+    _, seed, positions = inputs(2, 2, 4, torch.float32, device)
+    assert torch.equal(gumbel_argmax(logits, seed, positions), gumbel_argmax.reference(logits, seed, positions))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("top_k", [None, 1, 7, 10_000])
+def test_it_is_the_choice_from_processed_scores(top_k: int | None, device: str) -> None:
+    logits, seed, positions = inputs(3, 5, 900, torch.float32, device)
+    warpers = [TemperatureLogitsWarper(0.8), *([] if top_k is None else [TopKLogitsWarper(top_k)])]
+    processors = BlockProcessors(LogitsProcessorList(warpers))
+    assert processors.temperature_and_top_k == (0.8, top_k)
+    with ops.kernels(True):
+        found = choose_from_logits(logits, processors, seed, positions)
+    assert torch.equal(found, choose(processors.warp(logits), seed, positions))
+    with ops.kernels(False):
+        assert torch.equal(found, choose_from_logits(logits, processors, seed, positions))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_operation_with_a_true_schema(device: str) -> None:
+    logits, seed, positions = inputs(2, 3, 9, torch.float32, device)
+    for least in (None, torch.zeros(2, 3, device=device)):
+        torch.library.opcheck(gumbel_argmax.op, (logits, seed, positions, least, 0.5, 1))
+
+
+def test_bad_input() -> None:
+    logits, seed, positions = inputs(2, 3, 9, torch.float32, "cpu")
+    check_raises(lambda: gumbel_argmax(logits, seed, positions[:, :2]), "positions_BK", "[2, 3]")
+    check_raises(lambda: gumbel_argmax(logits[..., :0], seed, positions), "vocabulary", "got 0")
+    check_raises(lambda: gumbel_argmax(logits, seed, positions, None, 0.0), "temperature", "0.0")
+    check_raises(lambda: gumbel_argmax(logits, seed, positions.int()), "positions_BK", "int32")
