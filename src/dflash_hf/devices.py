@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import logging
 
 from dflash_hf.scopes import undoing
@@ -103,6 +103,23 @@ def brought_in(module: nn.Module) -> Generator[None]:
             hook.post_forward(module, None)
 
 
+def raw_embeddings(embedding: nn.Module, token_ids: Tensor) -> Tensor:
+    """Looks ids `[...]` up in an embedding's weight as it stands there, wherever that is: `[..., D]`.
+
+    What the embedding's own forward does to them (Gemma scales them) is left out.
+    """
+    with brought_in(embedding):
+        weight: Any = embedding.weight
+        if not hasattr(weight, "device_mesh"):
+            return nn.functional.embedding(token_ids, weight)
+        # Shared among processes, each of which has some of its rows.
+        from torch.distributed.tensor import DTensor, Replicate
+
+        replicated = DTensor.from_local(token_ids, weight.device_mesh, [Replicate()], run_check=False)
+        found: Any = nn.functional.embedding(replicated, weight)
+        return found.full_tensor()
+
+
 def _hooks(module: nn.Module) -> list[Any]:
     """The accelerate hooks of a module: one, or several in a `SequentialHook`."""
     hook = getattr(module, "_hf_hook", None)
@@ -185,5 +202,6 @@ __all__ = [
     "is_compiled",
     "is_offloaded",
     "modules_of",
+    "raw_embeddings",
     "total_memory",
 ]

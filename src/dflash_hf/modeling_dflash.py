@@ -27,7 +27,7 @@ from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import LayerShape
 from dflash_hf.checkpoints.loading import DFlashPreTrainedModel
 from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig
-from dflash_hf.devices import brought_in, execution_device
+from dflash_hf.devices import execution_device, raw_embeddings
 from dflash_hf.dflash2 import CandidateSelector, GroupedDynamicConvolution, convolved, follow_path
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.positions import visible
@@ -446,10 +446,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if self.embed_tokens is not None:
             states = self.embed_tokens(token_ids.to(execution_device(self.embed_tokens)))
         elif self.config.raw_input_embeddings:
-            with brought_in(embedding):
-                weight = embedding.weight
-                assert isinstance(weight, Tensor)
-                states = nn.functional.embedding(token_ids, weight)
+            states = raw_embeddings(embedding, token_ids)
         else:
             states = embedding(token_ids)
         scale = self.config.input_embedding_scale

@@ -50,6 +50,7 @@ from dflash_hf.cache import context
 from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.generation import prefill as prefill_module
 from dflash_hf.generation.host_reads import NoHostReads
+from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.target.parts import find_target
@@ -153,6 +154,7 @@ def begin(
             streamer=None,
             model_kwargs=kwargs,
             started=0.0,
+            ranks=Ranks(model),
             keeps_buffers=True,
         )
 

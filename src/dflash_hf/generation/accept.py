@@ -225,6 +225,7 @@ class SynchronizedRows:
         is_stateless, last, positions = self.processors.is_stateless, state.width - 1, state.decided_positions
         scores = self.processors.warp(logits_BCV) if is_stateless else logits_BCV.to(torch.float32, copy=True)
         chosen, agreed = self._at_once(state, scores, positions) if is_stateless else (None, None)
+        self.num_columns = int(state.num_new.max())  # what stands, which another rank may have decided
         committed, was_running = torch.zeros_like(state.remaining), self._running()
         for column in range(last + 1):
             prefix = state.ids[:, : state.columns + self.num_columns]

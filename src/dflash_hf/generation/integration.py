@@ -27,6 +27,7 @@ from dflash_hf.generation.checks import (
 from dflash_hf.generation.cuda_graph import check_device
 from dflash_hf.generation.loop import decode
 from dflash_hf.generation.prefill import keep_new_images
+from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import find_target
@@ -60,7 +61,9 @@ def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwa
     if Settings(model, arguments)["speculation_type"] == "dflash":
         check_stock(draft)
         return original(model, *args, **kwargs)
-    return original(model, **prepare(model, draft, arguments, decode))
+    ranks = Ranks(model)
+    with ranks.together():
+        return original(model, **prepare(model, draft, arguments, functools.partial(decode, ranks=ranks)))
 
 
 def prepare(

@@ -24,6 +24,7 @@ from dflash_hf.generation.candidate_generator import Propose
 from dflash_hf.generation.integration import prepare
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.processors import BlockProcessors
+from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.step import step
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -116,8 +117,10 @@ def iterate(
             "expected proposal 'argmax' or 'shared_noise' beside a rule of your own, got 'sample', whose acceptance "
             "needs the distribution of the proposals; change draft.generation_config.proposal"
         )
-    engine = functools.partial(_start, exact=accept is None)
-    run: Run = cast(Any, model).generate(**prepare(model, draft, kwargs, engine))
+    ranks = Ranks(model)
+    engine = functools.partial(_start, exact=accept is None, ranks=ranks)
+    with ranks.together():
+        run: Run = cast(Any, model).generate(**prepare(model, draft, kwargs, engine))
     draft.last_stats = run.stats
     run.generator.keeps_logits = output_logits
     if propose is not None:
@@ -137,6 +140,7 @@ def _start(
     target: Target,
     draft: DFlashDraftModel,
     exact: bool,
+    ranks: Ranks,
     streamer: BaseStreamer | None = None,
     started: float | None = None,
     given_cache: Cache | None = None,
@@ -172,6 +176,7 @@ def _start(
             streamer,
             model_kwargs,
             started,
+            ranks,
         )
 
 
@@ -195,7 +200,7 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
     index = 0
     while not run.finished:
         index += 1
-        with eagerly(*compiled), no_gradients():
+        with run.ranks.together(), eagerly(*compiled), no_gradients():
             verified = _Verified(run)
         yield verified.as_step(index, output_logits, output_hidden_states)
     if run.streamer is not None:

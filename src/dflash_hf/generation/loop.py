@@ -22,6 +22,7 @@ from dflash_hf.generation.buffers import give_buffers
 from dflash_hf.generation.cuda_graph import choose_engine, device_errors_explained, start_engine
 from dflash_hf.generation.outputs import DFlashGenerateOutput
 from dflash_hf.generation.prefill import prefill
+from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.run import Run, make_room, tapped
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.step import step, verify
@@ -40,6 +41,7 @@ def decode(
     *,
     target: Target,
     draft: DFlashDraftModel,
+    ranks: Ranks,
     streamer: BaseStreamer | None = None,
     given_cache: Cache | None = None,
     started: float | None = None,
@@ -53,6 +55,7 @@ def decode(
         logits_processor, stopping_criteria, generation_config: As `generate` prepared them.
         target (`Target`): Its parts.
         draft (`DFlashDraftModel`): The draft; `draft.generation_config` holds its options.
+        ranks (`Ranks`): The target's.
         streamer (`BaseStreamer`, *optional*): Gets every accepted run; `generate` has put the prompt.
         given_cache (`Cache`, *optional*): `past_key_values` that the caller passed; advanced in place.
         started (`float`, *optional*): `time.perf_counter()` at the user's call; default now.
@@ -78,6 +81,7 @@ def decode(
             streamer,
             model_kwargs,
             started,
+            ranks,
             kept,
             keeps_buffers=engine != "eager",
         )
@@ -88,6 +92,7 @@ def decode(
             draft.last_stats = run.stats
         sequences = _sequences(run.state, generation_config)
         keep(run, sequences)
+        ranks.meet()
     if run.keeps_buffers:
         give_buffers(draft, run.buffers)
     if streamer is not None:
@@ -134,7 +139,8 @@ def keep(run: Run, sequences: Tensor) -> None:
 
     @torch.inference_mode()
     def verify_all(blocks: Iterator[RaggedBlock]) -> None:
-        with tapped(run) as taps:
+        run.ranks.meet()
+        with run.ranks.forward(), tapped(run) as taps:
             for block in blocks:
                 verify(run, block, taps)
 

@@ -21,6 +21,7 @@ from dflash_hf.generation.buffers import BufferShape, FixedBuffers, free_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
 from dflash_hf.generation.outputs import Recorder
 from dflash_hf.generation.processors import BlockProcessors
+from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.run import Run, first_room
 from dflash_hf.generation.sampling import new_key
 from dflash_hf.generation.state import NUM_REPORTED, DecodeState, StateShape
@@ -45,6 +46,7 @@ def prefill(
     streamer: BaseStreamer | None,
     model_kwargs: dict[str, Any],
     started: float,
+    ranks: Ranks,
     kept: UserCache | None = None,
     keeps_buffers: bool = False,
 ) -> Run:
@@ -78,22 +80,22 @@ def prefill(
     if kept is not None:
         kept.begin(generator, positions.to(input_ids.device), limit)
     generator.begin(lengths)
-    outputs, filled = _fill(generator, input_ids, generation_config, model_kwargs, positions, kept)
+    call = {**model_kwargs, **vars(generation_config), "past_key_values": None if kept is None else past}
+    ranks.begin({**call, "input_ids": input_ids, "block_size": block_size, "verify_width": width})
+    seed = None
+    if generation_config.do_sample:
+        ranks.share(seed := new_key(input_ids.device))
+    with ranks.forward():
+        outputs, filled = _fill(generator, input_ids, generation_config, model_kwargs, positions, kept)
     cache = _into_ragged(generator, filled, positions, longest + room, kept, keeps_buffers)
     state = buffers.state
-    state.begin(
-        input_ids,
-        lengths=lengths,
-        limit=limit,
-        position_delta=delta,
-        eos_ids=eos_ids,
-        seed=new_key(input_ids.device) if generation_config.do_sample else None,
-    )
+    state.begin(input_ids, lengths=lengths, limit=limit, position_delta=delta, eos_ids=eos_ids, seed=seed)
     _describe(stats, generator, cache, state)
     criteria = [c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
     recorder = Recorder(generation_config, input_ids.shape[0])
     run = Run(
         target=target,
+        ranks=ranks,
         generator=generator,
         buffers=buffers,
         cache=cache,

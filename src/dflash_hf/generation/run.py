@@ -24,6 +24,7 @@ from dflash_hf.generation.buffers import FixedBuffers, free_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.outputs import Recorder
 from dflash_hf.generation.processors import BlockProcessors
+from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
 from dflash_hf.generation.user_cache import UserCache
@@ -39,6 +40,7 @@ class Run:
 
     Args:
         target (`Target`): The target.
+        ranks (`Ranks`): Of this call.
         generator (`DFlashCandidateGenerator`): Drafts.
         buffers (`FixedBuffers`): What steps read and write.
         cache (`RaggedCache`): The target's.
@@ -60,6 +62,7 @@ class Run:
     """
 
     target: Target
+    ranks: Ranks
     generator: DFlashCandidateGenerator
     buffers: FixedBuffers
     cache: RaggedCache

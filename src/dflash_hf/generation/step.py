@@ -30,7 +30,8 @@ def step(run: Run, taps: Taps | None = None) -> tuple[Tensor, list[int]]:
     """
     make_room(run)
     begin(run)
-    outputs = forwards(run, taps=taps)
+    with run.ranks.forward():
+        outputs = forwards(run, taps=taps)
     return conclude(run, outputs)
 
 
@@ -38,6 +39,7 @@ def begin(run: Run) -> None:
     """Sets the step's width and counts its two forwards; a block of one token is not drafted."""
     if run.chooser is not None:
         run.state.width = run.chooser.next_width()
+    run.state.width = run.ranks.meet(run.state.width)
     run.stats.num_target_forwards += 1
     run.stats.num_draft_forwards += run.generator.verify_width > 1
 
@@ -58,6 +60,7 @@ def forwards(run: Run, bound: int | None = None, taps: Taps | None = None) -> Ca
     is_exact, positions = bound is None and state.ids.shape[0] == 1, state.next_positions
     drafted = RaggedBlock(positions[:, :size], bound or run.longest + size, is_exact)
     run.generator.propose(state, drafted)
+    run.ranks.share(state.proposals)
     if bound is None:
         run.watch.lap("draft")
     if width == size:
@@ -115,6 +118,7 @@ def settle(run: Run, logits_BWV: Tensor) -> Tensor:
         scores, num_accepted = decide_by_position(state, logits_BWV, processors), None
     if run.criteria and run.synchronized is None:
         stop_by_criteria(state, run.criteria, num_accepted)
+    num_accepted = run.ranks.decided(state, num_accepted, run.synchronized)
     commit(state, run.generator.draft.config.mask_token_id, num_accepted)
     return scores
 
