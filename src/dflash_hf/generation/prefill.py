@@ -82,9 +82,8 @@ def prefill(
     generator.begin(lengths)
     call = {**model_kwargs, **vars(generation_config), "past_key_values": None if kept is None else past}
     ranks.begin({**call, "input_ids": input_ids, "block_size": block_size, "verify_width": width})
-    seed = None
-    if generation_config.do_sample:
-        ranks.share(seed := new_key(input_ids.device))
+    seed = new_key(input_ids.device) if generation_config.do_sample else None
+    ranks.share(seed)
     with ranks.forward():
         outputs, filled = _fill(generator, input_ids, generation_config, model_kwargs, positions, kept)
     cache = _into_ragged(generator, filled, positions, longest + room, kept, keeps_buffers)

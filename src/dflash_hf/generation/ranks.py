@@ -97,9 +97,12 @@ class Ranks:
                 )
         self._meets_next = True
 
-    def share(self, *tensors: Tensor) -> None:
+    def share(self, *given: Tensor | None) -> None:
         """Overwrites integer or boolean tensors, in any shape, with the first rank's. Reads nothing on the host."""
-        if self.group is None or not any(tensor.numel() for tensor in tensors):
+        if self.group is None:
+            return
+        tensors = [tensor for tensor in given if tensor is not None and tensor.numel()]
+        if not tensors:
             return
         flat = torch.cat([tensor.reshape(-1).to(torch.long) for tensor in tensors])
         dist.broadcast(flat, dist.get_global_rank(self.group, 0), group=self.group)
