@@ -47,14 +47,14 @@ def undoing(undo: Callable[[], None]) -> Generator[None]:
     """
     change = (_holder(), undo)
     try:
-        _open.changes.append(change)
-        yield
-    finally:
         try:
-            undo()
+            _open.changes.append(change)
+            yield
         finally:
-            undo()  # an interrupt may have cut the first one short
-            _open.changes[:] = [other for other in _open.changes if other is not change]
+            undo()
+    finally:
+        undo()  # an interrupt may have cut the first one short, or come before it
+        _open.changes[:] = [other for other in _open.changes if other is not change]
 
 
 def undo_stale() -> None:
