@@ -1,0 +1,229 @@
+"""How many kernels one step launches at a published shape, and what else shows without a GPU.
+
+The step that a CUDA graph would hold runs under torch's `FakeTensorMode` on a pretended H200: shapes, no numbers, no
+memory. Its operations are counted by the rule in harness/launch_count.py, an upper count that is the same before and
+after a change. No time follows from it.
+
+    python benchmarks/launches.py --shape qwen3-8b --batch 1 --context 2048
+    python benchmarks/launches.py --shape qwen3-8b --batch 32 --context 2048 --sample --top-k 50
+
+Prints a table per operation; the last line is a JSON object:
+
+* `kernels`: launches of one step: `kernels_by_part` of draft, verify and deciding;
+* `kernels_compiled_layers`: the same with `compile_layers`, everything between two products of a compiled function
+  being one kernel (derived, nothing is compiled);
+* `bytes_read`: what a step has to read (harness/roofline.py);
+* `temporary_bytes`: the most memory at once while tokens are chosen, draft's or target's, beyond what there is when
+  the logits have been made; `step_temporary_bytes`: of the whole step;
+* `host_reads_before_first_token`: reads of a tensor of the device's, for one unpadded prompt with its mask;
+* `captures`, `captures_32k`: graphs of one width for a prompt of 500 tokens and 2,048 or 32,768 new ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import mock
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import torch
+import typer
+from harness.launch_count import CountLaunches
+from harness.machine import provenance
+from harness.pair import Pair
+from harness.report import Column, show, write
+from harness.roofline import step_work
+from harness.shapes import SHAPES, Shape, draft_config, target_config, tiny
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper
+
+from dflash_hf.cache.ragged import RaggedLayer
+from dflash_hf.generation import compiled, cuda_graph, prefill, static_step, step
+from dflash_hf.generation.cuda_graph import Captured, GraphStep
+from dflash_hf.generation.host_reads import reads_on_host
+from dflash_hf.generation.run import Run
+from dflash_hf.generation.static_step import StaticStep
+from helpers import pretended_gpu as pretended
+
+TEMPERATURE = 0.7
+PROMPT, NEW, NEW_LONG = 500, 2048, 32768
+PARTS = ("draft", "verify", "decide")
+COLUMNS: list[Column] = [(name, name) for name in ("operation", "calls", "kernels", *PARTS)]
+# What the pretended GPU leaves out, and is counted here.
+_write_rows, _commit_first = RaggedLayer.write_rows, prefill._commit_first
+
+
+@contextmanager
+def parts_of(count: CountLaunches) -> Generator[None]:
+    """Tells the counter which part of a step runs."""
+
+    def named(part: str, function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            count.enter(part)
+            return function(*args, **kwargs)
+
+        return run
+
+    with (
+        mock.patch.object(static_step, "forwards", named("draft", static_step.forwards)),
+        mock.patch.object(step, "verify", named("verify", step.verify)),
+        mock.patch.object(static_step, "settle", named("decide", static_step.settle)),
+    ):
+        yield
+
+
+@contextmanager
+def counted_as_compiled(count: CountLaunches) -> Generator[None]:
+    """Counts what `compile_layers` would compile as compiled, without compiling it."""
+    attention = compiled._attention_forward
+
+    def as_compiled(function: Any, shape: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with count.fused():
+                return function(*args, **kwargs)
+
+        return run
+
+    def as_it_is(function: Any, shape: Any) -> Any:
+        chosen = attention(function, shape)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with count.fused(False):
+                return chosen(*args, **kwargs)
+
+        return run
+
+    attention.cache_clear()  # what it returns holds what `_compiled` returned
+    with (
+        mock.patch.object(compiled, "_compiled", as_compiled),
+        mock.patch.object(compiled, "_attention_forward", as_it_is),
+    ):
+        yield
+    attention.cache_clear()
+
+
+def count_step(run: Run, vocab_size: int, compiles: bool = False) -> CountLaunches:
+    """Counts the step that would be captured, after one that makes what is kept, such as views."""
+    static = StaticStep(run)
+    static.compiles = compiles
+    count = CountLaunches(vocab_size)
+    with torch.inference_mode(), parts_of(count), counted_as_compiled(count):
+        static.body(static.bound(1))
+        with count:
+            static.body(static.bound(1))
+    return count
+
+
+def host_reads(target: Any, draft: Any, prompt: int) -> int:
+    """Returns how often a prefill reads a tensor of the device's, from its beginning to the first token's commit."""
+    num = 0
+
+    class Counted(pretended.Answers):
+        """Answers, and counts the questions."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal num
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            if func.namespace != "prim" and any(tensor.is_cuda for tensor in tensors):
+                num += reads_on_host(func, args, kwargs or {})
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def tolist(tensor: torch.Tensor) -> Any:
+        """At once, where a tensor without numbers asks for each."""
+        nonlocal num
+        num += tensor.is_cuda
+        return _nested(tuple(tensor.shape), prompt - 1)
+
+    mask = torch.ones(1, prompt, dtype=torch.long, device="cuda")
+    with (
+        mock.patch.object(pretended, "Answers", Counted),
+        mock.patch.object(FakeTensor, "tolist", tolist),
+        mock.patch.object(RaggedLayer, "write_rows", _write_rows),
+        mock.patch.object(prefill, "_commit_first", _commit_first),
+    ):
+        pretended.begin(target, draft, prompt=prompt, inputs={"attention_mask": mask})
+    return num
+
+
+def _nested(shape: tuple[int, ...], value: int) -> Any:
+    return [_nested(shape[1:], value) for _ in range(shape[0])] if shape else value
+
+
+def num_captures(run: Run) -> int:
+    """Returns how many graphs would be captured before a run's first step."""
+    bounds: list[int] = []
+
+    def capture_one(self: GraphStep, bound: int) -> Captured:
+        bounds.append(bound)
+        return Captured(None, None, None)
+
+    with (
+        mock.patch.object(cuda_graph, "_fingerprint", return_value=0),
+        mock.patch.object(GraphStep, "capture_one", capture_one),
+    ):
+        GraphStep(run).capture()
+    return len(bounds)
+
+
+def measure(shape: Shape, batch: int, context: int, warpers: list[Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Counts everything of one case; returns what the last line holds, and the rows of the table."""
+    is_sampled = bool(warpers)
+    with pretended.pretended_gpu():
+        target, draft = pretended.build_target(target_config(shape)), pretended.build_draft(draft_config(shape))
+        if shape.experts:
+            target.set_experts_implementation("grouped_mm")
+
+        def begin(rows: int, prompt: int, new: int) -> Run:
+            return pretended.begin(target, draft, rows, warpers, is_sampled, prompt, new)
+
+        run = begin(batch, context, NEW)
+        plain, compiling = (count_step(run, shape.vocab, compiles) for compiles in (False, True))
+        pair = Pair(target=target, draft=draft, name="")
+        found = {
+            "kernels": plain.num_kernels,
+            "kernels_by_part": {part: sum(n for (p, _), n in plain.kernels.items() if p == part) for part in PARTS},
+            "kernels_compiled_layers": compiling.num_kernels,
+            "bytes_read": round(step_work(pair, batch * context, batch, run.generator.verify_width).bytes),
+            "temporary_bytes": plain.choosing,
+            "step_temporary_bytes": plain.peak,
+            "host_reads_before_first_token": host_reads(target, draft, PROMPT),
+            "captures": num_captures(begin(1, PROMPT, NEW)),
+            "captures_32k": num_captures(begin(1, PROMPT, NEW_LONG)),
+        }
+    return found, plain.rows()
+
+
+def main(
+    shape: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "qwen3-8b",
+    batch: Annotated[int, typer.Option(help="Rows.")] = 1,
+    context: Annotated[int, typer.Option(help="Tokens of context per row.")] = 2048,
+    sample: Annotated[bool, typer.Option("--sample", help=f"Sample at temperature {TEMPERATURE}.")] = False,
+    top_k: Annotated[int | None, typer.Option(help="Sample among the best so many tokens.")] = None,
+    is_tiny: Annotated[bool, typer.Option("--tiny", help="A double with all sizes small: to try the script.")] = False,
+    out: Annotated[Path | None, typer.Option(help="A record to add the case to.")] = None,
+) -> None:
+    """Counts the launches of one step."""
+    if shape not in SHAPES:
+        raise typer.BadParameter(f"expected one of {', '.join(SHAPES)}, got {shape}; name one of them")
+    warpers: list[Any] = [TemperatureLogitsWarper(TEMPERATURE)] if sample or top_k else []
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    sizes = tiny(SHAPES[shape]) if is_tiny else SHAPES[shape]
+    found, rows = measure(sizes, batch, context, warpers)
+    case = {"shape": shape, "is_tiny": is_tiny, "batch": batch, "context": context, "sample": bool(warpers)}
+    record = {**case, "top_k": top_k, **found, "provenance": provenance(torch.device("cpu"))}
+    show(f"launches of one step: {shape}, batch {batch}, context {context}, an upper count", rows, COLUMNS)
+    if out is not None:
+        before = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
+        write({"rows": [*before, record]}, out)
+    print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,115 @@
+"""`launches.py` counts by the rule that it states, and finds what is planted into a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import launches
+import pytest
+import torch
+import typer
+from harness.launch_count import CountLaunches
+from torch import Tensor
+from typer.testing import CliRunner
+
+from dflash_hf import ops
+from dflash_hf.cache.ragged import RaggedLayer
+from dflash_hf.generation import static_step
+
+X = torch.ones(4, 6)
+WEIGHT = torch.ones(3, 6)
+WORKS: dict[str, tuple[Callable[[], Any], int]] = {
+    "pointwise": (lambda: X.add(1), 1),
+    "in place": (lambda: X.clone().zero_(), 2),
+    "views": (lambda: (X.view(24), X.T, X[1:], X.expand(2, 4, 6), X.detach(), X.unflatten(1, (2, 3))), 0),
+    "memory": (lambda: (torch.empty(3), X.new_empty(2), torch.empty_like(X)), 0),
+    "reshape that copies nothing": (lambda: X.reshape(6, 4), 0),
+    "reshape that copies": (lambda: X.T.reshape(24), 1),
+    "cast": (lambda: X.half(), 1),
+    "no cast": (lambda: X.float(), 0),
+    "linear": (lambda: torch.nn.functional.linear(X, WEIGHT), 1),
+    "copies first": (lambda: X.masked_fill(X > 0, 1.0), 3),
+    "norm": (lambda: torch.rsqrt(X.pow(2).mean(-1, keepdim=True)), 3),
+    "sort": (lambda: X.sort(), 16),
+    "ours": (lambda: ops.argmax(X), 2),
+}
+
+
+@pytest.mark.parametrize("what", WORKS)
+def test_the_rule(what: str) -> None:
+    work, wanted = WORKS[what]
+    with torch.inference_mode(), CountLaunches(99) as count:
+        work()
+    assert count.num_kernels == wanted
+
+
+def test_between_two_products_of_a_compiled_function_there_is_one_kernel() -> None:
+    weight = torch.ones(6, 6)
+    with torch.inference_mode(), CountLaunches(99) as count:
+        with count.fused():
+            states = (X + 1) * 2
+            states = (states @ weight).relu() + 1
+        with count.fused():
+            states.exp().sin()
+            with count.fused(False):
+                states.exp().sin()
+    assert count.num_kernels == 1 + 1 + 1 + 1 + 2
+
+
+def run(*arguments: str) -> dict[str, Any]:
+    """Runs the script's command in this process; returns its last line."""
+    app = typer.Typer()
+    app.command()(launches.main)
+    result = CliRunner().invoke(app, ["--tiny", "--context", "64", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output.splitlines()[-1])
+
+
+def test_one_line_says_all_of_it_and_a_record_grows(tmp_path: Path) -> None:
+    out = tmp_path / "launches.json"
+    greedy, sampled = run("--out", str(out)), run("--batch", "3", "--sample", "--out", str(out))
+    assert json.loads(out.read_text())["rows"] == [greedy, sampled]
+    for found in (greedy, sampled):
+        assert found["kernels"] == sum(found["kernels_by_part"].values())
+        # 6 layers of 7 products and an attention, and 2 of the draft with a kernel behind the projections.
+        assert found["kernels_compiled_layers"] < found["kernels"]
+        assert found["kernels_by_part"]["verify"] >= 6 * (7 + 2)
+        assert found["kernels_by_part"]["draft"] >= 2 * (7 + 2 + 1)
+        assert found["captures"] <= found["captures_32k"]
+        assert found["host_reads_before_first_token"] > 0
+        assert 0 < found["temporary_bytes"] < found["step_temporary_bytes"]
+        assert found["bytes_read"] > 0
+    assert sampled["kernels_by_part"]["decide"] >= greedy["kernels_by_part"]["decide"]
+
+
+def test_what_is_added_to_a_step_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, settle, write_rows = run(), static_step.settle, RaggedLayer.write_rows
+    planted = 1 << 20
+
+    def slower(run_: Any, logits: Tensor) -> Tensor:
+        torch.ones(planted, dtype=torch.uint8, device="cuda").add_(1)
+        return settle(run_, logits)
+
+    def reading(layer: RaggedLayer, *args: Any) -> None:
+        layer.key_buffer.sum().item()
+        write_rows(layer, *args)
+
+    monkeypatch.setattr(static_step, "settle", slower)
+    monkeypatch.setattr(launches, "_write_rows", reading)
+    after = run()
+    assert after["kernels"] == before["kernels"] + 2
+    assert after["kernels_by_part"]["verify"] == before["kernels_by_part"]["verify"]
+    assert after["temporary_bytes"] >= planted > before["temporary_bytes"]
+    # The target's layers and the draft's.
+    assert after["host_reads_before_first_token"] == before["host_reads_before_first_token"] + 6 + 2
+
+
+def test_bad_input() -> None:
+    app = typer.Typer()
+    app.command()(launches.main)
+    result = CliRunner().invoke(app, ["--shape", "gpt-5"])
+    assert result.exit_code == 2
+    assert "expected one of qwen3-4b" in result.output
