@@ -42,6 +42,9 @@ from harness.report import Column, show, write
 from harness.roofline import step_work
 from harness.shapes import SHAPES, Shape, draft_config, target_config, tiny
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper
 
 from dflash_hf.cache.ragged import RaggedLayer
@@ -123,17 +126,31 @@ def count_step(run: Run, vocab_size: int, compiles: bool = False) -> CountLaunch
 
 def host_reads(target: Any, draft: Any, prompt: int) -> int:
     """Returns how often a prefill reads a tensor of the device's, from its beginning to the first token's commit."""
-    num = 0
+    num, numbers = 0, WeakIdKeyDictionary()
 
     class Counted(pretended.Answers):
-        """Answers, and counts the questions."""
+        """Answers, and counts the questions; what is on the host is computed, and the mask is all ones there."""
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal num
-            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-            if func.namespace != "prim" and any(tensor.is_cuda for tensor in tensors):
+            given = tensors_of((args, kwargs))
+            if func.namespace != "prim" and any(tensor.is_cuda for tensor in given):
                 num += reads_on_host(func, args, kwargs or {})
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            outs = None
+            stays = torch.device((kwargs or {}).get("device") or "cpu").type == "cpu"
+            if stays and all(tensor in numbers for tensor in given):
+                real = tree_map(lambda leaf: numbers[leaf] if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
+                with _disable_current_modes():
+                    outs = func(*real[0], **(real[1] or {}))
+            if func is torch.ops.aten._local_scalar_dense.default and outs is not None:
+                return outs
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            made = tensors_of(out)
+            if all(tensor.is_cpu for tensor in made):
+                with _disable_current_modes():
+                    ones = [torch.ones(tensor.shape, dtype=tensor.dtype) for tensor in made]
+                numbers.update(zip(made, ones if outs is None else tensors_of(outs), strict=True))
+            return out
 
     def tolist(tensor: torch.Tensor) -> Any:
         """At once, where a tensor without numbers asks for each."""
@@ -150,6 +167,11 @@ def host_reads(target: Any, draft: Any, prompt: int) -> int:
     ):
         pretended.begin(target, draft, prompt=prompt, inputs={"attention_mask": mask})
     return num
+
+
+def tensors_of(values: Any) -> list[torch.Tensor]:
+    """All tensors in what an operation is given or returns."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _nested(shape: tuple[int, ...], value: int) -> Any:

@@ -10,7 +10,8 @@ The rule, the same for every tree that is compared:
 * everything else is one. A product is one too: whether cuBLAS cuts it into two is not known here, and a cast, a fill
   and a copy on the device are launches like any other.
 
-Memory is that of the tensors that operations return; what one of ours takes for itself inside is not seen.
+Memory is that of the tensors that operations return, and what those of ours that choose tokens (`CHOOSING`) take for
+themselves inside; what attention takes for its splits is not seen.
 
 Inside a compiled function (`CountLaunches.fused`) whatever stands between two products is one kernel: what Inductor
 makes of norms, RoPE and activations at best. That is derived, no compiler runs.
@@ -18,6 +19,7 @@ makes of norms, RoPE and activations at best. That is derived, no compiler runs.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -30,7 +32,9 @@ from torch.utils._pytree import tree_leaves
 
 NAMESPACE = "dflash_kernels::"
 # Launches of our own operations, where it is not one.
-OWN = {"block_attention": 2, "argmax": 2}
+OWN = {"block_attention": 2, "argmax": 2, "gumbel_argmax": 2}
+# Those that choose keep the best of so many columns of a row as one int64.
+CHOOSING = {"argmax": 4096, "gumbel_argmax": 2048}
 COPYING = {
     "index_add",
     "index_copy",
@@ -142,11 +146,14 @@ class CountLaunches(TorchDispatchMode):
                 known.add(storage._cdata)
                 self.alive += storage.nbytes()
                 weakref.finalize(storage, self._free, storage.nbytes())
-        self.peak = max(self.peak, self.alive)
+        scratch, columns = 0, CHOOSING.get(name.removeprefix(NAMESPACE))
+        if columns is not None:
+            scratch = 8 * math.prod(given[0].shape[:-1]) * -(-given[0].shape[-1] // columns)
+        self.peak = max(self.peak, self.alive + scratch)
         if self.part == "draft" and name in PRODUCTS and made[0].shape[-1] == self._vocab_size:
             self._logits_at = self.alive
         if self._logits_at is not None:
-            self.choosing = max(self.choosing, self.alive - self._logits_at)
+            self.choosing = max(self.choosing, self.alive + scratch - self._logits_at)
 
     def _free(self, num_bytes: int) -> None:
         self.alive -= num_bytes

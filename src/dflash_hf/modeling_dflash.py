@@ -48,6 +48,8 @@ class DFlashRMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalises the last dimension."""
+        if ops.fuses(hidden_states, self.weight):
+            return ops.rms_norm(hidden_states, self.weight, self.eps)
         states = nn.functional.rms_norm(hidden_states.to(torch.float32), self.weight.shape, None, self.eps)
         return self.weight * states.to(hidden_states.dtype)
 
@@ -99,10 +101,13 @@ class DFlashMLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.act_fn: Callable[[Tensor], Tensor] = ACT2FN[config.hidden_act]
+        self.is_silu = config.hidden_act == "silu"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Returns `down(act(gate(x)) * up(x))`."""
-        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+        is_fused = self.is_silu and ops.fuses(gate, up)
+        return self.down_proj(ops.silu_mul(gate, up) if is_fused else self.act_fn(gate) * up)
 
 
 class DFlashAttention(nn.Module):
@@ -115,8 +120,7 @@ class DFlashAttention(nn.Module):
         self.dropout = float(config.attention_dropout)
         self.scaling = config.head_dim**-0.5
         self.kind: AttentionKind = config.attention_kind(layer_idx)
-        query_size = config.num_attention_heads * config.head_dim
-        key_size = config.num_key_value_heads * config.head_dim
+        query_size, key_size = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         self.repeats = config.num_attention_heads // config.num_key_value_heads
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)

@@ -3,8 +3,8 @@
 By themselves kernels run on CUDA devices of compute capability 8 and more, in float16 and bfloat16, if Triton is
 installed; everywhere else torch computes the same. Those that choose and count, and so are exact, also run in float32.
 Triton is imported when the first one is launched. One function each says whether a kernel is to be used: `attends`,
-`writes` (both that write caches), `picks` and `accepts`; `best` and `commit` ask by themselves. They read nothing on
-the host.
+`writes` (both that write caches), `fuses` (norms and activations), `picks` and `accepts`; `best` and `commit` ask by
+themselves. They read nothing on the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_kernels import accept_and_prepare, argmax, block_attention, context_kv, gumbel_argmax, norm_rope_write
+from dflash_kernels import (
+    accept_and_prepare,
+    add_norm,
+    argmax,
+    block_attention,
+    context_kv,
+    gumbel_argmax,
+    norm_rope_write,
+    rms_norm,
+    silu_mul,
+)
 from dflash_kernels._dispatch import has_triton
 from dflash_kernels.block_attention import covers
 from dflash_kernels.gumbel_argmax import exponential_noise
@@ -71,18 +81,28 @@ def attends(query_BHWE: Tensor, key_BGRE: Tensor, value_BGRE: Tensor) -> bool:
 def writes(states: Sequence[Tensor], buffers: Sequence[Tensor]) -> bool:
     """Returns True if [`norm_rope_write`] or [`context_kv`] is to write these states into a cache.
 
-    They round where the draft's modules do as long as all is of one dtype, which autocast sees to it that it is not.
+    As [`fuses`], and the buffers have to be where the states are.
 
     Args:
         states (sequence of `torch.Tensor`): What goes in besides lengths: projected heads, or what they are projected
             from, weights, cosines and sines.
         buffers (sequence of `torch.Tensor`): Keys and values of the layers that are written, `[B, R, G, E]` each.
     """
-    first = states[0]
-    if not _uses_kernels(first) or torch.is_autocast_enabled(first.device.type) or _wants_gradient(*states):
+    return fuses(*states) and all(buffer.device == states[0].device for buffer in buffers)
+
+
+def fuses(*tensors: Tensor) -> bool:
+    """Returns True if [`rms_norm`], [`add_norm`] or [`silu_mul`] is to run instead of torch's own operations.
+
+    They round where those do as long as all is of one dtype, which autocast sees to it that it is not.
+
+    Args:
+        tensors (`torch.Tensor`): All that goes in.
+    """
+    first = tensors[0]
+    if not _uses_kernels(first) or torch.is_autocast_enabled(first.device.type) or _wants_gradient(*tensors):
         return False
-    alike = all(tensor.dtype == first.dtype and tensor.device == first.device for tensor in states)
-    if not alike or any(buffer.device != first.device for buffer in buffers):
+    if any(tensor.dtype != first.dtype or tensor.device != first.device for tensor in tensors):
         return False
     return bool(_Setting.enabled) or first.dtype in HALF
 
@@ -137,6 +157,7 @@ def _say_triton_is_missing() -> None:
 
 __all__ = [
     "accepts",
+    "add_norm",
     "argmax",
     "attends",
     "best",
@@ -145,9 +166,12 @@ __all__ = [
     "context_kv",
     "exponential_noise",
     "forced",
+    "fuses",
     "gumbel_argmax",
     "kernels",
     "norm_rope_write",
     "picks",
+    "rms_norm",
+    "silu_mul",
     "writes",
 ]

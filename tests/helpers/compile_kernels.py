@@ -72,7 +72,17 @@ def compile_all(which: str) -> list[dict[str, Any]]:
 
 def launches() -> dict[str, Callable[[], Any]]:
     """Launches by name."""
-    from dflash_kernels import accept_and_prepare, argmax, block_attention, context_kv, gumbel_argmax, norm_rope_write
+    from dflash_kernels import (
+        accept_and_prepare,
+        add_norm,
+        argmax,
+        block_attention,
+        context_kv,
+        gumbel_argmax,
+        norm_rope_write,
+        rms_norm,
+        silu_mul,
+    )
     from dflash_kernels.block_attention import kernel
 
     # Sizes are chosen for the machine this runs on otherwise.
@@ -128,6 +138,10 @@ def launches() -> dict[str, Callable[[], Any]]:
         "norm_rope_write": launch(
             norm_rope_write, *heads, zeros(size), zeros(size), *angles, lengths, buffers()[0], buffers()[0], 1e-6
         ),
+        "rms_norm": launch(rms_norm, zeros(1, width, 4096), zeros(4096), 1e-6),
+        "rms_norm of heads": launch(rms_norm, heads[0], zeros(size), 1e-6),
+        "add_norm": launch(add_norm, zeros(1, width, 4096), zeros(1, width, 4096), zeros(4096), 1e-6),
+        "silu_mul": launch(silu_mul, zeros(1, width, 12288), zeros(1, width, 12288)),
         "accept_and_prepare": launch(accept_and_prepare, *state, 7, counts(3)),
         "accept_and_prepare, counted elsewhere": launch(accept_and_prepare, *state, 7, None, counts(batch)),
         **{

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 import dflash_kernels
+from dflash_hf import ops
+from dflash_hf.target.fused import fused_modules
+from dflash_hf.target.parts import find_target
 
 INTERPRETED = pytest.param(
     "cpu",
@@ -25,6 +28,8 @@ DEVICES = [INTERPRETED, CUDA]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 GUARD = 64
 OPERATIONS = ("block_attention", "norm_rope_write", "context_kv", "argmax", "accept_and_prepare")
+# How often these run depends on what a target is made of.
+POINTWISE = ("rms_norm", "add_norm", "silu_mul")
 
 
 @contextmanager
@@ -84,12 +89,13 @@ class Calls:
 
     Args:
         monkeypatch (`pytest.MonkeyPatch`): Puts things back.
+        operations (`tuple[str, ...]`): Those that are counted.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, operations: tuple[str, ...] = OPERATIONS) -> None:
         self.kernels: Counter[str] = Counter()
         self.references: Counter[str] = Counter()
-        for name in OPERATIONS:
+        for name in operations:
             bodies = getattr(dflash_kernels, name).op._backend_fns
             for device, body in bodies.items():
                 monkeypatch.setitem(bodies, device, self._counted(name, body))
@@ -119,8 +125,16 @@ class Calls:
         return self.kernels + self.references
 
 
-def calls_of(draft: Any) -> Counter[str]:
+def find_out(target: Any) -> None:
+    """Has the modules of a target compared with the kernels' references, which runs some operations, and not later."""
+    with torch.no_grad(), ops.kernels(True), fused_modules(find_target(target)):
+        pass
+
+
+def calls_of(draft: Any, num_fused: int = 0) -> Counter[str]:
     """How often each operation must have run in the last call of a draft's target of four layers, greedy or sampled.
+
+    Of those, `num_fused` have attention like Qwen3's, in a dtype in which it is known by what it computes.
 
     A step has context to write from the first one on; the prefill chooses and commits a token too; a selector chooses
     among candidates, not over the vocabulary.
@@ -130,7 +144,7 @@ def calls_of(draft: Any) -> Counter[str]:
     assert drafts > 1
     return +Counter(
         block_attention=verifies * 4 + drafts * config.num_hidden_layers,
-        norm_rope_write=drafts * config.num_hidden_layers,
+        norm_rope_write=drafts * config.num_hidden_layers + verifies * num_fused,
         context_kv=drafts,
         argmax=1 + verifies + (drafts if config.selector_rank is None else 0),
         accept_and_prepare=1 + verifies,

@@ -19,6 +19,9 @@ NUM_KERNELS = {
     "gumbel": 4,
     "context_kv": 1,
     "norm_rope_write": 1,
+    "rms_norm": 2,
+    "add_norm": 1,
+    "silu_mul": 1,
     "accept_and_prepare": 2,
 }
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dflash_kernels import block_attention
 from dflash_kernels.accept_and_prepare import NUM_FIGURES
+from helpers.kernel_checks import OPERATIONS, POINTWISE
 
 pytestmark = pytest.mark.gpu
 BATCH, WIDTH, HEADS, GROUPS, SIZE, RING = 2, 16, 32, 8, 128, 4112
@@ -36,18 +37,21 @@ def calls() -> dict[str, Callable[[], Any]]:
     state = [lengths, counts(BATCH), counts(BATCH) + 9, counts(BATCH).bool(), counts(BATCH, 300)]
     state += [counts(BATCH, WIDTH), counts(BATCH, WIDTH), counts(NUM_FIGURES + WIDTH, BATCH)]
     accept = [counts(BATCH, WIDTH), counts(BATCH, WIDTH), *state, 7, counts(3) + 5]
-    logits = normal(BATCH, WIDTH, 151936)
+    logits, states, weight = normal(BATCH, WIDTH, 151936), normal(BATCH, WIDTH, 4096), normal(4096)
     cache = [t.transpose(1, 2) for t in (keys[0], values[0])]
     return {
         "block_attention": lambda: block_attention(query, *cache, lengths, scaling=0.1, causal=True),
         "norm_rope_write": lambda: ops.norm_rope_write(*block),
         "context_kv": lambda: ops.context_kv(*context),
+        "rms_norm": lambda: ops.rms_norm(states, weight, 1e-6),
+        "add_norm": lambda: ops.add_norm(states, states, weight, 1e-6),
+        "silu_mul": lambda: ops.silu_mul(states, states),
         "argmax": lambda: ops.argmax(logits),
         "accept_and_prepare": lambda: ops.accept_and_prepare(*accept),
     }
 
 
-@pytest.mark.parametrize("name", ["block_attention", "norm_rope_write", "context_kv", "argmax", "accept_and_prepare"])
+@pytest.mark.parametrize("name", [*OPERATIONS, *POINTWISE])
 def test_an_operation_waits_for_nothing(name: str) -> None:
     call = calls()[name]
     call()

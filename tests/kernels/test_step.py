@@ -15,7 +15,7 @@ from dflash_hf import ops
 from dflash_hf.generation import buffers
 from dflash_hf.generation.buffers import kept_buffers
 from helpers.engine import GREEDY, Watched, freeze_each_step_first, pair
-from helpers.kernel_checks import DEVICES, Calls, calls_of
+from helpers.kernel_checks import DEVICES, Calls, calls_of, find_out
 from helpers.static import Tape, TensorOracle, set_engine, tensor_oracle, use_tapes
 from helpers.vision import vision_prompts, vision_target
 from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of
@@ -46,6 +46,7 @@ def check_greedy(target: Any, inputs: dict[str, Tensor], calls: Calls, engine: A
     draft = tensor_oracle(target, truth_of(inputs, wanted), 2, 6, **options)
     set_engine(draft, engine)
     draft.generation_config.verify_width = width
+    find_out(target)
     for _ in range(2):
         calls.kernels.clear()
         calls.references.clear()
@@ -199,6 +200,8 @@ def test_nothing_moves_and_every_step_is_the_same_whatever_is_accepted(
     watched = Watched(monkeypatch)
     settings = {"do_sample": True, "temperature": 0.02, "top_k": 9} if sampling else {"do_sample": False}
     settings |= {"max_new_tokens": 26, "eos_token_id": [9], "pad_token_id": 0}
+    find_out(target)
+    calls.references.clear()
     with ops.kernels(True):
         target.generate(**inputs, **settings, assistant_model=draft)
     accepted = {count for row in draft.last_stats.num_accepted for count in row}

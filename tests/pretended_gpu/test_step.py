@@ -86,6 +86,8 @@ TARGETS: dict[str, Callable[[], PreTrainedConfig]] = {
     "bamba-9b": lambda: BambaConfig(num_hidden_layers=4, attn_layer_indices=[2]),
     "granite-4.0-h-tiny": _granite,
 }
+# All of whose norms, and what comes before whose attention, kernels compute.
+LIKE_QWEN3 = ("qwen3", "qwen3_moe", "qwen3_vl_text")
 WARPERS: dict[str, Callable[[], list[Any]]] = {
     "greedy": list,
     "plain": list,
@@ -198,11 +200,19 @@ def check(run: Run, step: Step, uses_kernels: bool) -> None:
     assert not missing
     if uses_kernels:
         assert step.num("block_attention") == attending
-        assert step.num("::norm_rope_write") == DRAFT_LAYERS
+        depth = run.target.config.num_hidden_layers
+        is_fused = run.target.config.model_type in LIKE_QWEN3
+        assert step.num("::norm_rope_write") == DRAFT_LAYERS + depth * is_fused
+        # The draft's: two a layer, those of the context and of the end.
+        assert step.num("::rms_norm") >= 2 * DRAFT_LAYERS + 2 + (depth + 1) * is_fused
+        assert step.num("::add_norm") == depth * (is_fused or run.target.config.model_type == "llama")
+        if is_fused:
+            assert step.num("aten::rsqrt") == 0
         assert step.num("::context_kv") == 1
         assert step.num("::accept_and_prepare") == step.decides
     else:
         assert not [name for name in step.calls if name.startswith("dflash")]
+        assert step.num("aten::rsqrt") > 0
         assert step.num("scaled_dot_product") + step.num("_softmax") >= attending
     # Projections of every layer, and both heads.
     assert step.num("mm") + step.num("linear") > 4 * attending

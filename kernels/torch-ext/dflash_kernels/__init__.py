@@ -9,10 +9,23 @@ Shapes: `B` rows, `W` tokens of a block, `H`/`G` query/key heads, `E` head size,
 """
 
 from .accept_and_prepare import accept_and_prepare
+from .add_norm import add_norm
 from .argmax import argmax
 from .block_attention import block_attention
 from .context_kv import context_kv
 from .gumbel_argmax import gumbel_argmax
 from .norm_rope_write import norm_rope_write
+from .rms_norm import rms_norm
+from .silu_mul import silu_mul
 
-__all__ = ["accept_and_prepare", "argmax", "block_attention", "context_kv", "gumbel_argmax", "norm_rope_write"]
+__all__ = [
+    "accept_and_prepare",
+    "add_norm",
+    "argmax",
+    "block_attention",
+    "context_kv",
+    "gumbel_argmax",
+    "norm_rope_write",
+    "rms_norm",
+    "silu_mul",
+]

@@ -29,6 +29,7 @@ from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
 from dflash_hf.generation.user_cache import UserCache
 from dflash_hf.generation.widths import WidthChooser
+from dflash_hf.target.fused import fused_modules
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
 from dflash_hf.target.reentry import KEYWORD, ragged_attention
@@ -103,10 +104,10 @@ class Run:
 
 @contextmanager
 def tapped(run: Run) -> Generator[Taps]:
-    """The target with its attention switched, its layers tapped and its recurrences noted."""
+    """The target with its attention switched, kernels in its modules, its layers tapped and its recurrences noted."""
     ids = run.generator.draft.config.target_layer_ids
     taps = Taps(run.target.layers, ids, counts=lambda kwargs: kwargs.get(KEYWORD) is run.cache)
-    with ragged_attention(run.target), noting(run.cache.layers), taps.open():
+    with ragged_attention(run.target), fused_modules(run.target), noting(run.cache.layers), taps.open():
         yield taps
 
 

@@ -1,0 +1,16 @@
+"""`add_norm` in Triton: the kernel of `rms_norm` with a sum before it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..operation import Given
+from ..rms_norm.kernel import run
+
+
+def launch(given: Given) -> Tensor:
+    """Launches the kernel."""
+    return run(given["states"], given["update"], given["weight_D"], given["eps"])
+
+
+__all__ = ["launch"]

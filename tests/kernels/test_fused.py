@@ -1,0 +1,219 @@
+"""The target's modules by kernels: which are known by what they compute, and when one runs as it is; texts stay."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
+
+from dflash_hf import ops
+from dflash_hf.target import fused
+from dflash_hf.target.fused import _forward_of, fused_modules
+from dflash_hf.target.parts import find_target
+from helpers.kernel_checks import OPERATIONS, POINTWISE, Calls
+from helpers.static import tensor_oracle
+from tiny import prompts, tiny_target, truth_of
+
+NEW = 16
+LAYERS = 4  # of a tiny target
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch, (*OPERATIONS, *POINTWISE))
+
+
+@pytest.fixture(autouse=True)
+def afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of any class yet."""
+    monkeypatch.setattr(fused, "_known", {})
+
+
+def kinds_of(target: Any) -> set[str]:
+    """The classes of modules that are fused."""
+    return {type(m).__name__ for m in target.modules() if _forward_of(m, torch.float32) is not None}
+
+
+@pytest.mark.parametrize(
+    ("family", "wanted"),
+    [
+        ("qwen3", {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention", "Qwen3DecoderLayer"}),
+        ("qwen3-sliding", {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention", "Qwen3DecoderLayer"}),
+        ("llama3-rope", {"LlamaRMSNorm", "LlamaMLP", "LlamaDecoderLayer"}),
+        ("phi3", {"Phi3RMSNorm"}),
+        ("gemma3", set()),  # its norms add one to their weights, its activation is another
+    ],
+)
+def test_modules_are_known_by_what_they_compute(family: str, wanted: set[str]) -> None:
+    assert kinds_of(tiny_target(family)) == wanted
+
+
+class AnotherNorm(Qwen3RMSNorm):
+    """Rounds after the weight instead of before: the same in float32."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        wide = hidden_states.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight * wide).to(hidden_states.dtype)
+
+
+class AnotherMLP(Qwen3MLP):
+    """Gates the other way round."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+class AnotherAttention(Qwen3Attention):
+    """Rotates by twice the sine."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, *args: Any, **kwargs: Any) -> Any:
+        cos, sin = position_embeddings
+        return super().forward(hidden_states, (cos, 2 * sin), *args, **kwargs)
+
+
+class ScaledAttention(Qwen3Attention):
+    """Caps its scores."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs, softcap=50.0)
+
+
+class SwappedAttention(Qwen3Attention):
+    """Norms queries as keys, and keys as queries."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.q_norm, self.k_norm = self.k_norm, self.q_norm
+        out = super().forward(*args, **kwargs)
+        self.q_norm, self.k_norm = self.k_norm, self.q_norm
+        return out
+
+
+class AnotherLayer(Qwen3DecoderLayer):
+    """Scales what attention adds."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + 0.5 * attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class ForgetfulLayer(Qwen3DecoderLayer):
+    """Keeps a keyword to itself."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        kwargs.pop("position_ids", None)
+        return super().forward(hidden_states, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [AnotherNorm, AnotherMLP, AnotherAttention, ScaledAttention, SwappedAttention, AnotherLayer, ForgetfulLayer],
+)
+def test_modules_that_compute_something_else_are_not(kind: type[nn.Module]) -> None:
+    base = kind.__mro__[1]
+    target = tiny_target("qwen3")
+    module: Any = next(m for m in target.modules() if type(m) is base)
+    assert _forward_of(module, torch.float32) is not None
+    module.__class__ = kind
+    assert _forward_of(module, torch.float32) is None
+
+
+def decode(target: Any, lengths: list[int], width: int = 6, dtype: torch.dtype = torch.float64) -> None:
+    """Text with a draft under kernels is plain `generate`'s."""
+    target.to(dtype)
+    inputs = prompts(lengths, 2)
+    wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = tensor_oracle(target, truth_of(inputs, wanted), 2, width)
+    with ops.kernels(True):
+        out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+    assert torch.equal(out, wanted)
+    assert draft.last_stats.acceptance_length > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "llama3-rope", "phi3"])
+def test_texts_stay(family: str, dtype: torch.dtype, calls: Calls) -> None:
+    """By references. In float64 the kernel's norm before attention is float64, and that of Qwen3 float32."""
+    decode(tiny_target(family), [4, 11, 7], dtype=dtype)
+    num, drafts = calls.all(), calls.all()["context_kv"]
+    draft_layers = 2
+    assert num["rms_norm"] > drafts * (2 * draft_layers + 2)
+    assert (num["add_norm"] > 0) == (num["silu_mul"] > drafts * draft_layers) == (family != "phi3")
+    is_attention_fused = num["norm_rope_write"] > drafts * draft_layers + 2 * LAYERS  # two to find out
+    assert is_attention_fused == (family.startswith("qwen3") and dtype == torch.float32)
+
+
+def attached(target: Any) -> list[str]:
+    """Modules with a forward of their own."""
+    return [name for name, module in target.named_modules() if "forward" in vars(module)]
+
+
+def test_nothing_happens_where_no_kernels_run(calls: Calls) -> None:
+    target = tiny_target("qwen3").to(torch.bfloat16)
+    with fused_modules(find_target(target)):
+        assert not attached(target)
+    with torch.no_grad(), ops.kernels(True), fused_modules(find_target(target)):
+        assert len(attached(target)) == 7 * LAYERS + 1
+    assert not attached(target)
+
+
+def test_it_acts_in_one_thread_and_ends_with_the_last() -> None:
+    target = tiny_target("qwen3").to(torch.bfloat16)
+    found, ids = find_target(target), torch.arange(5)[None]
+    norm: Any = target.model.norm
+    states = torch.randn(2, 3, norm.weight.shape[0]).to(torch.bfloat16)
+    seen = list[bool]()
+
+    def elsewhere() -> None:
+        before = ops.rms_norm
+        ops.rms_norm = None  # pyright: ignore
+        try:
+            norm(states)
+            seen.append(True)
+        finally:
+            ops.rms_norm = before
+
+    with torch.no_grad(), ops.kernels(True):
+        first = fused_modules(found)
+        first.__enter__()
+        with fused_modules(found):
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+        assert attached(target)  # the first is still open
+        first.__exit__(None, None, None)
+    assert seen == [True]
+    assert not attached(target)
+    target(ids)
+
+
+def own_forward(module: Any) -> Callable[..., Any]:
+    """What accelerate does to a module."""
+    plain = module.forward
+    module.forward = lambda *args, **kwargs: plain(*args, **kwargs)
+    return module.forward
+
+
+def test_a_forward_of_the_users_stays_and_hooks_are_not_passed_by(calls: Calls) -> None:
+    target = tiny_target("qwen3")
+    layer: Any = target.model.layers[1]
+    own = own_forward(layer.input_layernorm)
+    fired = list[str]()
+    for name in ("self_attn.k_norm", "post_attention_layernorm", "mlp.act_fn", "self_attn", "input_layernorm"):
+        layer.get_submodule(name).register_forward_hook(lambda *args, name=name: fired.append(name))
+    inputs = prompts([5, 9], 1)
+    wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = tensor_oracle(target, truth_of(inputs, wanted), 2, 6)
+    fired.clear()
+    with ops.kernels(True):
+        out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+    assert torch.equal(out, wanted)
+    assert layer.input_layernorm.forward is own
+    assert sorted(set(fired)) == sorted({n for n in fired if fired.count(n) == draft.last_stats.num_target_forwards})
+    assert len(set(fired)) == 5
