@@ -1,4 +1,6 @@
-"""What every test runs under: offline, one torch thread, `gpu` tests only where there is a GPU, engines of its own."""
+"""What every test runs under: offline, one torch thread, `gpu` tests only where there is a GPU, engines of its own,
+and no kernel given up unseen, whose reference would be compared with itself.
+"""
 
 import os
 import sys
@@ -31,3 +33,15 @@ def captured_again() -> Generator[None]:
     yield
     if "helpers.static" in sys.modules:
         sys.modules["helpers.static"].capture_again()
+
+
+@pytest.fixture(autouse=True)
+def kernels_that_run() -> Generator[None]:
+    """Fails a test in which a kernel could not be launched, so that its reference ran in its place."""
+    yield
+    kernels = sys.modules.get("dflash_kernels")
+    operations = [] if kernels is None else [getattr(kernels, name) for name in kernels.__all__]
+    given_up = {operation.reference.__name__: operation.failures.copy() for operation in operations}
+    for operation in operations:
+        operation.failures.clear()
+    assert not any(given_up.values()), given_up

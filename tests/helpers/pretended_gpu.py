@@ -103,6 +103,7 @@ def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Generator[None]:
         "mem_get_info": lambda device=None: (10**12, 10**12),
     }
     ops._is_recent.cache_clear()
+    ops._can_launch.cache_clear()
     with pytest.MonkeyPatch.context() as patch, _device_guard(), FakeTensorMode():
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)
@@ -112,6 +113,7 @@ def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Generator[None]:
         patch.setattr(context, "_is_its_weight", lambda module: module.bias is None)
         yield
     ops._is_recent.cache_clear()
+    ops._can_launch.cache_clear()
 
 
 def build_target(config: PreTrainedConfig, experts: str | None = None) -> PreTrainedModel:
