@@ -10,7 +10,6 @@ them, or what a module does, has changed since, it is captured again (`_fingerpr
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Generator, Iterator
@@ -26,6 +25,7 @@ from transformers.utils import logging
 from dflash_hf import ops
 from dflash_hf.devices import execution_devices, is_offloaded
 from dflash_hf.generation.buffers import buckets_between
+from dflash_hf.generation.capture import NotCapturableError, capture, first_line
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep
@@ -54,10 +54,6 @@ _HARMLESS_HOOKS = (
     "dflash_hf.target.hidden_states",
     "dflash_hf.cache.recurrent",
 )
-
-
-class NotCapturableError(RuntimeError):
-    """A step cannot be captured; the message is the reason."""
 
 
 @dataclass(slots=True)
@@ -230,7 +226,7 @@ class GraphStep(StaticStep):
             if not isinstance(error, torch.OutOfMemoryError):
                 raise
             torch.cuda.empty_cache()
-            raise NotCapturableError(f"no memory left to capture it ({_first_line(error)})") from error
+            raise NotCapturableError(f"no memory left to capture it ({first_line(error)})") from error
         if run.chooser is not None and costs is not None:
             run.chooser.set_costs(costs)
 
@@ -276,30 +272,10 @@ class GraphStep(StaticStep):
 
     def capture_one(self, bound: int) -> Captured:
         """Captures the step over `bound` slots, of the state's width, after running it once on the same stream."""
-        device = self.buffers.shape.state.device
-        stream = _capture_stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        # Libraries allocate, and kernels are compiled and chosen, at their first call.
-        with torch.cuda.stream(stream):
-            self.warm_up(bound)
-        torch.cuda.current_stream(device).wait_stream(stream)
         if self.graphs.pool is None:
             self.graphs.pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        pool = self.graphs.pool
-        try:
-            # The outer context puts the stream back also where `torch.cuda.graph` fails to: after a refused capture.
-            with (
-                torch.cuda.stream(torch.cuda.current_stream(device)),
-                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-            ):
-                outputs = self.body(bound)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            with device_errors_explained():
-                torch.cuda.synchronize(device)  # a device that has failed does not get over it
-            raise NotCapturableError(f"CUDA could not capture it ({_first_line(error)})") from error
+        device, pool = self.buffers.shape.state.device, self.graphs.pool
+        graph, outputs = capture(lambda: self.warm_up(bound), lambda: self.body(bound), device, pool)
         return Captured(graph, outputs, self.run.state.draft_probs)
 
     def warm_up(self, bound: int) -> None:
@@ -332,12 +308,6 @@ class GraphStep(StaticStep):
         finally:
             done.copy_(before)
             state.width = width
-
-
-@functools.cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures on a device: cuBLAS keeps a workspace for every stream that it has seen."""
-    return torch.cuda.Stream(device)
 
 
 def _settings(run: Run, decides: bool) -> Settings:
@@ -387,25 +357,6 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-@contextmanager
-def device_errors_explained() -> Generator[None]:
-    """Says what an error of the device means for the process."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "CUDA error" not in str(error):  # older releases of torch have no class for them
-            raise
-        raise RuntimeError(
-            f"expected the steps to run on CUDA, got {_first_line(error)}; this run is lost and its buffers are not "
-            "used again. A device that has failed stays so: restart the process, and set engine='eager' with "
-            "CUDA_LAUNCH_BLOCKING=1 to see where it happens"
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
 def _log_eager(reason: str) -> None:
     logger.warning_once(f"Steps with a DFlash draft run eagerly, not as CUDA graphs: {reason}")
 
@@ -414,10 +365,8 @@ __all__ = [
     "Captured",
     "GraphStep",
     "Graphs",
-    "NotCapturableError",
     "check_device",
     "choose_engine",
-    "device_errors_explained",
     "start_engine",
     "uncaptured",
     "why_not",
