@@ -116,12 +116,14 @@ def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Generator[None]:
     ops._can_launch.cache_clear()
 
 
-def build_target(config: PreTrainedConfig, experts: str | None = None) -> PreTrainedModel:
-    """Builds a target in bfloat16 on the pretended device."""
+def build_target(
+    config: PreTrainedConfig, experts: str | None = None, dtype: torch.dtype = torch.bfloat16
+) -> PreTrainedModel:
+    """Builds a target on the pretended device."""
     takes_pictures = hasattr(config, "vision_config")
     model_class = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
     with torch.device("cuda"), no_init_weights():
-        model = model_class.from_config(config, dtype=torch.bfloat16).eval()
+        model = model_class.from_config(config, dtype=dtype).eval()
     if experts is not None:
         model.set_experts_implementation(experts)
     return model

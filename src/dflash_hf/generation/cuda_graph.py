@@ -26,7 +26,7 @@ from dflash_hf import ops
 from dflash_hf.devices import execution_devices, is_offloaded
 from dflash_hf.generation.buffers import buckets_between
 from dflash_hf.generation.capture import NotCapturableError, capture, first_line
-from dflash_hf.generation.host_reads import HostReadError, NoHostReads
+from dflash_hf.generation.host_reads import HostReadError, NoHostReads, counts_groups
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.widths import useful_widths
@@ -47,6 +47,8 @@ NUM_TIMED = 3
 _capturing = threading.Lock()
 # Drafts whose steps are not captured: see `uncaptured`.
 _uncaptured: weakref.WeakSet[DFlashDraftModel] = weakref.WeakSet()
+# Of experts that torch itself multiplies; those of quantised ones have functions of their own.
+_GROUPED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Transformers' own hooks, which do nothing unless a forward is asked for hidden states, and ours, which listen to
 # their own thread's run.
 _HARMLESS_HOOKS = (
@@ -112,15 +114,22 @@ def uncaptured(draft: DFlashDraftModel) -> Generator[None]:
         _uncaptured.discard(draft)
 
 
-def check_device(draft: DFlashDraftModel, device: torch.device) -> None:
-    """Refuses CUDA graphs where there is no CUDA.
+def check_capturable(target: Target, draft: DFlashDraftModel) -> None:
+    """Refuses `"cuda_graph"`, asked for by name, where no step can be captured and one setting would change that.
 
     Raises:
-        ValueError: If `"cuda_graph"` is asked for, to be captured, and `device` is no CUDA device.
+        ValueError: If the target is not on CUDA, or its experts are counted on the host.
     """
-    if draft.generation_config.engine == "cuda_graph" and device.type != "cuda" and draft not in _uncaptured:
+    if draft.generation_config.engine != "cuda_graph" or draft in _uncaptured:
+        return
+    if target.device.type != "cuda":
         raise ValueError(
-            f"expected a target on CUDA under engine='cuda_graph', got one on {device}; leave engine at 'auto'"
+            f"expected a target on CUDA under engine='cuda_graph', got one on {target.device}; leave engine at 'auto'"
+        )
+    if counted := _counted_experts(target):
+        raise ValueError(
+            f"expected experts that need no host under engine='cuda_graph', got {counted}; call "
+            "target.set_experts_implementation('batched_mm'), or leave engine at 'auto'"
         )
 
 
@@ -128,13 +137,13 @@ def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
     """Returns the engine that a call asks for, as far as it can be had; says once in the log why it cannot.
 
     Raises:
-        ValueError: If `"cuda_graph"` is asked for, to be captured, and the target is not on CUDA.
+        ValueError: See [`check_capturable`].
     """
+    check_capturable(target, draft)
     wanted = draft.generation_config.engine
     if wanted == "eager" or (wanted == "cuda_graph" and draft in _uncaptured):
         return wanted
     if target.device.type != "cuda":
-        check_device(draft, target.device)
         return "eager"
     reason = why_not(target, draft)
     if reason is None:
@@ -157,6 +166,8 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str | None:
         return f"a RoPE of type {rope[0]}, which looks at positions on the host"
     if torch.is_autocast_enabled(target.device.type):
         return "autocast, which keeps copies of weights"
+    if counted := _counted_experts(target):
+        return f"{counted}; 'batched_mm' does not count (target.set_experts_implementation)"
     hook = next((name for name, module in _modules(target, draft) if _has_own_hooks(module)), None)
     if hook is not None:
         return f"a forward hook on {hook or type(model).__name__}, which a replay would not call"
@@ -352,6 +363,22 @@ def _has_own_hooks(module: nn.Module) -> bool:
     return any(getattr(hook, "__module__", None) not in _HARMLESS_HOOKS for hook in hooks)
 
 
+def _counted_experts(target: Target) -> str | None:
+    """Says which experts are counted on the host, inside an operation of torch's, or `None`."""
+    for module in target.modules:
+        implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        weight = next((w for w in module._parameters.values() if w is not None and w.dim() == 3), None)
+        if implementation != "grouped_mm" or weight is None or weight.dtype not in _GROUPED_DTYPES:
+            continue
+        if counts_groups(weight):
+            major, minor = torch.cuda.get_device_capability(weight.device)
+            return (
+                f"experts under 'grouped_mm' in {weight.dtype} on compute capability {major}.{minor}, which torch "
+                "counts on the host but for bfloat16 on 9 and 10"
+            )
+    return None
+
+
 def _is_plain(value: object) -> bool:
     """Returns True if a value can be part of a graph's settings."""
     return value is None or isinstance(value, bool | int | float | str)
@@ -365,7 +392,7 @@ __all__ = [
     "Captured",
     "GraphStep",
     "Graphs",
-    "check_device",
+    "check_capturable",
     "choose_engine",
     "start_engine",
     "uncaptured",

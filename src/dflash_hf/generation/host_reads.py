@@ -77,7 +77,7 @@ def reads_on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
     if name == "repeat_interleave" and func._overloadname.startswith("Tensor"):
         return kwargs.get("output_size") is None
     if name in _GROUPED:
-        return _counts_groups(args[0], is_scaled=name != "_grouped_mm")
+        return counts_groups(args[0], is_scaled=name != "_grouped_mm")
     if name == "isin" and func._overloadname.startswith("Tensor_Tensor"):
         # Torch's own rule: from so many on it sorts, and asks how many are unique.
         return args[1].numel() >= int(10 * args[0].numel() ** 0.145)
@@ -123,11 +123,16 @@ def _is_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _counts_groups(first: Tensor, is_scaled: bool) -> bool:
-    """Returns True if a product of groups whose first operand is this one copies their ends to the host."""
+def counts_groups(first: Tensor, is_scaled: bool = False) -> bool:
+    """Returns True if a product of groups copies their ends to the host, which its first operand decides.
+
+    Args:
+        first (`torch.Tensor`): It, or one of the same dtype on the same device.
+        is_scaled (`bool`): Whether the operands are scaled numbers.
+    """
     if not first.is_cuda or not (is_scaled or first.dtype == torch.bfloat16):
         return True
     return torch.cuda.get_device_capability(first.device)[0] not in _GROUPED_ON
 
 
-__all__ = ["HostReadError", "NoHostReads", "copies_from_host", "reads_on_host"]
+__all__ = ["HostReadError", "NoHostReads", "copies_from_host", "counts_groups", "reads_on_host"]
