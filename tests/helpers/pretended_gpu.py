@@ -62,11 +62,19 @@ GUARDS = "_ZN3c104impl26device_guard_impl_registryE"  # c10::impl::device_guard_
 
 
 class Answers(TorchDispatchMode):
-    """Answers the prefill's reads: a number is a prompt's last index, a truth is true."""
+    """Answers the prefill's reads: a number is a prompt's last index, a truth is true.
+
+    Args:
+        last (`int`): That index.
+    """
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.last = last
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return True if args[0].dtype == torch.bool else PROMPT - 1
+            return True if args[0].dtype == torch.bool else self.last
         return func(*args, **(kwargs or {}))
 
 
@@ -137,17 +145,28 @@ def build_draft(config: DFlashConfig) -> DFlashDraftModel:
 
 @torch.no_grad()
 def begin(
-    model: PreTrainedModel, draft: DFlashDraftModel, batch: int = 1, processors: Any = (), do_sample: bool = False
+    model: PreTrainedModel,
+    draft: DFlashDraftModel,
+    batch: int = 1,
+    processors: Any = (),
+    do_sample: bool = False,
+    prompt: int = PROMPT,
+    limit: int = LIMIT,
+    inputs: dict[str, Any] | None = None,
 ) -> Run:
-    """Runs the engine's prefill over prompts of the pretended device."""
-    ids: Any = torch.zeros(batch, PROMPT, dtype=torch.long, device="cuda")
-    settings = GenerationConfig(max_length=PROMPT + LIMIT, do_sample=do_sample)
+    """Runs the engine's prefill over prompts of the pretended device, for `limit` new tokens.
+
+    Args:
+        inputs (`dict`, *optional*): More of what `generate` hands over.
+    """
+    ids: Any = torch.zeros(batch, prompt, dtype=torch.long, device="cuda")
+    settings = GenerationConfig(max_length=prompt + limit, do_sample=do_sample)
     settings._pad_token_tensor = None
-    kwargs: dict[str, Any] = {"use_cache": True}
+    kwargs: dict[str, Any] = {"use_cache": True, **(inputs or {})}
     if hasattr(model.config, "vision_config"):
         kwargs["position_ids"] = model._prepare_position_ids_for_generation(ids, {"input_ids": ids, **kwargs})
-    criteria = [MaxLengthCriteria(PROMPT + LIMIT), EosTokenCriteria(torch.tensor([1, 2], device="cuda"))]
-    with Answers():
+    criteria = [MaxLengthCriteria(prompt + limit), EosTokenCriteria(torch.tensor([1, 2], device="cuda"))]
+    with Answers(prompt - 1):
         return prefill_module.prefill(
             find_target(model),
             ids,

@@ -39,6 +39,7 @@ from dflash_hf.generation import step as step_module
 from dflash_hf.generation.cuda_graph import check_capturable, why_not
 from dflash_hf.generation.host_reads import HostReadError
 from dflash_hf.generation.run import Run
+from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.target.parts import Target, find_target
 from helpers.pretended_gpu import Step, begin, build_draft, build_target, captured_step
 
@@ -267,6 +268,30 @@ def test_experts_that_are_counted_on_the_host_are_known_before_any_work(
         assert f"experts under 'grouped_mm' in {dtype}" in str(reason())
     model.set_experts_implementation("batched_mm")
     assert reason() is None
+
+
+@pytest.mark.parametrize(
+    ("kernels", "warpers", "limit", "captures"),
+    [
+        (None, "greedy", 2048, 1),
+        (None, "top-k", 2048, 1),
+        (None, "greedy", 32 * 1024, 1),
+        (False, "greedy", 2048, 10),
+        (False, "greedy", 32 * 1024, 25),
+    ],
+)
+def test_one_graph_is_enough_where_lengths_are_read_on_the_device(
+    kernels: bool | None, warpers: str, limit: int, captures: int
+) -> None:
+    with ops.kernels(kernels):
+        target = build_target(TARGETS[SHORT]())
+        draft = run_of(Case(target=SHORT)).generator.draft
+        run = begin(target, draft, 1, WARPERS[warpers](), warpers != "greedy", prompt=500, limit=limit)
+        bounds = StaticStep(run).bounds()
+    assert run.room == limit, "no step of the run is left to the eager loop"
+    assert len(bounds) == captures
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[0] >= 500 + limit
 
 
 def _groups(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,11 +1,11 @@
 """One CUDA graph per step: which engine a call gets, what is captured, replayed and kept, and what if it cannot be.
 
-A graph belongs to fixed buffers, a number of K/V slots that are read, a number of tokens that are verified, and
-settings baked into it (`_settings`). All that a run may need are captured before its first step, longest and widest
-first, into one pool of memory. Where the width is to be chosen, the longest are replayed to see what each width costs,
-and widths that save nothing are dropped. Capturing runs the step
-over rows that count as finished, which changes nothing but scratch. A graph knows addresses of weights: where one of
-them, or what a module does, has changed since, it is captured again (`_fingerprint`).
+A graph belongs to fixed buffers, a number of K/V slots that are read (all of them, where the attention reads lengths
+on the device), a number of tokens that are verified, and settings baked into it (`_settings`). All that a run may need
+are captured before its first step, longest and widest first, into one pool of memory. Where the width is to be chosen,
+the longest are replayed to see what each width costs, and widths that save nothing are dropped. Capturing runs the
+step over rows that count as finished, which changes nothing but scratch. A graph knows addresses of weights: where one
+of them, or what a module does, has changed since, it is captured again (`_fingerprint`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from transformers.utils import logging
 
 from dflash_hf import ops
 from dflash_hf.devices import execution_devices, is_offloaded
-from dflash_hf.generation.buffers import buckets_between
 from dflash_hf.generation.capture import NotCapturableError, capture, first_line
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads, counts_groups
 from dflash_hf.generation.run import Run
@@ -223,9 +222,7 @@ class GraphStep(StaticStep):
         if unknown := [name for name, value in self.run.extra.items() if not _is_plain(value)]:
             raise NotCapturableError(f"inputs of the caller's own in every forward: {', '.join(unknown)}")
         run = self.run
-        shortest = run.longest + self.widest
-        longest = shortest + run.state.limit + run.generator.verify_width
-        bounds = buckets_between(shortest, longest, self.buffers.capacity)
+        bounds = self.bounds()
         self.graphs.forget_oldest(self.settings)
         try:
             with self._frozen():
@@ -290,11 +287,17 @@ class GraphStep(StaticStep):
         return Captured(graph, outputs, self.run.state.draft_probs)
 
     def warm_up(self, bound: int) -> None:
-        """Runs the step once, uncaptured, and again if there is something to compile, which the guard prevents.
+        """Runs the step once, uncaptured: under guard if it is the first of its settings and width.
+
+        And again if there is something to compile, which the guard prevents.
 
         Raises:
             NotCapturableError: If it reads a tensor on the host.
         """
+        width = self.run.state.width
+        if any(key == self.settings and size[1] == width for key, size in self.graphs.captured):
+            self.body(bound)
+            return
         try:
             with held(NoHostReads()):
                 self.body(bound)

@@ -17,7 +17,7 @@ from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.devices import execution_device
 from dflash_hf.generation.accept import SynchronizedRows
-from dflash_hf.generation.buffers import BufferShape, FixedBuffers, free_buffers, take_buffers
+from dflash_hf.generation.buffers import BufferShape, FixedBuffers, affordable_length, free_buffers, take_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
 from dflash_hf.generation.outputs import Recorder
 from dflash_hf.generation.processors import BlockProcessors
@@ -73,7 +73,7 @@ def prefill(
     check_length(target, min(longest, past or longest), positions.shape[1] + limit + width - 1)
     delta = position_delta(target, input_ids, model_kwargs, lengths)
     eos_ids = _eos_ids(stopping_criteria, input_ids.device)
-    room = first_room(limit, keeps_buffers)
+    room = first_room(limit, affordable_length(target, draft, len(input_ids)) - longest if keeps_buffers else None)
     shape = StateShape.of(delta, eos_ids, block_size, width)
     buffers = _buffers(target, draft, shape, longest + room, input_ids.shape[1] + room, keeps_buffers)
     generator = DFlashCandidateGenerator(draft, target, processors, buffers, rule)
