@@ -210,6 +210,20 @@ def test_reference_equals_the_package(data: st.DataObject) -> None:
     torch.testing.assert_close(block_attention.reference(query, key, value, rows, **options), wanted)
 
 
+@pytest.mark.parametrize("num_processors", [82, 132, 148, 170])
+def test_shares_fill_the_places_that_there_are_and_no_more(num_processors: int) -> None:
+    """A program too many takes as long again as all the others; a share of one tile is not worth its reduction."""
+    kernel = importlib.import_module("dflash_kernels.block_attention.kernel")
+    for num_programs in (1, 2, 8, 16, 32, 64, 256, 300, 1000):
+        for num_tiles in (1, 2, 3, 33, 516, 2048):
+            splits = kernel.choose_num_splits(num_tiles, num_programs, num_processors)
+            assert splits == 1 or splits * num_programs <= 2 * num_processors
+            assert splits == 1 or splits * kernel.MIN_TILES_PER_SPLIT <= num_tiles
+    # Qwen3-8B at 32k on a H200: 8 key heads; batch 2, 4, 8 and 32.
+    assert [kernel.choose_num_splits(512, 8 * batch, 132) for batch in (1, 2, 4, 8, 32)] == [33, 16, 8, 4, 1]
+    assert kernel.choose_num_splits(2048, 1, 132) == kernel.MAX_SPLITS == 128
+
+
 def test_what_sees_nothing_is_zero() -> None:
     tensors, options = inputs({"window": 0, "has_sinks": True, "lengths": [-9, 3]}, torch.float32, "cpu")
     assert not block_attention.reference(*tensors, **options).any()
