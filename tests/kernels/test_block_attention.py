@@ -36,6 +36,7 @@ CASES: dict[str, Case] = {
     "bidirectional": {"causal": False},
     "one split": {"splits": 1, "has_sinks": True},
     "more splits than tiles": {"splits": 7, "has_sinks": True},
+    "most splits": {"splits": 128, "heads": 1, "groups": 1, "width": 2, "ring": 2100, "lengths": [2090]},
     "lengths around a tile": {"width": 1, "lengths": [0, 62, 63, 64, 65], "heads": 2, "ring": 66},
     "lengths around two tiles": {"width": 2, "lengths": [126, 127, 1], "heads": 2, "ring": 130, "splits": 2},
     "one token, one head": {"width": 1, "heads": 1, "groups": 1, "size": 8},
@@ -65,6 +66,7 @@ REAL: dict[str, Case] = {
     "qwen3-8b draft": QWEN | {"ring": 4100, "lengths": [4000, 63], "causal": False},
     "one key head": QWEN | {"groups": 1, "ring": 999, "lengths": [900, 7]},
     "no grouping": QWEN | {"heads": 16, "groups": 16, "size": 80, "ring": 999, "lengths": [900, 7]},
+    "one key head, 64k": QWEN | {"groups": 1, "heads": 4, "ring": 65552, "lengths": [65500]},
     "gemma2": QWEN | {"heads": 16, "size": 256, "ring": 4112, "lengths": [9000, 40], "window": 4096, "softcap": 50.0},
     "gpt-oss": QWEN
     | {"heads": 64, "width": 8, "size": 64, "ring": 136, "lengths": [5000, 4], "window": 128, "has_sinks": True},
