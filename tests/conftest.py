@@ -14,6 +14,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+from dflash_hf.generation.widths import WidthChooser
+
 torch.set_num_threads(1)
 
 
@@ -25,6 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verifies whole blocks where a test does not say how wide: by default that follows the clock of the machine."""
+    monkeypatch.setattr(WidthChooser, "by_default", False)
 
 
 @pytest.fixture(autouse=True)

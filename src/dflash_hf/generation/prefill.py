@@ -28,7 +28,7 @@ from dflash_hf.generation.state import NUM_REPORTED, DecodeState, StateShape
 from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
 from dflash_hf.generation.step import settle, take_note
 from dflash_hf.generation.user_cache import UserCache
-from dflash_hf.generation.widths import WidthChooser, candidate_widths
+from dflash_hf.generation.widths import WidthChooser
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
@@ -105,7 +105,7 @@ def prefill(
         recorder=recorder,
         stats=stats,
         watch=watch,
-        chooser=_chooser(draft, width),
+        chooser=WidthChooser(width) if width > 1 and _follows(target, draft, state, rule, keeps_buffers) else None,
         kept=kept,
         extra=extra_inputs(model_kwargs),
         reach=None if target.num_positions is None else (target.num_positions - delta).tolist(),
@@ -262,11 +262,18 @@ def _widths_and_rule(
     return block_size, width, rule
 
 
-def _chooser(draft: DFlashDraftModel, widest: int) -> WidthChooser | None:
-    """What chooses the width of each verify, if that is asked for and there is a choice."""
-    if draft.generation_config.verify_width != "auto" or len(candidate_widths(widest)) < 2:
-        return None
-    return WidthChooser(widest)
+def _follows(target: Target, draft: DFlashDraftModel, state: DecodeState, rule: Rule, keeps_buffers: bool) -> bool:
+    """Returns True if the width of each verify follows the run.
+
+    Where nothing is said about it, only where steps are not to be captured, a graph per width, and where the text does
+    not follow the width too: rejection draws another one, and in half precision near ties turn.
+    """
+    asked = draft.generation_config.verify_width
+    if asked is not None:
+        return asked == "auto"
+    is_half = target.model.dtype.itemsize < 4 or torch.is_autocast_enabled(target.device.type)
+    draws = state.is_sampled and rule == "sample"
+    return WidthChooser.by_default and not (keeps_buffers or is_half or draws)
 
 
 def _limit(criteria: StoppingCriteriaList, generation_config: GenerationConfig, num_columns: int) -> int:
