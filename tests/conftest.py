@@ -1,4 +1,6 @@
-"""What every test runs under: offline, one torch thread, `gpu` tests only where there is a GPU, engines of its own."""
+"""What every test runs under: offline, one torch thread, `gpu` tests only where there is a GPU, engines of its own,
+and no kernel given up unseen, whose reference would be compared with itself.
+"""
 
 import os
 import sys
@@ -11,6 +13,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+
+from dflash_hf.generation.widths import WidthChooser
 
 torch.set_num_threads(1)
 
@@ -26,8 +30,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verifies whole blocks where a test does not say how wide: by default that follows the clock of the machine."""
+    monkeypatch.setattr(WidthChooser, "by_default", False)
+
+
+@pytest.fixture(autouse=True)
 def captured_again() -> Generator[None]:
     """Ends what `helpers.static.set_engine` has begun; loads nothing for tests that do without it."""
     yield
     if "helpers.static" in sys.modules:
         sys.modules["helpers.static"].capture_again()
+
+
+@pytest.fixture(autouse=True)
+def kernels_that_run() -> Generator[None]:
+    """Fails a test in which a kernel could not be launched, so that its reference ran in its place."""
+    yield
+    kernels = sys.modules.get("dflash_kernels")
+    operations = [] if kernels is None else [getattr(kernels, name) for name in kernels.__all__]
+    given_up = {operation.reference.__name__: operation.failures.copy() for operation in operations}
+    for operation in operations:
+        operation.failures.clear()
+    assert not any(given_up.values()), given_up

@@ -98,7 +98,9 @@ class RaggedBlock:
             dtype (`torch.dtype`): Of the scores.
             from_anchor (`bool`): Whether the window counts from the block's first token.
         """
-        if self.is_exact and not causal and window is None and num_slots == self.bound:
+        # The last token, and what is not causal, see all that is not out of their window.
+        sees_all = (self.width == 1 or not causal) and (window is None or window >= num_slots)
+        if self.is_exact and sees_all and num_slots == self.bound:
             return None
         key = (num_slots, window, causal, repeats, dtype, from_anchor)
         if key not in self._masks:

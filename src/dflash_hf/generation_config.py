@@ -56,9 +56,11 @@ class DFlashGenerationConfig(GenerationConfig):
         block_size (`int`, *optional*): Tokens per block, the anchor included; at most the checkpoint's, which is the
             default. Smaller blocks draft fewer tokens.
         verify_width (`int` or `"auto"`, *optional*): How many tokens of the block the target checks in one forward,
-            the anchor included; at most `block_size` (one more for a draft that samples from the anchor), which is the
-            default. Exact at any width. `"auto"` chooses anew before each step, by what was accepted so far and by
-            what steps of each width take: for batches so large that a wide verify costs more than it brings.
+            the anchor included; at most `block_size` (one more for a draft that samples from the anchor); 1 is plain
+            decoding. Exact at any width. `"auto"` chooses anew before each step, by what was accepted so far and by
+            what steps of each width take, down to decoding without the draft while it does not pay. Left out, that is
+            what happens where it cannot change a text: not under `"sample"`, in half precision, in captured steps and
+            in [`~dflash_hf.iterate`], where the whole block is verified.
         engine (`str`, defaults to `"auto"`): `"eager"` launches every operation of a step from the host, over exactly
             as many keys as there are. `"cuda_graph"` captures the step over fixed buffers once per shape and replays
             it; what cannot be captured runs eagerly, with the reason in the log. `"auto"` is `"cuda_graph"` on CUDA

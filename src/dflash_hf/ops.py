@@ -1,10 +1,10 @@
 """The one door to the kernels, and where they are used: nothing else of this package imports `dflash_kernels`.
 
 By themselves kernels run on CUDA devices of compute capability 8 and more, in float16 and bfloat16, if Triton is
-installed; everywhere else torch computes the same. Those that choose and count, and so are exact, also run in float32.
-Triton is imported when the first one is launched. One function each says whether a kernel is to be used: `attends`,
-`writes` (both that write caches), `fuses` (norms and activations), `picks` and `accepts`; `best` and `commit` ask by
-themselves. They read nothing on the host.
+installed and can build them; everywhere else torch computes the same. Those that choose and count, and so are exact,
+also run in float32. Triton is imported when the first one is launched. One function each says whether a kernel is to
+be used: `attends`, `writes` (both that write caches), `fuses` (norms and activations), `picks` and `accepts`; `best`
+and `commit` ask by themselves. They read nothing on the host.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ def attends(query_BHWE: Tensor, key_BGRE: Tensor, value_BGRE: Tensor) -> bool:
     """
     if not _uses_kernels(query_BHWE) or _wants_gradient(query_BHWE):
         return False
+    if query_BHWE.device in block_attention.failures:  # torch's own attention is faster than the reference
+        return False
     if _Setting.enabled:
         return query_BHWE.dtype == key_BGRE.dtype == value_BGRE.dtype
     return query_BHWE.dtype in HALF and covers(query_BHWE, key_BGRE, value_BGRE)
@@ -132,12 +134,12 @@ def _uses_kernels(tensor: Tensor) -> bool:
     """Returns True if kernels are to be used at all where this tensor is."""
     if _Setting.enabled is not None:
         return _Setting.enabled
-    if not tensor.is_cuda or not _is_recent(tensor.device):
+    if not _is_recent(tensor.device):
         return False
     if not has_triton():
         _say_triton_is_missing()
         return False
-    return True
+    return _can_launch(tensor.device)
 
 
 def _wants_gradient(*tensors: Tensor) -> bool:
@@ -146,7 +148,17 @@ def _wants_gradient(*tensors: Tensor) -> bool:
 
 @functools.cache
 def _is_recent(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@functools.cache
+def _can_launch(device: torch.device) -> bool:
+    """Once per device: starts the smallest kernel. Slim images have no C compiler, and Triton needs one.
+
+    The first to ask is the first token's commit, long before a capture. What is wrong, the operation has said.
+    """
+    argmax(torch.zeros(1, device=device))
+    return device not in argmax.failures
 
 
 @functools.cache

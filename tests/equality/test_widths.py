@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, iterate
-from dflash_hf.generation import buffers
+from dflash_hf.generation import buffers, step
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.static_step import StaticStep
@@ -309,7 +309,7 @@ def test_stale_columns_behind_a_narrow_verify_are_never_used(monkeypatch: pytest
 def test_graphs_are_captured_widest_first_and_those_that_save_nothing_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     target, inputs = target_of("qwen3"), prompts([4, 11, 7], 0)
     ref = target.generate(**inputs, **GREEDY)
-    for knee, useful in ((100, [16]), (8, [16, 12, 8]), (1, [16, 12, 8, 6, 4])):
+    for knee, useful in ((100, [16]), (8, [16, 12, 8]), (1, candidate_widths(16))):
         monkeypatch.setattr(TapeStep, "measure", lambda self, tape, knee=knee: max(1.0, tape.graph.width / knee))
         draft = oracle(target, inputs, ref, 0, "cuda_graph", block_size=16)
         TapeStep.captured, TapeStep.widths = [], []
@@ -337,7 +337,7 @@ def run_of(target: Any, draft: Any, inputs: Any, monkeypatch: pytest.MonkeyPatch
 def test_a_run_verifies_as_wide_as_its_acceptance_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
     target, inputs = target_of("qwen3"), prompts([4, 11, 7], 0)
     ref = target.generate(**inputs, max_new_tokens=90, do_sample=False)
-    costs = {16: 12.5, 12: 12.0, 8: 8.0, 6: 6.0, 4: 4.0}
+    costs = {16: 12.5, 12: 12.0, 8: 8.0, 6: 6.0, 4: 4.0, 3: 3.5, 2: 3.0, 1: 1.0}
     monkeypatch.setattr("dflash_hf.generation.widths.MIN_SAVING", 0.01)
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 256)  # one graph per width is enough here
     never_right = tiny_draft(target, 16)
@@ -345,7 +345,8 @@ def test_a_run_verifies_as_wide_as_its_acceptance_is_worth(monkeypatch: pytest.M
     monkeypatch.setattr("torch.floor", lambda drawn: torch.full_like(drawn, 99.0))  # the oracle's: all slots are right
     never_right.generation_config.engine, never_right.generation_config.verify_width = "cuda_graph", "auto"
     widths = run_of(target, never_right, inputs, monkeypatch, costs).verify_widths
-    assert set(widths[3:]) == {4}
+    assert widths[0] == 16
+    assert widths.count(1) > 0.9 * len(widths), "tried again after 2, 4, 8 ... steps"
     stats = run_of(target, always_right, inputs, monkeypatch, costs)
     assert set(stats.verify_widths[4:]) == {16}
 
@@ -353,11 +354,11 @@ def test_a_run_verifies_as_wide_as_its_acceptance_is_worth(monkeypatch: pytest.M
 def test_a_block_with_no_choice_has_none() -> None:
     target, inputs = target_of("qwen3"), prompts([4], 0)
     ref = target.generate(**inputs, **GREEDY)
-    for block_size in (1, 2, 4):
-        draft = oracle(target, inputs, ref, 0, "eager", block_size=8)
-        draft.generation_config.block_size = block_size
-        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
-        assert set(draft.last_stats.verify_widths) == {block_size}
+    draft = oracle(target, inputs, ref, 0, "eager", block_size=8)
+    draft.generation_config.block_size = 1
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    assert set(draft.last_stats.verify_widths) == {1}
+    assert draft.last_stats.num_draft_forwards == 0
 
 
 def test_the_eager_loop_times_itself() -> None:
@@ -366,8 +367,86 @@ def test_the_eager_loop_times_itself() -> None:
     draft = oracle(target, inputs, ref, 0, "eager", block_size=16)
     assert torch.equal(target.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=draft), ref)
     widths = draft.last_stats.verify_widths
-    assert widths[:6] == [16, 16, 16, 16, 4, 4]
+    assert widths[0] == 16
     assert set(widths) <= set(candidate_widths(16))
+
+
+# ---- where it is the default
+
+
+def follows(target: Any, draft: Any, inputs: dict[str, Tensor], **settings: Any) -> bool:
+    """Whether a run has had several widths, with nothing said about them."""
+    draft.generation_config.verify_width = None
+    target.generate(**inputs, **{**GREEDY, **settings}, assistant_model=draft)
+    stats = draft.last_stats
+    if stats.engine == "eager":
+        assert stats.num_draft_forwards == sum(width > 1 for width in stats.verify_widths)
+    return len(set(stats.verify_widths)) > 1
+
+
+def test_it_is_the_default_where_the_text_cannot_follow_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_random_widths(monkeypatch, 1)
+    monkeypatch.setattr(RandomWidths, "by_default", True)
+    target, inputs = target_of("qwen3"), prompts([4, 11, 7], 0)
+    draft = tiny_draft(target, 8)
+    set_engine(draft, "eager")
+    assert follows(target, draft, inputs)
+    assert follows(target, draft, inputs, do_sample=True)
+    draft.generation_config.proposal = "sample"
+    assert follows(target, draft, inputs)
+    assert not follows(target, draft, inputs, do_sample=True), "rejection: another width, another text"
+    draft.generation_config.proposal = "auto"
+    set_engine(draft, "static")
+    assert not follows(target, draft, inputs), "steps that are captured"
+    set_engine(draft, "eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not follows(target, draft, inputs), "near ties"
+    half: Any = tiny_target("qwen3").to(torch.bfloat16)
+    rounded = tiny_draft(half, 8)
+    set_engine(rounded, "eager")
+    assert not follows(half, rounded, inputs)
+    steps = list(iterate(target, draft, **inputs, **GREEDY))
+    assert {step.tokens.shape[1] for step in steps[1:]} == {8}, "to be looked at"
+
+
+def test_one_sentence_says_that_a_draft_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(step.logger, "warning_once", said.append)
+    target, inputs = target_of("qwen3"), prompts([4], 0)
+    ref = target.generate(**inputs, max_new_tokens=60, do_sample=False)
+    for right in (False, True):
+        draft: Any = oracle(target, inputs, ref, 0, "cuda_graph", block_size=8) if right else tiny_draft(target, 8)
+        if right:
+            monkeypatch.setattr("torch.floor", lambda drawn: torch.full_like(drawn, 99.0))
+        draft.generation_config.engine, draft.generation_config.verify_width = "cuda_graph", "auto"
+        monkeypatch.setattr(TapeStep, "measure", lambda self, tape: 1.0 if tape.graph.width == 1 else 2.0)
+        target.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=draft)
+    (sentence,) = said
+    assert sentence.startswith("1.")
+    assert "this draft slows you down" in sentence
+
+
+def test_single_tokens_wait_for_the_draft_until_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their context is written in one go: not at every step, and not less often than there is room for."""
+    played = iter([1] * 21 + [8, 1, 1, 1, 8] + [1] * 30)
+    use_random_widths(monkeypatch)
+    monkeypatch.setattr(RandomWidths, "next_width", lambda self: next(played))
+    target, inputs = target_of("qwen3"), prompts([9], 0)
+    ref = target.generate(**inputs, **GREEDY)
+    draft = tiny_draft(target, 8)
+    set_engine(draft, "eager")
+    draft.generation_config.verify_width = "auto"
+    written: list[int] = []
+    write = type(draft).write_context
+
+    def watched(self: Any, context: Any, cache: Any) -> None:
+        written.append(int(context.block.lengths[0]))
+        write(self, context, cache)
+
+    monkeypatch.setattr(type(draft), "write_context", watched)
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    assert draft.last_stats.verify_widths[:23] == [1] * 21 + [8, 1]
+    assert written == [9, 17, 30], "twice eight tokens; what the wide verify has left"
 
 
 @pytest.mark.parametrize("own", ["propose", "accept"])

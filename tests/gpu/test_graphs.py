@@ -262,15 +262,68 @@ def test_a_capture_that_cuda_refuses_ends_in_the_eager_loop(captured: list[int])
         return forward(states)
 
     norm.forward = hiding
+    sampled: dict[str, Any] = {"max_new_tokens": 9, "do_sample": True, "temperature": 0.8}
+    torch.manual_seed(3)
+    number, text = torch.rand(1, device="cuda"), target.generate(**inputs, **sampled)
     for _ in range(2):
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
         assert draft.last_stats.engine == "eager"
+        # Generator and allocator know of no capture any more.
+        torch.manual_seed(3)
+        assert torch.equal(torch.rand(1, device="cuda"), number)
+        assert torch.equal(target.generate(**inputs, **sampled), text)
     assert len(captured) == 1
     assert kept_buffers(draft)[0].graphs.reason.startswith("CUDA could not capture it")
     norm.forward = forward
     free_buffers(draft)
     assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     assert draft.last_stats.engine == "cuda_graph"
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(1, device="cuda"), number)
+
+
+def test_a_refused_capture_keeps_no_memory() -> None:
+    """Its pool is let go: what was allocated in it can be given back to the driver."""
+    target = target_on_gpu("qwen3", torch.float32)
+    inputs = on_gpu(prompts([4, 11, 7], 0))
+    draft = tiny_draft(target, 8).cuda()
+    norm: Any = target.model.norm
+    forward = norm.forward
+
+    def hiding(states: Tensor) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            torch.empty(2**28, dtype=torch.uint8, device="cuda")
+            states.sum().item()
+        return forward(states)
+
+    target.generate(**inputs, **GREEDY, assistant_model=draft)
+    free_buffers(draft)
+    gc.collect()
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved()
+    norm.forward = hiding
+    target.generate(**inputs, **GREEDY, assistant_model=draft)
+    assert draft.last_stats.engine == "eager"
+    free_buffers(draft)
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < reserved + 2**27
+
+
+def test_a_replay_writes_into_nothing_that_others_have_been_given() -> None:
+    """Inductor lets go of cuBLAS's workspaces before captures of its own; ours are in the graphs' pools."""
+    target = target_on_gpu("qwen3", torch.float32)
+    inputs = on_gpu(prompts([4, 11, 7], 0))
+    ref = target.generate(**inputs, **GREEDY)
+    draft = tensor_oracle(target, truth_of(inputs, ref), 0, 8).cuda()
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    # All sizes that a workspace may have had, so that one of these would be in its place.
+    others = [torch.full((size,), 7, dtype=torch.uint8, device="cuda") for size in [2**22, 2**23, 2**25] * 4]
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    assert draft.last_stats.engine == "cuda_graph"
+    assert all(bool((other == 7).all()) for other in others)
 
 
 def test_auto_says_why_it_runs_eagerly() -> None:

@@ -1,4 +1,7 @@
-"""Compiles every kernel for a Hopper GPU without having one, and prints what each needs as JSON; run as a script.
+"""Compiles every kernel for a GPU without having one, and prints what each needs as JSON; run as a script.
+
+    python compile_kernels.py [WHICH [CAPABILITY]]     those whose name contains WHICH, for 90 (Hopper) by default
+    python compile_kernels.py --table                  what all need on all, for benchmarks/results/kernel_resources.md
 
 Launches are made with CPU tensors; in the place of each the compiled kernel is looked at. Not under
 `TRITON_INTERPRET=1`. Needs nothing but Triton's own package, which holds ptxas and cuobjdump.
@@ -22,12 +25,20 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-HOPPER = GPUTarget("cuda", 90, 32)
+# Multiprocessors, and KB of shared memory that a program may have: A100, RTX 3090, L40S, H200, B200, RTX 5090.
+CAPABILITIES = {80: (108, 163), 86: (82, 99), 89: (142, 99), 90: (132, 227), 100: (148, 227), 120: (170, 99)}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 class NoDevice:
-    """Stands where Triton expects a GPU's driver; nothing is ever launched."""
+    """Stands where Triton expects a GPU's driver; nothing is ever launched.
+
+    Args:
+        capability (`int`): What to compile for, a key of `CAPABILITIES`.
+    """
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
 
     def get_current_device(self) -> int:
         """The only one."""
@@ -39,7 +50,7 @@ class NoDevice:
 
     def get_current_target(self) -> GPUTarget:
         """What to compile for."""
-        return HOPPER
+        return self.target
 
 
 def resources(compiled: Any) -> dict[str, int]:
@@ -86,7 +97,8 @@ def launches() -> dict[str, Callable[[], Any]]:
     from dflash_kernels.block_attention import kernel
 
     # Sizes are chosen for the machine this runs on otherwise.
-    kernel.device_limits = lambda device: (132, 227 * 1024)
+    num_processors, kilobytes = CAPABILITIES[int(driver.active.get_current_target().arch)]
+    kernel.device_limits = lambda device: (num_processors, kilobytes * 1024)
     choose_num_splits = kernel.choose_num_splits
     batch, width, groups, size, layers, ring = 2, 16, 8, 128, 5, 2064
     lengths = torch.tensor([5, 900])
@@ -151,11 +163,45 @@ def launches() -> dict[str, Callable[[], Any]]:
         "attention, verify": attention(32, 128, half, *verify, splits=16),
         "attention, draft, one split": attention(32, 128, half, False, None, False, None, False, splits=1),
         "attention, 256, window, soft cap": attention(32, 256, half, True, 512, False, 50.0, False, splits=8),
+        "attention, 256, most splits": attention(8, 256, half, *verify, splits=kernel.MAX_SPLITS),
+        "attention, most splits": attention(8, 128, half, *verify, splits=kernel.MAX_SPLITS),
         "attention, 64, from the anchor, sinks": attention(64, 64, half, True, 128, True, None, True, splits=8),
         "attention, float32": attention(32, 128, full, *verify, splits=16),
     }
 
 
+def table() -> str:
+    """Returns what every kernel needs on every capability, as a table; compiles in processes of their own."""
+    lines = [
+        "# What each kernel needs, compiled without a GPU\n",
+        f"`python tests/helpers/compile_kernels.py --table`: Triton {triton.__version__}, torch {torch.__version__}, "
+        f"Python {sys.version.split()[0]}, commit {_commit()}. Nothing was launched.",
+        "Registers and bytes of stack per thread, KB of shared memory per program.\n",
+        "| kernel | case | " + " | ".join(f"sm_{capability}" for capability in CAPABILITIES) + " |",
+        "|---|---|" + "---|" * len(CAPABILITIES),
+    ]
+    rows: dict[tuple[str, str], list[str]] = {}
+    for capability in CAPABILITIES:
+        run = subprocess.run(
+            [sys.executable, __file__, "", str(capability)], capture_output=True, text=True, check=True
+        )
+        for kernel in json.loads(run.stdout.splitlines()[-1]):
+            key = (kernel["kernel"].strip("_"), kernel["case"])
+            needs = f"{kernel['registers']} / {kernel['stack']} / {kernel['shared'] / 1024:.0f}"
+            if "growing" not in kernel["case"]:
+                rows.setdefault(key, []).append(needs)
+    return "\n".join([*lines, *(f"| {' | '.join([*key, *needs])} |" for key, needs in rows.items())])
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+
+
 if __name__ == "__main__":
-    driver.set_active(NoDevice())
-    print(json.dumps(compile_all(sys.argv[1] if len(sys.argv) > 1 else "")))
+    if "--table" in sys.argv:
+        print(table())
+        sys.exit()
+    which, capability = [*sys.argv[1:], *["", "90"][len(sys.argv) - 1 :]]
+    driver.set_active(NoDevice(int(capability)))
+    print(json.dumps(compile_all(which)))

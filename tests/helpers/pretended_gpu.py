@@ -112,6 +112,7 @@ def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Generator[None]:
         "mem_get_info": lambda device=None: (10**12, 10**12),
     }
     ops._is_recent.cache_clear()
+    ops._can_launch.cache_clear()
     with pytest.MonkeyPatch.context() as patch, _device_guard(), FakeTensorMode():
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)
@@ -122,14 +123,17 @@ def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Generator[None]:
         patch.setattr(fused, "_is_plain", lambda weight: True)
         yield
     ops._is_recent.cache_clear()
+    ops._can_launch.cache_clear()
 
 
-def build_target(config: PreTrainedConfig, experts: str | None = None) -> PreTrainedModel:
-    """Builds a target in bfloat16 on the pretended device."""
+def build_target(
+    config: PreTrainedConfig, experts: str | None = None, dtype: torch.dtype = torch.bfloat16
+) -> PreTrainedModel:
+    """Builds a target on the pretended device."""
     takes_pictures = hasattr(config, "vision_config")
     model_class = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
     with torch.device("cuda"), no_init_weights():
-        model = model_class.from_config(config, dtype=torch.bfloat16).eval()
+        model = model_class.from_config(config, dtype=dtype).eval()
     if experts is not None:
         model.set_experts_implementation(experts)
     return model

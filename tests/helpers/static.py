@@ -150,7 +150,7 @@ def use_tapes(monkeypatch: pytest.MonkeyPatch, smallest_bucket: int = 8) -> None
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", smallest_bucket)
     monkeypatch.setattr(loop, "choose_engine", choose)
     monkeypatch.setattr(cuda_graph, "GraphStep", TapeStep)
-    monkeypatch.setattr("dflash_hf.generation.integration.check_device", lambda draft, device: None)
+    monkeypatch.setattr("dflash_hf.generation.integration.check_capturable", lambda target, draft: None)
     TapeStep.captured, TapeStep.widths = [], []
     Tape.num_replays = 0
 

@@ -36,6 +36,7 @@ CASES: dict[str, Case] = {
     "bidirectional": {"causal": False},
     "one split": {"splits": 1, "has_sinks": True},
     "more splits than tiles": {"splits": 7, "has_sinks": True},
+    "most splits": {"splits": 128, "heads": 1, "groups": 1, "width": 2, "ring": 2100, "lengths": [2090]},
     "lengths around a tile": {"width": 1, "lengths": [0, 62, 63, 64, 65], "heads": 2, "ring": 66},
     "lengths around two tiles": {"width": 2, "lengths": [126, 127, 1], "heads": 2, "ring": 130, "splits": 2},
     "one token, one head": {"width": 1, "heads": 1, "groups": 1, "size": 8},
@@ -65,6 +66,7 @@ REAL: dict[str, Case] = {
     "qwen3-8b draft": QWEN | {"ring": 4100, "lengths": [4000, 63], "causal": False},
     "one key head": QWEN | {"groups": 1, "ring": 999, "lengths": [900, 7]},
     "no grouping": QWEN | {"heads": 16, "groups": 16, "size": 80, "ring": 999, "lengths": [900, 7]},
+    "one key head, 64k": QWEN | {"groups": 1, "heads": 4, "ring": 65552, "lengths": [65500]},
     "gemma2": QWEN | {"heads": 16, "size": 256, "ring": 4112, "lengths": [9000, 40], "window": 4096, "softcap": 50.0},
     "gpt-oss": QWEN
     | {"heads": 64, "width": 8, "size": 64, "ring": 136, "lengths": [5000, 4], "window": 128, "has_sinks": True},
@@ -208,6 +210,20 @@ def test_reference_equals_the_package(data: st.DataObject) -> None:
     key, value = key.nan_to_num(), value.nan_to_num()
     wanted = attend(query, key, value, mask, options["scaling"], options["softcap"], options["sinks_H"])
     torch.testing.assert_close(block_attention.reference(query, key, value, rows, **options), wanted)
+
+
+@pytest.mark.parametrize("num_processors", [82, 132, 148, 170])
+def test_shares_fill_the_places_that_there_are_and_no_more(num_processors: int) -> None:
+    """A program too many takes as long again as all the others; a share of one tile is not worth its reduction."""
+    kernel = importlib.import_module("dflash_kernels.block_attention.kernel")
+    for num_programs in (1, 2, 8, 16, 32, 64, 256, 300, 1000):
+        for num_tiles in (1, 2, 3, 33, 516, 2048):
+            splits = kernel.choose_num_splits(num_tiles, num_programs, num_processors)
+            assert splits == 1 or splits * num_programs <= 2 * num_processors
+            assert splits == 1 or splits * kernel.MIN_TILES_PER_SPLIT <= num_tiles
+    # Qwen3-8B at 32k on a H200: 8 key heads; batch 2, 4, 8 and 32.
+    assert [kernel.choose_num_splits(512, 8 * batch, 132) for batch in (1, 2, 4, 8, 32)] == [33, 16, 8, 4, 1]
+    assert kernel.choose_num_splits(2048, 1, 132) == kernel.MAX_SPLITS == 128
 
 
 def test_what_sees_nothing_is_zero() -> None:

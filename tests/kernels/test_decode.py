@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dflash_hf import ops
+from dflash_hf.generation.buffers import kept_buffers
 from helpers.kernel_checks import CUDA, DEVICES, Calls, calls_of, find_out
 from helpers.static import Tape, set_engine, tensor_oracle, use_tapes
 from tiny import prompts, tiny_draft, tiny_target, truth_of
@@ -72,6 +73,23 @@ def test_kernels_replayed_from_a_tape_give_the_plain_text(
     use_tapes(monkeypatch, smallest_bucket=32)
     check("llama", device, "cuda_graph", [3, 5], SMALL, calls)
     assert Tape.num_replays > 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_second_call_reads_nothing_that_the_first_has_left(device: str) -> None:
+    target = tiny_target("llama").to(device, torch.float32)
+    inputs = {name: t.to(device) for name, t in prompts([3, 5], 1).items()}
+    wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = tensor_oracle(target, truth_of(inputs, wanted), 1, 4, **SMALL).to(device)
+    set_engine(draft, "static")
+    for _ in range(2):
+        with ops.kernels(True):
+            assert torch.equal(
+                target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), wanted
+            )
+        (kept,) = kept_buffers(draft)
+        for buffer in (*kept.cache.buffers(), *kept.draft_cache.buffers()):
+            buffer.fill_(torch.nan)
 
 
 @pytest.mark.parametrize("device", [CUDA])

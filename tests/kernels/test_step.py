@@ -12,11 +12,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dflash_hf import ops
+from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.generation import buffers
 from dflash_hf.generation.buffers import kept_buffers
 from helpers.engine import GREEDY, Watched, freeze_each_step_first, pair
 from helpers.kernel_checks import DEVICES, Calls, calls_of, find_out
-from helpers.static import Tape, TensorOracle, set_engine, tensor_oracle, use_tapes
+from helpers.static import Tape, TapeStep, TensorOracle, set_engine, tensor_oracle, use_tapes
 from helpers.vision import vision_prompts, vision_target
 from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of
 
@@ -45,6 +46,7 @@ def check_greedy(target: Any, inputs: dict[str, Tensor], calls: Calls, engine: A
     wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     draft = tensor_oracle(target, truth_of(inputs, wanted), 2, 6, **options)
     set_engine(draft, engine)
+    TapeStep.captured.clear()
     draft.generation_config.verify_width = width
     find_out(target)
     for _ in range(2):
@@ -60,6 +62,8 @@ def check_greedy(target: Any, inputs: dict[str, Tensor], calls: Calls, engine: A
         else:
             assert calls.all().keys() == calls_of(draft).keys()
             assert Tape.num_replays > 0
+            # All layers read lengths on the device: whatever the length, one graph over the whole buffers.
+            assert TapeStep.captured == [kept_buffers(draft)[0].capacity]
     return draft
 
 
@@ -260,6 +264,36 @@ def test_projections_that_are_more_than_a_weight_take_the_torch_path(what: str, 
     wanted["norm_rope_write"] = wanted["context_kv"] = 0
     assert calls.all() == +wanted
     assert len(seen) == (0 if what == "bias" else draft.last_stats.num_draft_forwards + 1), "the prompt too"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("family", ["qwen3-sliding", "qwen3.5"])
+def test_what_an_earlier_call_has_left_is_emptied_only_if_it_is_read(
+    family: str, enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN in every slot between two calls: in full layers kernels read none that their run has not written."""
+    target, draft, inputs, wanted = pair("static", family)
+    cleared: list[RaggedLayer] = []
+    clear = RaggedLayer.clear
+
+    def noted(self: RaggedLayer) -> None:
+        cleared.append(self)
+        clear(self)
+
+    monkeypatch.setattr(RaggedLayer, "clear", noted)
+    for _ in range(2):
+        with ops.kernels(enabled):
+            assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), wanted)
+        (kept,) = kept_buffers(draft)
+        layers = [layer for cache in (kept.draft_cache, kept.cache) for layer in cache.layers]
+        for layer in layers:
+            if isinstance(layer, RaggedLayer):
+                layer.key_buffer.fill_(torch.nan)
+                layer.value_buffer.fill_(torch.nan)
+    ragged = [layer for layer in layers if isinstance(layer, RaggedLayer)]
+    wanted_cleared = [layer for layer in ragged if layer.shape.window is not None or not enabled]
+    assert [id(layer) for layer in cleared] == [id(layer) for layer in wanted_cleared]
+    assert len(wanted_cleared) < len(ragged) or not enabled
 
 
 def test_what_the_host_decides_is_committed_by_the_kernel(calls: Calls) -> None:

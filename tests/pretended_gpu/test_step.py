@@ -36,8 +36,11 @@ from transformers import (
 from dflash_hf import DFlashConfig, ops
 from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.generation import step as step_module
+from dflash_hf.generation.cuda_graph import check_capturable, why_not
 from dflash_hf.generation.host_reads import HostReadError
 from dflash_hf.generation.run import Run
+from dflash_hf.generation.static_step import StaticStep
+from dflash_hf.target.parts import Target, find_target
 from helpers.pretended_gpu import Step, begin, build_draft, build_target, captured_step
 
 BLOCK, DRAFT_LAYERS = 16, 5
@@ -241,6 +244,64 @@ def test_grouped_experts_are_found_to_count_on_the_host_of_other_gpus(monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     with pytest.raises(HostReadError, match=r"_grouped_mm.* on the host"):
         captured_step(run)
+
+
+@pytest.mark.parametrize("target", ["qwen3-30b-a3b-short", "gpt-oss-short"])
+def test_experts_that_are_counted_on_the_host_are_known_before_any_work(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "takes_inference_mode", True)  # these weights are of a class of their own
+    model = build_target(TARGETS[target](), "grouped_mm")
+    draft = run_of(Case(target=SHORT)).generator.draft
+    draft.generation_config.engine = "cuda_graph"
+
+    def reason() -> str | None:
+        """Why not; asked for by name it is a refusal with the same words."""
+        found = find_target(model)
+        why = why_not(found, draft)
+        if why is not None:
+            with pytest.raises(ValueError, match=r"^expected experts that need no host") as refused:
+                check_capturable(found, draft)
+            assert why.partition(";")[0] in str(refused.value)
+        else:
+            check_capturable(found, draft)
+        return why
+
+    assert reason() is None
+    for capability in ((8, 0), (8, 6), (8, 9), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, at=capability: at)
+        assert f"experts under 'grouped_mm' in torch.bfloat16 on compute capability {capability[0]}." in str(reason())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    assert reason() is None
+    for dtype in (torch.float16, torch.float32):
+        model = build_target(TARGETS[target](), "grouped_mm", dtype)
+        assert f"experts under 'grouped_mm' in {dtype}" in str(reason())
+    model.set_experts_implementation("batched_mm")
+    assert reason() is None
+
+
+@pytest.mark.parametrize(
+    ("kernels", "warpers", "limit", "captures"),
+    [
+        (None, "greedy", 2048, 1),
+        (None, "top-k", 2048, 1),
+        (None, "greedy", 32 * 1024, 1),
+        (False, "greedy", 2048, 10),
+        (False, "greedy", 32 * 1024, 25),
+    ],
+)
+def test_one_graph_is_enough_where_lengths_are_read_on_the_device(
+    kernels: bool | None, warpers: str, limit: int, captures: int
+) -> None:
+    with ops.kernels(kernels):
+        target = build_target(TARGETS[SHORT]())
+        draft = run_of(Case(target=SHORT)).generator.draft
+        run = begin(target, draft, 1, WARPERS[warpers](), warpers != "greedy", prompt=500, limit=limit)
+        bounds = StaticStep(run).bounds()
+    assert run.room == limit, "no step of the run is left to the eager loop"
+    assert len(bounds) == captures
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[0] >= 500 + limit
 
 
 def _groups(x: Tensor, dtype: torch.dtype) -> Tensor:

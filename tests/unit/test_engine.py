@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import DynamicCache
 
@@ -89,9 +89,39 @@ READING: dict[str, Callable[[Tensor], object]] = {
     "singular values": lambda x: torch.linalg.svd(x.diag()),
     "in many": lambda x: torch.isin(x, torch.arange(20.0)),
     "histogram between extremes": lambda x: x.histc(4),
+    "pseudoinverse": lambda x: torch.linalg.pinv(x.diag()),
+    "eigenvalues": lambda x: torch.linalg.eigvals(x.diag()),
+    "eigenvalues of symmetry": lambda x: torch.linalg.eigh(x.diag()),
+    "least squares": lambda x: torch.linalg.lstsq(x.diag(), x.diag()),
+    "inverse checked": lambda x: torch.linalg.inv_ex(x.diag(), check_errors=True),
+    "drawn": lambda x: torch.multinomial(x, 1),
+    "drawn around": lambda x: torch.normal(x, x),
+    "norms of embeddings": lambda x: nn.functional.embedding(torch.tensor([1]), x.diag(), max_norm=1.0),
     "groups in float32": lambda x: torch._grouped_mm(x, x, offs=x),
     "groups of scaled numbers": lambda x: torch._scaled_grouped_mm(x, x, x, x, offs=x),
 }
+
+
+@torch.library.custom_op("dflash_tests::looking", mutates_args=())
+def looking(x: Tensor) -> Tensor:
+    """An operation of someone's whose body decides on the host."""
+    return x + 1 if x.sum() > 0 else x.clone()
+
+
+@torch.library.custom_op("dflash_tests::quiet", mutates_args={"x"})
+def quiet(x: Tensor, times: float) -> None:
+    """One that does not."""
+    x.mul_(times)
+
+
+@torch.library.custom_op("dflash_tests::outer", mutates_args=())
+def outer(x: Tensor) -> Tensor:
+    """One that makes use of another."""
+    return looking(x.clone())
+
+
+READING["custom operation"] = looking
+READING["custom operation in another"] = outer
 QUIET: dict[str, Callable[[Tensor], object]] = {
     "fill under a mask": lambda x: x.masked_fill(x > 1, 0.0),
     "put a number under a mask": lambda x: x.__setitem__(x > 1, 0.0),
@@ -102,6 +132,7 @@ QUIET: dict[str, Callable[[Tensor], object]] = {
     "in few": lambda x: torch.isin(x, torch.arange(2.0)),
     "histogram between numbers": lambda x: x.histc(4, min=0, max=4),
     "other dtype": lambda x: x.to(torch.float64),
+    "custom operation": lambda x: quiet(x, 2.0),
     "repeats of known size": lambda x: x.repeat_interleave(torch.tensor([1, 2, 3]), output_size=6),
 }
 

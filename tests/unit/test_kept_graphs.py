@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from dflash_hf import free_buffers
-from dflash_hf.generation import buffers, cuda_graph
-from dflash_hf.generation.buffers import kept_buffers
+from dflash_hf.generation import buffers, cuda_graph, run
+from dflash_hf.generation.buffers import kept_buffers, round_up
+from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.target.parts import find_target
 from helpers.engine import GREEDY, NEW, pair
 from helpers.static import TapeStep, set_engine, use_tapes
@@ -133,7 +134,7 @@ def test_calls_in_several_threads_share_no_buffers() -> None:
     assert len({tensor.data_ptr() for one in kept for tensor in one.owned()}) == sum(len(one.owned()) for one in kept)
 
 
-def test_only_so_many_buffers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_many_buffers_are_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     target = tiny_target("qwen3")
     draft = tiny_draft(target)
     set_engine(draft, "static")
@@ -144,3 +145,67 @@ def test_only_so_many_buffers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "total_memory", lambda device: total)
     target.generate(**prompts([5] * 7, 0), max_new_tokens=3, do_sample=False, assistant_model=draft)
     assert [kept.shape.state.batch for kept in kept_buffers(draft)] == [7]
+    buffers.logger.warning_once.cache_clear()
+    monkeypatch.setattr(buffers, "total_memory", lambda device: total - 1)
+    for _ in range(2):
+        target.generate(**prompts([5] * 7, 0), max_new_tokens=3, do_sample=False, assistant_model=draft)
+        assert not kept_buffers(draft)
+    told = [record.getMessage() for record in caplog.records if "are not kept" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("Buffers of a run with a DFlash draft were more than 25% of the memory of cpu")
+
+
+def test_a_growing_conversation_is_captured_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that are too short are replaced by ones of twice the length, as long as those can be kept."""
+    target = tiny_target("qwen3")
+    draft = tiny_draft(target)
+    set_engine(draft, "static")
+    capacities = list[int]()
+    for length in range(5, 120, 5):
+        target.generate(**prompts([length], 0), max_new_tokens=3, do_sample=False, assistant_model=draft)
+        capacities.append(kept_buffers(draft)[0].capacity)
+    assert sorted(set(capacities)) == [16, 32, 64, 128]
+    (kept,) = kept_buffers(draft)
+    monkeypatch.setattr(buffers, "total_memory", lambda device: 7 * kept.num_bytes())
+    target.generate(**prompts([130], 0), max_new_tokens=3, do_sample=False, assistant_model=draft)
+    assert kept_buffers(draft)[0].capacity == round_up(130 + 3 + 8), "twice as much would not be kept"
+
+
+def test_the_guard_looks_once_at_every_setting_and_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    guarded = list[NoHostReads]()
+
+    def noted() -> NoHostReads:
+        guarded.append(NoHostReads())
+        return guarded[-1]
+
+    monkeypatch.setattr(cuda_graph, "NoHostReads", noted)
+    target, draft, inputs, ref = pair("cuda_graph")
+    for settings, num_new in (({}, 1), ({}, 0), ({"do_sample": True, "temperature": 0.5}, 1)):
+        guarded.clear()
+        num_captured = len(TapeStep.captured)
+        out = target.generate(**inputs, **{**GREEDY, **settings}, assistant_model=draft)
+        assert settings or torch.equal(out, ref)
+        assert len(guarded) == num_new
+        assert (len(TapeStep.captured) > num_captured + 1) == bool(num_new), "several lengths each"
+
+
+@pytest.mark.parametrize(
+    ("limit", "affordable", "room"), [(100, 10, 100), (2000, 2000, 2000), (2000, 1999, 1000), (9999, 9999, 4000)]
+)
+def test_room_is_what_can_be_kept(limit: int, affordable: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "FIXED_ROOM", 4000)
+    assert run.first_room(limit, affordable) == room
+    assert run.first_room(limit, None) == min(limit, run.FIRST_ROOM)
+
+
+def test_a_length_that_is_affordable_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = tiny_target("qwen3"), tiny_draft(tiny_target("qwen3"))
+    set_engine(draft, "static")
+    monkeypatch.setattr(buffers, "total_memory", lambda device: 2_000_000)
+    monkeypatch.setattr(buffers, "free_memory", lambda device: 2_000_000)
+    length = buffers.affordable_length(find_target(target), draft, 3)
+    assert length > 50
+    limit = int(length * 0.9) - 5 - 16
+    target.generate(**prompts([5] * 3, 0), max_new_tokens=limit, do_sample=False, assistant_model=draft)
+    assert kept_buffers(draft)
+    assert kept_buffers(draft)[0].num_bytes() > 0.75 * buffers.KEPT_SHARE * 2_000_000

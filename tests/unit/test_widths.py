@@ -15,7 +15,7 @@ from dflash_hf.generation.widths import (
     candidate_widths,
     choose_width,
     expected_tokens,
-    interpolate,
+    fitted_costs,
     useful_widths,
 )
 
@@ -54,10 +54,10 @@ def test_the_choice_is_the_best_of_all_by_enumeration() -> None:
 
 
 def test_candidates_are_few_and_close() -> None:
-    assert candidate_widths(16) == [16, 12, 8, 6, 4]
-    assert candidate_widths(17) == [17, 16, 12, 8, 6, 4]
-    assert candidate_widths(8) == [8, 6, 4]
-    assert [candidate_widths(width) for width in (1, 2, 4, 5)] == [[1], [2], [4], [5, 4]]
+    assert candidate_widths(16) == [16, 12, 8, 6, 4, 3, 2, 1]
+    assert candidate_widths(17) == [17, 16, 12, 8, 6, 4, 3, 2, 1]
+    assert candidate_widths(8) == [8, 6, 4, 3, 2, 1]
+    assert [candidate_widths(width) for width in (1, 2, 3, 5)] == [[1], [2, 1], [3, 2, 1], [5, 4, 3, 2, 1]]
 
 
 def test_widths_that_save_nothing_are_dropped() -> None:
@@ -66,10 +66,27 @@ def test_widths_that_save_nothing_are_dropped() -> None:
     assert useful_widths({16: 1.0, 12: 1.2, 8: 0.99, 4: 1 - MIN_SAVING}) == [16, 4]
 
 
-def test_unknown_costs_lie_on_lines_between_known_ones() -> None:
-    assert interpolate({4: 1.0, 16: 4.0}, [16, 12, 8, 4]) == pytest.approx({16: 4.0, 12: 3.0, 8: 2.0, 4: 1.0})
-    assert interpolate({4: 1.0, 8: 1.5, 16: 4.0}, [16, 12, 8, 6, 4])[6] == pytest.approx(1.25)
-    assert interpolate({4: 1.0, 8: 1.5, 16: 4.0}, [16, 12, 8, 6, 4])[12] == pytest.approx(2.75)
+def test_unknown_costs_are_fitted() -> None:
+    widths = candidate_widths(16)
+    line = {width: 2.0 + 0.5 * width for width in widths}
+    exact = {width: line[width] for width in (16, 8, 4)}
+    found = fitted_costs(exact, widths)
+    assert found == pytest.approx(line | {1: line[1] / 2}), "without a draft: half of it, until it is known"
+    assert fitted_costs(exact | {1: 2.4}, widths) == pytest.approx(line | {1: 2.4})
+    assert fitted_costs({16: 4.0}, widths) == pytest.approx({w: 2 + w / 8 if w > 1 else 1.0625 for w in widths})
+    assert fitted_costs({}, widths)[1] < fitted_costs({}, widths)[16]
+    assert fitted_costs({1: 1.0}, widths)[2] > 1.0
+
+
+def test_no_cost_is_above_that_of_a_wider_verify() -> None:
+    """Whatever the clock saw: a hiccup, or steps that get quicker as they get wider."""
+    draw = random.Random(3)
+    for _ in range(200):
+        known = {width: draw.uniform(0.1, 9) for width in draw.sample(candidate_widths(16), draw.randint(0, 8))}
+        costs = list(fitted_costs(known, candidate_widths(16)).values())
+        assert min(costs) > 0
+        assert costs == sorted(costs, reverse=True)
+    assert fitted_costs({16: 4.0, 8: 3.0, 1: 50.0}, candidate_widths(16))[1] < 2.3
 
 
 # ---- simulated runs
@@ -113,36 +130,95 @@ def best_rate(shares: list[float], costs: Costs) -> float:
 
 
 def knee_at(knee: float) -> Costs:
-    return lambda width: max(1.0, width / knee)
+    return lambda width: max(1.0, width / knee) if width > 1 else 0.8
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("knee", [5.0, 8.0, 10.0, 40.0])
-@pytest.mark.parametrize("share", [0.3, 0.67, 0.79, 0.9, 0.99])
+@pytest.mark.parametrize("knee", [5.0, 8.0, 10.0])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.67, 0.79, 0.9, 0.99])
 def test_a_run_with_known_costs_is_close_to_the_best_width(share: float, knee: float, lag: int) -> None:
     shares, costs = [share] * 15, knee_at(knee)
     chooser = WidthChooser(16)
     chooser.set_costs({width: costs(width) for width in chooser.widths})
     widths = simulate(chooser, shares, costs, steps=300, lag=lag)
-    assert rate_of(widths[20:], shares, costs) > 0.98 * best_rate(shares, costs)
-    if knee == 40.0:
-        assert set(widths) == {16}, "nothing is cheaper than the whole block"
+    assert rate_of(widths[20:], shares, costs) > 0.97 * best_rate(shares, costs)
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+def test_where_nothing_is_cheaper_than_the_whole_block_it_is_verified() -> None:
+    chooser = WidthChooser(16)
+    chooser.set_costs({16: 1.0})
+    assert set(simulate(chooser, [0.3] * 15, knee_at(40.0), steps=300)) == {16}
+
+
 @pytest.mark.parametrize("slope", [0.0, 0.02, 0.1, 0.5])
-@pytest.mark.parametrize("share", [0.4, 0.79, 0.97])
-def test_a_run_that_times_itself_is_close_to_the_best_width(share: float, slope: float, lag: int) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.79, 0.97])
+def test_a_run_that_times_itself_is_close_to_the_best_width(share: float, slope: float) -> None:
     shares = [share] * 15
 
     def costs(width: int) -> float:
-        return 1.0 + slope * width
+        return 1.0 if width == 1 else 1.4 + slope * width
 
-    # A hiccup in a step that is there to be timed must not rule its width out.
-    for hiccups in ({0: 50.0}, {2: 9.0}, {3: 9.0}, {4: 9.0}, {5: 9.0}):
-        widths = simulate(WidthChooser(16), shares, costs, steps=300, lag=lag, hiccups=hiccups)
-        assert rate_of(widths[20:], shares, costs) > 0.97 * best_rate(shares, costs)
-        assert widths[:6] == [16, 16, 16, 16, 4, 4]
+    # A hiccup in one of the first steps of a width must not rule it out.
+    for hiccups in ({0: 50.0}, {1: 9.0}, {2: 9.0}, {3: 9.0}, {4: 9.0}, {5: 9.0}):
+        widths = simulate(WidthChooser(16), shares, costs, steps=400, hiccups=hiccups)
+        assert widths[0] == 16
+        # Where little is to be had, a run may stay without a draft: what it tries is narrow, and rare.
+        least = 0.8 if share == 0.4 else 0.93
+        assert rate_of(widths[20:], shares, costs) > max(least * best_rate(shares, costs), 0.98)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.2])
+def test_a_draft_that_is_hardly_ever_right_costs_next_to_nothing(share: float, seed: int) -> None:
+    """The bundled pair's costs: a drafted step takes 1.7 to 2.3 times a plain one."""
+
+    def costs(width: int) -> float:
+        return 1.0 if width == 1 else 1.65 + 0.04 * width
+
+    widths = simulate(WidthChooser(16), [share] * 15, costs, steps=255, rows=1, seed=seed)
+    drafted = [step for step, width in enumerate(widths) if width > 1]
+    gained = sum(expected_tokens([share] * 15, width) for width in widths)
+    assert sum(map(costs, widths)) < 1.035 * gained
+    if share == 0.0:
+        waits = [after - before for before, after in itertools.pairwise(drafted)]
+        assert waits == sorted(waits), "rarer and rarer"
+        assert waits[-1] > 60
+
+
+def test_a_run_holds_the_best_for_longer_and_longer() -> None:
+    """With nothing to learn from, what is tried beside it comes half as often each time, at last after 128 steps."""
+    chooser = WidthChooser(16)
+    chooser.set_costs({16: 2.0, 8: 1.9, 1: 1.0})
+    widths = simulate(chooser, [0.99] * 15, lambda width: {16: 2.0, 8: 1.9, 1: 1.0}[width], steps=600, rows=8)
+    others = [step for step, width in enumerate(widths) if width < 16]
+    assert [after - before for before, after in itertools.pairwise(others)] == [33, 65, 129, 129, 129]
+
+
+def test_what_pays_once_is_tried_again_at_once() -> None:
+    chooser = WidthChooser(8)
+    chooser.set_costs({8: 2.0, 1: 1.0})
+    clock = 0.0
+    for right in [0] * 120 + [7] * 40:
+        width = chooser.next_width()
+        chooser.observe(width, [min(right, width - 1)], clock)
+    assert chooser.current == 8
+    assert chooser.next_width() == 8
+
+
+def test_the_verdict() -> None:
+    said: list[str | None] = []
+    for right in (0, 5):
+        chooser = WidthChooser(8)
+        chooser.set_costs({8: 2.0, 1: 1.0})
+        assert chooser.verdict() is None, "nothing is known yet"
+        for _ in range(60):
+            width = chooser.next_width()
+            chooser.observe(width, [min(right, width - 1)], 0.0)
+        said.append(chooser.verdict())
+    bad, good = said
+    assert bad is not None
+    assert bad.startswith("1.0 tokens per verify: this draft slows you down")
+    assert good is None
 
 
 def test_a_run_follows_a_text_that_changes() -> None:
@@ -152,7 +228,7 @@ def test_a_run_follows_a_text_that_changes() -> None:
     for seed, share in enumerate((0.97, 0.4, 0.97)):
         shares = [share] * 15
         widths = simulate(chooser, shares, costs, steps=150, seed=seed)
-        assert rate_of(widths[60:], shares, costs) > 0.97 * best_rate(shares, costs)
+        assert rate_of(widths[60:], shares, costs) > 0.96 * best_rate(shares, costs)
 
 
 def test_positions_that_were_not_tried_are_not_rejections() -> None:
@@ -177,15 +253,12 @@ def test_a_step_in_which_no_row_was_running_teaches_nothing() -> None:
 
 
 def test_what_a_width_does_once_is_not_its_cost() -> None:
-    """Compiling for a new width must not lock it out."""
-    costs = {16: 10.0, 12: 4.0, 8: 3.0, 6: 2.9, 4: 2.8}
-    chosen: list[list[int]] = []
-    for once in (0.0, 20.0):
-        chooser, clock, widths = WidthChooser(16), 0.0, list[int]()
-        for _ in range(200):
-            width = chooser.next_width()
-            clock += costs[width] + (once if width not in widths else 0.0)
-            widths.append(width)
-            chooser.observe(width, [min(width - 1, 7)], clock)
-        chosen.append(widths)
-    assert chosen[0] == chosen[1]
+    """Compiling for a new width must not lock it out for long."""
+    costs = {16: 10.0, 12: 4.0, 8: 3.0, 6: 2.9, 4: 2.8, 3: 2.7, 2: 2.6, 1: 2.5}
+    chooser, clock, widths = WidthChooser(16), 0.0, list[int]()
+    for _ in range(200):
+        width = chooser.next_width()
+        clock += costs[width] + (20.0 if width not in widths else 0.0)
+        widths.append(width)
+        chooser.observe(width, [min(width - 1, 7)], clock)
+    assert widths[-50:].count(8) > 45

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import subprocess
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -29,6 +30,30 @@ def runs_kernel(tensor: Tensor) -> bool:
     return tensor.dtype in DTYPES and has_triton() and (tensor.is_cuda or interprets())
 
 
+def launch_errors() -> tuple[type[Exception], ...]:
+    """Returns the types of what a launch raises where a kernel cannot be had; see [`is_fault_of_kernel`]."""
+    # A driver's module that is built but cannot be loaded; no ldconfig; no libcuda where that looks; a C compiler that
+    # fails; none, and what MLIR's passes raise.
+    found = (ImportError, OSError, AssertionError, subprocess.CalledProcessError, RuntimeError)
+    try:
+        from triton.errors import TritonError
+    except ImportError:  # a Triton without that module, or one that cannot be imported at all
+        return found
+    return (*found, TritonError)
+
+
+def is_fault_of_kernel(error: Exception) -> bool:
+    """Says whether such an error is about the kernel: it cannot be built, or does not fit into a multiprocessor.
+
+    A device that has failed is not, nor is memory that has run out: what torch computes would meet the same.
+    """
+    if isinstance(error, RuntimeError):  # torch's own errors of a device are of other classes, or say so
+        text = str(error)
+        # The driver's words for code that it cannot load, among all that it says of a device or a capture.
+        return type(error) is RuntimeError and ("CUDA" not in text or "kernel image" in text or "PTX" in text)
+    return True
+
+
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """What a launch has to be made under: Triton launches on the current device, not on that of its arguments."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
@@ -46,4 +71,14 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-__all__ = ["DTYPES", "cdiv", "has_triton", "interprets", "on_device_of", "power_of_two", "runs_kernel"]
+__all__ = [
+    "DTYPES",
+    "cdiv",
+    "has_triton",
+    "interprets",
+    "is_fault_of_kernel",
+    "launch_errors",
+    "on_device_of",
+    "power_of_two",
+    "runs_kernel",
+]

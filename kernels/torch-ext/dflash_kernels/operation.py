@@ -3,6 +3,9 @@
 Both go by the names of the definition's parameters, which are written nowhere else. A tensor's name ends in its
 dimensions: `key_BGRE` is `[B, G, R, E]`, and a letter stands for one size throughout a call, which is checked. The
 kernel is given what it has a parameter for: `key`, and of its strides `stride_key_r`.
+
+A kernel that cannot be built or does not fit on a device is not tried there again: the definition runs from then on,
+and the log says once why. Such a launch has written nothing, as long as what a second kernel needs is scratch of ours.
 """
 
 from __future__ import annotations
@@ -10,15 +13,17 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from ._dispatch import has_triton, interprets, on_device_of, runs_kernel
+from ._dispatch import has_triton, interprets, is_fault_of_kernel, launch_errors, on_device_of, runs_kernel
 from ._ops import add_op_namespace_prefix
 
+logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 # The arguments of a call by name, and the sizes of their dimensions by letter.
@@ -45,6 +50,8 @@ class Operation(Generic[P, T]):
         if has_triton():
             self.op.register_kernel(("cuda", "cpu") if interprets() else "cuda")(self._run)
         self._check, self._covers = check, covers
+        # Devices on which the kernel cannot run, and why.
+        self.failures: dict[torch.device, str] = {}
         parameters = inspect.signature(reference).parameters
         self._defaults: Given = {n: None if p.default is p.empty else p.default for n, p in parameters.items()}
         self._dims = {name: dims for name in parameters if (dims := split(name)[1])}
@@ -57,12 +64,24 @@ class Operation(Generic[P, T]):
 
     def _run(self, *args: Any) -> Any:
         """Runs the kernel, or the definition where the kernel does not cover what is given."""
-        if not self._covers(*args):
-            reference: Callable[..., Any] = self.reference
+        device, reference = args[0].device, cast(Callable[..., Any], self.reference)
+        if device in self.failures or not self._covers(*args):
             return reference(*args)
-        kernel: Any = importlib.import_module(".kernel", self.reference.__module__)
-        with on_device_of(args[0]):
-            return kernel.launch(self._named(args, {}))
+        try:
+            kernel: Any = importlib.import_module(".kernel", self.reference.__module__)
+            with on_device_of(args[0]):
+                return kernel.launch(self._named(args, {}))
+        except launch_errors() as error:
+            if not is_fault_of_kernel(error):
+                raise
+            self._give_up(device, error)
+        return reference(*args)
+
+    def _give_up(self, device: torch.device, error: Exception) -> None:
+        """Has the definition run on a device from now on, and says why."""
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        self.failures[device] = reason
+        logger.warning("%s runs in torch on %s, its kernel cannot: %s", self.reference.__name__, device, reason)
 
     def _named(self, args: Sequence[Any], kwargs: Given) -> Given:
         return self._defaults | dict(zip(self._defaults, args, strict=False)) | kwargs

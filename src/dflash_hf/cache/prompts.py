@@ -28,8 +28,8 @@ class PromptSlots:
             positions = self.positions[:, self.positions.shape[1] - num_columns :]
             kept = (positions >= 0) & (positions > positions.amax(dim=1, keepdim=True) - ring)
             slots = positions % ring
-            run = slots[0, 0] + torch.arange(num_columns) if num_columns else slots[0]
-            rows = torch.arange(len(slots))[:, None] * ring
+            run = slots[0, 0] + torch.arange(num_columns, device="cpu") if num_columns else slots[0]
+            rows = torch.arange(len(slots), device="cpu")[:, None] * ring
             if not bool(kept.all()):
                 self._found[key] = kept.flatten().nonzero()[:, 0].to(device), (slots + rows)[kept].to(device)
             elif num_columns and bool((slots == run).all()):

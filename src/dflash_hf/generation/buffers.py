@@ -15,15 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
+from dflash_hf import ops
 from dflash_hf.cache.context import ContextWeights
-from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.cache.size import OutOfRoomError, check_memory
-from dflash_hf.devices import total_memory
+from dflash_hf.cache.ragged import RaggedCache, RaggedLayer
+from dflash_hf.cache.recurrent import RecurrentGroup
+from dflash_hf.cache.size import OutOfRoomError, buffer_bytes, check_memory
+from dflash_hf.devices import free_memory, total_memory
 from dflash_hf.generation.state import DecodeState, StateShape
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
 
+logger: Any = logging.get_logger(__name__)
 MAX_KEPT = 4
 KEPT_SHARE = 0.25  # of a device's memory
 # Lengths that steps are captured for: multiples of the smallest, four to an octave.
@@ -121,13 +125,21 @@ class FixedBuffers:
         )
 
     def reopen(self) -> None:
-        """Waits on the device, not on the host, for the call before, and empties the caches in place."""
+        """Waits on the device, not on the host, for the call before, and empties the caches in place.
+
+        But for those of full layers where nothing reads a slot that its run has not written: they may be many
+        gigabytes. Rings are emptied: behind a long prompt, slots that are masked have never been written.
+        """
         if self.idle is not None:
             torch.cuda.current_stream(self.shape.state.device).wait_event(self.idle)
-        self.draft_cache.clear()
+        caches = [self.draft_cache, *([] if self.cache is None else [self.cache])]
+        stays = reads_lengths_on_device(*caches)
         self.context_states.zero_()
-        if self.cache is not None:
-            self.cache.clear()
+        for part in (part for cache in caches for part in (*cache.layers, *cache.groups)):
+            if (isinstance(part, RaggedLayer) and not (stays and part.shape.window is None)) or isinstance(
+                part, RecurrentGroup
+            ):
+                part.clear()
 
     def take_cache(self, cache: RaggedCache) -> None:
         """Keeps the target's cache; what was captured over another one is dropped."""
@@ -147,6 +159,34 @@ class FixedBuffers:
             *(() if self.context_weights is None else self.context_weights),
             *(buffer for cache in caches for buffer in cache.buffers()),
         ]
+
+
+def reads_lengths_on_device(*caches: RaggedCache) -> bool:
+    """Returns True if the kernel attends to every layer of these caches: then no slot behind a row's end is ever read.
+
+    It finds that end on the device, so that how many slots it may read costs nothing.
+    """
+    layers = [layer for cache in caches for layer in cache.layers if isinstance(layer, RaggedLayer)]
+    pairs = [(layer.key_buffer.transpose(1, 2), layer.value_buffer.transpose(1, 2)) for layer in layers]
+    return all(ops.attends(keys, keys, values) for keys, values in pairs)
+
+
+def affordable_length(target: Target, draft: DFlashDraftModel, batch: int) -> int:
+    """Returns how long rows may be in a set of buffers that is kept and leaves half of the free memory; 0: not known.
+
+    By the config, as if all layers of the target were of full attention.
+    """
+    config: Any = target.config
+    total, free = total_memory(target.device), free_memory(target.device)
+    heads = getattr(config, "num_attention_heads", None)
+    if total is None or free is None or not heads:
+        return 0
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    itemsize = draft.dtype.itemsize
+    token = buffer_bytes([(shape, itemsize, itemsize) for shape in draft.cache_shapes()], batch, 1, 0)
+    token += 2 * batch * config.num_hidden_layers * groups * size * target.model.dtype.itemsize
+    return int(min(KEPT_SHARE * total, free / 2) / token)
 
 
 def round_up(length: int) -> int:
@@ -185,8 +225,9 @@ _stores: weakref.WeakKeyDictionary[DFlashDraftModel, _Store] = weakref.WeakKeyDi
 def take_buffers(target: Target, draft: DFlashDraftModel, shape: BufferShape, length: int) -> FixedBuffers:
     """Returns cleared buffers for rows of up to `length` tokens, a block included: kept ones, else new ones.
 
-    They are the caller's until [`give_buffers`]. Kept ones that are too short are freed first, and those of other
-    shapes where there is no room beside them.
+    They are the caller's until [`give_buffers`]. Kept ones that are too short are freed first, and new ones are twice
+    as long where that can be kept: a growing conversation is captured anew a few times, not with every turn. Those of
+    other shapes are freed where there is no room beside them.
 
     Raises:
         OutOfRoomError: If the draft's context is larger than what is free of the device's memory.
@@ -200,8 +241,10 @@ def take_buffers(target: Target, draft: DFlashDraftModel, shape: BufferShape, le
     if found is not None:
         found.reopen()
         return found
+    total = total_memory(shape.state.device)
+    doubled = [2 * b.capacity for b in alike if total is not None and 2 * b.num_bytes() <= total * KEPT_SHARE]
+    capacity = max([round_up(length), *doubled])
     del alike, gone, store
-    capacity = round_up(length)
     try:
         return FixedBuffers.allocate(target, draft, shape, capacity, capacity)
     except OutOfRoomError:
@@ -221,6 +264,13 @@ def give_buffers(draft: DFlashDraftModel, buffers: FixedBuffers) -> None:
         store.kept = [*store.kept, buffers][-MAX_KEPT:]
         while store.kept and total is not None and sum(b.num_bytes() for b in store.kept) > total * KEPT_SHARE:
             del store.kept[0]
+        is_kept = any(kept is buffers for kept in store.kept)
+    if not is_kept:
+        logger.warning_once(
+            f"Buffers of a run with a DFlash draft were more than {KEPT_SHARE:.0%} of the memory of "
+            f"{buffers.shape.state.device} and are not kept: such calls allocate and capture every time. Fewer rows "
+            "or a lower max_new_tokens need less"
+        )
 
 
 def kept_buffers(draft: DFlashDraftModel) -> Sequence[FixedBuffers]:
@@ -243,10 +293,12 @@ def free_buffers(draft: DFlashDraftModel) -> None:
 __all__ = [
     "BufferShape",
     "FixedBuffers",
+    "affordable_length",
     "buckets_between",
     "free_buffers",
     "give_buffers",
     "kept_buffers",
+    "reads_lengths_on_device",
     "round_up",
     "take_buffers",
 ]

@@ -28,7 +28,9 @@ class DFlashCandidateGenerator:
     """Drafts with a [`DFlashDraftModel`] over a ragged context cache.
 
     Of every verify it keeps the tapped states, rejected rows included, in fixed tensors; its next forward writes them.
-    Before the first verify these are zeros, whose keys and values go where the block's own go right after.
+    Before the first verify these are zeros, whose keys and values go where the block's own go right after. Tokens that
+    were decoded without a draft gather there, one behind the other, until a forward of the draft takes them or the
+    tensors are full.
 
     Args:
         draft (`DFlashDraftModel`): The draft.
@@ -53,6 +55,9 @@ class DFlashCandidateGenerator:
         self.buffers = buffers
         # Per row, the first index that there is context for [B]; the draft counts from there. None: from 0.
         self.offset: Tensor | None = None
+        # Columns of the newest context that are taken: all of them behind a verify of more than one token, of which
+        # the host does not know how many were right. Whether single tokens gather, and the columns of the last verify.
+        self._num_held, self._gathers, self._last = 0, True, slice(0, 0)
         # Only `iterate` sets these: a proposal rule of the user's, and whether the last block's logits are kept.
         self.rule_of_user: Propose | None = None
         self.keeps_logits = False
@@ -84,13 +89,19 @@ class DFlashCandidateGenerator:
     def observe_block(self, context_hidden_states: Tensor, block: RaggedBlock) -> None:
         """Takes the context of a verified block, rejected rows included; the next draft forward writes it.
 
+        A single token goes behind those that are there already, see [`pass_over`].
+
         Args:
             context_hidden_states (`torch.Tensor` of shape `[B, block.width, L * D]`): Tapped states of the verify.
             block (`RaggedBlock`): The block that was verified.
         """
-        buffers = self.buffers
-        buffers.context_states[:, : block.width].copy_(context_hidden_states)
-        buffers.context_lengths.copy_(self._on_draft(block).lengths)
+        buffers, room = self.buffers, self.buffers.context_states.shape[1]
+        start = self._num_held % room if block.width == 1 else 0
+        self._last = slice(start, start + block.width)
+        buffers.context_states[:, self._last].copy_(context_hidden_states)
+        if not start:
+            buffers.context_lengths.copy_(self._on_draft(block).lengths)
+        self._num_held = start + 1 if block.width == 1 and self._gathers else room
 
     def _context(self) -> NewContext:
         """The newest context, which the draft's next forward writes."""
@@ -105,10 +116,20 @@ class DFlashCandidateGenerator:
         """Writes the newest context where no draft forward will."""
         self.draft.write_context(self._context(), self.cache)
 
+    def pass_over(self, is_static: bool) -> None:
+        """Stands in for [`propose`] before a verify of one token: makes room for its context.
+
+        Args:
+            is_static (`bool`): Write the context of every token, so that each such step is the same.
+        """
+        self.logits, self._gathers = None, not is_static
+        if self.verify_width > 1 and (is_static or self._num_held == self.buffers.context_states.shape[1]):
+            self.flush()
+
     @property
     def context_hidden_states(self) -> Tensor:
         """Tapped states `[B, W, L * D]` of the block that was verified last, rejected rows included."""
-        return self.buffers.context_states
+        return self.buffers.context_states[:, self._last]
 
     def propose(self, state: DecodeState, block: RaggedBlock) -> None:
         """Drafts a block in one forward and writes `state.proposals` (and `draft_probs` under rejection).
@@ -117,8 +138,6 @@ class DFlashCandidateGenerator:
             state (`DecodeState`): Changed in place.
             block (`RaggedBlock`): Where the draft's block stands, on the target's device.
         """
-        if self.verify_width < 2:
-            return
         draft, device = self.draft, state.block.device
         self.cache.begin(self._on_draft(block))
         noise_embeds = draft.embed(state.draft_ids, self.target.embedding)

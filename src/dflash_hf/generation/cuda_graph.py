@@ -1,16 +1,15 @@
 """One CUDA graph per step: which engine a call gets, what is captured, replayed and kept, and what if it cannot be.
 
-A graph belongs to fixed buffers, a number of K/V slots that are read, a number of tokens that are verified, and
-settings baked into it (`_settings`). All that a run may need are captured before its first step, longest and widest
-first, into one pool of memory. Where the width is to be chosen, the longest are replayed to see what each width costs,
-and widths that save nothing are dropped. Capturing runs the step
-over rows that count as finished, which changes nothing but scratch. A graph knows addresses of weights: where one of
-them, or what a module does, has changed since, it is captured again (`_fingerprint`).
+A graph belongs to fixed buffers, a number of K/V slots that are read (all of them, where the attention reads lengths
+on the device), a number of tokens that are verified, and settings baked into it (`_settings`). All that a run may need
+are captured before its first step, longest and widest first, into one pool of memory. Where the width is to be chosen,
+the longest are replayed to see what each width costs, and widths that save nothing are dropped. Capturing runs the
+step over rows that count as finished, which changes nothing but scratch. A graph knows addresses of weights: where one
+of them, or what a module does, has changed since, it is captured again (`_fingerprint`).
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Generator, Iterator
@@ -25,8 +24,8 @@ from transformers.utils import logging
 
 from dflash_hf import ops
 from dflash_hf.devices import execution_devices, is_offloaded
-from dflash_hf.generation.buffers import buckets_between
-from dflash_hf.generation.host_reads import HostReadError, NoHostReads
+from dflash_hf.generation.capture import NotCapturableError, capture, first_line
+from dflash_hf.generation.host_reads import HostReadError, NoHostReads, counts_groups
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.widths import useful_widths
@@ -47,6 +46,8 @@ NUM_TIMED = 3
 _capturing = threading.Lock()
 # Drafts whose steps are not captured: see `uncaptured`.
 _uncaptured: weakref.WeakSet[DFlashDraftModel] = weakref.WeakSet()
+# Of experts that torch itself multiplies; those of quantised ones have functions of their own.
+_GROUPED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Transformers' own hooks, which do nothing unless a forward is asked for hidden states, and ours, which listen to
 # their own thread's run.
 _HARMLESS_HOOKS = (
@@ -54,10 +55,6 @@ _HARMLESS_HOOKS = (
     "dflash_hf.target.hidden_states",
     "dflash_hf.cache.recurrent",
 )
-
-
-class NotCapturableError(RuntimeError):
-    """A step cannot be captured; the message is the reason."""
 
 
 @dataclass(slots=True)
@@ -116,15 +113,22 @@ def uncaptured(draft: DFlashDraftModel) -> Generator[None]:
         _uncaptured.discard(draft)
 
 
-def check_device(draft: DFlashDraftModel, device: torch.device) -> None:
-    """Refuses CUDA graphs where there is no CUDA.
+def check_capturable(target: Target, draft: DFlashDraftModel) -> None:
+    """Refuses `"cuda_graph"`, asked for by name, where no step can be captured and one setting would change that.
 
     Raises:
-        ValueError: If `"cuda_graph"` is asked for, to be captured, and `device` is no CUDA device.
+        ValueError: If the target is not on CUDA, or its experts are counted on the host.
     """
-    if draft.generation_config.engine == "cuda_graph" and device.type != "cuda" and draft not in _uncaptured:
+    if draft.generation_config.engine != "cuda_graph" or draft in _uncaptured:
+        return
+    if target.device.type != "cuda":
         raise ValueError(
-            f"expected a target on CUDA under engine='cuda_graph', got one on {device}; leave engine at 'auto'"
+            f"expected a target on CUDA under engine='cuda_graph', got one on {target.device}; leave engine at 'auto'"
+        )
+    if counted := _counted_experts(target):
+        raise ValueError(
+            f"expected experts that need no host under engine='cuda_graph', got {counted}; call "
+            "target.set_experts_implementation('batched_mm'), or leave engine at 'auto'"
         )
 
 
@@ -132,13 +136,13 @@ def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
     """Returns the engine that a call asks for, as far as it can be had; says once in the log why it cannot.
 
     Raises:
-        ValueError: If `"cuda_graph"` is asked for, to be captured, and the target is not on CUDA.
+        ValueError: See [`check_capturable`].
     """
+    check_capturable(target, draft)
     wanted = draft.generation_config.engine
     if wanted == "eager" or (wanted == "cuda_graph" and draft in _uncaptured):
         return wanted
     if target.device.type != "cuda":
-        check_device(draft, target.device)
         return "eager"
     reason = why_not(target, draft)
     if reason is None:
@@ -161,6 +165,8 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str | None:
         return f"a RoPE of type {rope[0]}, which looks at positions on the host"
     if torch.is_autocast_enabled(target.device.type):
         return "autocast, which keeps copies of weights"
+    if counted := _counted_experts(target):
+        return f"{counted}; 'batched_mm' does not count (target.set_experts_implementation)"
     hook = next((name for name, module in _modules(target, draft) if _has_own_hooks(module)), None)
     if hook is not None:
         return f"a forward hook on {hook or type(model).__name__}, which a replay would not call"
@@ -216,9 +222,7 @@ class GraphStep(StaticStep):
         if unknown := [name for name, value in self.run.extra.items() if not _is_plain(value)]:
             raise NotCapturableError(f"inputs of the caller's own in every forward: {', '.join(unknown)}")
         run = self.run
-        shortest = run.longest + self.widest
-        longest = shortest + run.state.limit + run.generator.verify_width
-        bounds = buckets_between(shortest, longest, self.buffers.capacity)
+        bounds = self.bounds()
         self.graphs.forget_oldest(self.settings)
         try:
             with self._frozen():
@@ -230,7 +234,7 @@ class GraphStep(StaticStep):
             if not isinstance(error, torch.OutOfMemoryError):
                 raise
             torch.cuda.empty_cache()
-            raise NotCapturableError(f"no memory left to capture it ({_first_line(error)})") from error
+            raise NotCapturableError(f"no memory left to capture it ({first_line(error)})") from error
         if run.chooser is not None and costs is not None:
             run.chooser.set_costs(costs)
 
@@ -276,38 +280,24 @@ class GraphStep(StaticStep):
 
     def capture_one(self, bound: int) -> Captured:
         """Captures the step over `bound` slots, of the state's width, after running it once on the same stream."""
-        device = self.buffers.shape.state.device
-        stream = _capture_stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        # Libraries allocate, and kernels are compiled and chosen, at their first call.
-        with torch.cuda.stream(stream):
-            self.warm_up(bound)
-        torch.cuda.current_stream(device).wait_stream(stream)
         if self.graphs.pool is None:
             self.graphs.pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        pool = self.graphs.pool
-        try:
-            # The outer context puts the stream back also where `torch.cuda.graph` fails to: after a refused capture.
-            with (
-                torch.cuda.stream(torch.cuda.current_stream(device)),
-                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-            ):
-                outputs = self.body(bound)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            with device_errors_explained():
-                torch.cuda.synchronize(device)  # a device that has failed does not get over it
-            raise NotCapturableError(f"CUDA could not capture it ({_first_line(error)})") from error
+        device, pool = self.buffers.shape.state.device, self.graphs.pool
+        graph, outputs = capture(lambda: self.warm_up(bound), lambda: self.body(bound), device, pool)
         return Captured(graph, outputs, self.run.state.draft_probs)
 
     def warm_up(self, bound: int) -> None:
-        """Runs the step once, uncaptured, and again if there is something to compile, which the guard prevents.
+        """Runs the step once, uncaptured: under guard if it is the first of its settings and width.
+
+        And again if there is something to compile, which the guard prevents.
 
         Raises:
             NotCapturableError: If it reads a tensor on the host.
         """
+        width = self.run.state.width
+        if any(key == self.settings and size[1] == width for key, size in self.graphs.captured):
+            self.body(bound)
+            return
         try:
             with held(NoHostReads()):
                 self.body(bound)
@@ -332,12 +322,6 @@ class GraphStep(StaticStep):
         finally:
             done.copy_(before)
             state.width = width
-
-
-@functools.cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures on a device: cuBLAS keeps a workspace for every stream that it has seen."""
-    return torch.cuda.Stream(device)
 
 
 def _settings(run: Run, decides: bool) -> Settings:
@@ -382,28 +366,25 @@ def _has_own_hooks(module: nn.Module) -> bool:
     return any(getattr(hook, "__module__", None) not in _HARMLESS_HOOKS for hook in hooks)
 
 
+def _counted_experts(target: Target) -> str | None:
+    """Says which experts are counted on the host, inside an operation of torch's, or `None`."""
+    for module in target.modules:
+        implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        weight = next((w for w in module._parameters.values() if w is not None and w.dim() == 3), None)
+        if implementation != "grouped_mm" or weight is None or weight.dtype not in _GROUPED_DTYPES:
+            continue
+        if counts_groups(weight):
+            major, minor = torch.cuda.get_device_capability(weight.device)
+            return (
+                f"experts under 'grouped_mm' in {weight.dtype} on compute capability {major}.{minor}, which torch "
+                "counts on the host but for bfloat16 on 9 and 10"
+            )
+    return None
+
+
 def _is_plain(value: object) -> bool:
     """Returns True if a value can be part of a graph's settings."""
     return value is None or isinstance(value, bool | int | float | str)
-
-
-@contextmanager
-def device_errors_explained() -> Generator[None]:
-    """Says what an error of the device means for the process."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "CUDA error" not in str(error):  # older releases of torch have no class for them
-            raise
-        raise RuntimeError(
-            f"expected the steps to run on CUDA, got {_first_line(error)}; this run is lost and its buffers are not "
-            "used again. A device that has failed stays so: restart the process, and set engine='eager' with "
-            "CUDA_LAUNCH_BLOCKING=1 to see where it happens"
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _log_eager(reason: str) -> None:
@@ -414,10 +395,8 @@ __all__ = [
     "Captured",
     "GraphStep",
     "Graphs",
-    "NotCapturableError",
-    "check_device",
+    "check_capturable",
     "choose_engine",
-    "device_errors_explained",
     "start_engine",
     "uncaptured",
     "why_not",

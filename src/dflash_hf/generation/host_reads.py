@@ -1,8 +1,8 @@
 """Finding operations that need the host, on any device: what no captured step may contain. They need a tensor's value
 there, or copy a tensor from there, which waits too and would read the same memory again at every replay.
 
-CUDA has a debug mode of its own for that, but it is one for all threads, and there is none on a CPU. What happens
-inside an operation is not seen: neither the bodies of custom operations, nor C++, whose known reads are named here.
+CUDA has a debug mode of its own for that, but it is one for all threads, and there is none on a CPU. Custom operations
+that are written in Python are looked into. C++ cannot be: what is known to read there is named here.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-# The size of what they return, or a number that they return, follows from values; the last ones read in C++.
+# The size of what they return, or a number that they return, follows from values; those of the second part read in
+# C++, to check what they are given or whether it could be done.
 _READING = {
     "_local_scalar_dense",
     "_unique2",
@@ -26,9 +30,17 @@ _READING = {
     "nonzero",
     "unique_consecutive",
     "unique_dim",
-    "_linalg_check_errors",  # `linalg.inv`, `linalg.solve`, `linalg.cholesky` and others: whether it could be done
+    "_to_sparse",
+    "_ctc_loss",
+    "_linalg_check_errors",  # `linalg.inv`, `linalg.solve`, `linalg.cholesky` and others
+    "_linalg_eigh",
+    "_linalg_eigvals",
     "_linalg_svd",
     "linalg_eig",
+    "linalg_lstsq",
+    "linalg_pinv",
+    "embedding_renorm_",
+    "multinomial",
     "transformers::grouped_mm_fallback",
 }
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
@@ -54,9 +66,10 @@ class NoHostReads(TorchDispatchMode):
             raise HostReadError(f"{func} reads a tensor on the host")
         if copies_from_host(func, args, kwargs):
             raise HostReadError(f"{func} copies a tensor from the host")
-        # Under inference mode an operation that is made of others arrives here whole.
+        body = _body(func, args)
+        # Under inference mode an operation that is made of others arrives here whole, as custom ones always do.
         with self:
-            out = func.decompose(*args, **kwargs)
+            out = func.decompose(*args, **kwargs) if body is None else body(*args, **kwargs)
         return func(*args, **kwargs) if out is NotImplemented else out
 
 
@@ -77,10 +90,14 @@ def reads_on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
     if name == "repeat_interleave" and func._overloadname.startswith("Tensor"):
         return kwargs.get("output_size") is None
     if name in _GROUPED:
-        return _counts_groups(args[0], is_scaled=name != "_grouped_mm")
+        return counts_groups(args[0], is_scaled=name != "_grouped_mm")
     if name == "isin" and func._overloadname.startswith("Tensor_Tensor"):
         # Torch's own rule: from so many on it sorts, and asks how many are unique.
         return args[1].numel() >= int(10 * args[0].numel() ** 0.145)
+    if name == "normal" and func._overloadname.endswith("Tensor"):
+        return True  # whether a deviation is negative
+    if name.endswith("_ex") and name.startswith("linalg_"):
+        return _argument(func, "check_errors", args, kwargs) is True
     if name == "histc":
         bounds = {"min": 0, "max": 0, **dict(zip(("min", "max"), args[2:4], strict=False)), **kwargs}
         return bounds["min"] == bounds["max"]  # then they are looked for
@@ -119,15 +136,41 @@ def _name(func: Any) -> str:
     return func._schema.name.removeprefix("aten::")
 
 
+def _argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Returns what an operation is called with under a name, its default included."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[index] if index < len(args) else kwargs.get(name, argument.default_value)
+    return None
+
+
+def _body(func: Any, args: Sequence[Any]) -> Any:
+    """Returns the Python function that a custom operation runs for these arguments, if it is one of torch.library's.
+
+    For tensors without values it runs another one, which only makes a result.
+    """
+    definition: Any = OPDEFS.get(func._schema.name)
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    if definition is None or any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return None
+    bodies: dict[str | None, Any] = getattr(definition, "_backend_fns", {})
+    return bodies.get(tensors[0].device.type if tensors else None, bodies.get(None))
+
+
 def _is_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _counts_groups(first: Tensor, is_scaled: bool) -> bool:
-    """Returns True if a product of groups whose first operand is this one copies their ends to the host."""
+def counts_groups(first: Tensor, is_scaled: bool = False) -> bool:
+    """Returns True if a product of groups copies their ends to the host, which its first operand decides.
+
+    Args:
+        first (`torch.Tensor`): It, or one of the same dtype on the same device.
+        is_scaled (`bool`): Whether the operands are scaled numbers.
+    """
     if not first.is_cuda or not (is_scaled or first.dtype == torch.bfloat16):
         return True
     return torch.cuda.get_device_capability(first.device)[0] not in _GROUPED_ON
 
 
-__all__ = ["HostReadError", "NoHostReads", "copies_from_host", "reads_on_host"]
+__all__ = ["HostReadError", "NoHostReads", "copies_from_host", "counts_groups", "reads_on_host"]

@@ -24,7 +24,7 @@ from dflash_hf.generation.checks import (
     check_settings,
     check_stock,
 )
-from dflash_hf.generation.cuda_graph import check_device
+from dflash_hf.generation.cuda_graph import check_capturable
 from dflash_hf.generation.loop import decode
 from dflash_hf.generation.prefill import keep_new_images
 from dflash_hf.generation.ranks import Ranks
@@ -102,7 +102,7 @@ def prepare(
             'device_map={"": device}'
         )
     options.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
-    check_device(draft, target.device)
+    check_capturable(target, draft)
     settings = Settings(model, arguments)
     check_settings(settings)
     check_inputs(target, settings)

@@ -122,6 +122,8 @@ def iterate(
     with ranks.together():
         run: Run = cast(Any, model).generate(**prepare(model, draft, kwargs, engine))
     draft.last_stats = run.stats
+    if draft.generation_config.verify_width is None:
+        run.chooser = None  # to be looked at, a run drafts at every step
     run.generator.keeps_logits = output_logits
     if propose is not None:
         run.generator.rule_of_user = _Checked(propose, dims=2, highest=run.target.vocab_size - 1)
@@ -233,7 +235,7 @@ class _Verified:
             done=state.done.clone(),
             logits=self.logits.clone() if output_logits else None,
             draft_logits=generator.logits.clone() if output_logits and generator.logits is not None else None,
-            hidden_states=generator.context_hidden_states[:, : state.width].clone() if output_hidden_states else None,
+            hidden_states=generator.context_hidden_states.clone() if output_hidden_states else None,
         )
 
 

@@ -19,7 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.devices import eagerly
 from dflash_hf.generation.buffers import give_buffers
-from dflash_hf.generation.cuda_graph import choose_engine, device_errors_explained, start_engine
+from dflash_hf.generation.capture import device_errors_explained
+from dflash_hf.generation.cuda_graph import choose_engine, start_engine
 from dflash_hf.generation.outputs import DFlashGenerateOutput
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.ranks import Ranks

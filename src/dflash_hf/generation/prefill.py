@@ -17,7 +17,7 @@ from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.devices import execution_device
 from dflash_hf.generation.accept import SynchronizedRows
-from dflash_hf.generation.buffers import BufferShape, FixedBuffers, free_buffers, take_buffers
+from dflash_hf.generation.buffers import BufferShape, FixedBuffers, affordable_length, free_buffers, take_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
 from dflash_hf.generation.outputs import Recorder
 from dflash_hf.generation.processors import BlockProcessors
@@ -28,7 +28,7 @@ from dflash_hf.generation.state import NUM_REPORTED, DecodeState, StateShape
 from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
 from dflash_hf.generation.step import settle, take_note
 from dflash_hf.generation.user_cache import UserCache
-from dflash_hf.generation.widths import WidthChooser, candidate_widths
+from dflash_hf.generation.widths import WidthChooser
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
@@ -73,7 +73,7 @@ def prefill(
     check_length(target, min(longest, past or longest), positions.shape[1] + limit + width - 1)
     delta = position_delta(target, input_ids, model_kwargs, lengths)
     eos_ids = _eos_ids(stopping_criteria, input_ids.device)
-    room = first_room(limit, keeps_buffers)
+    room = first_room(limit, affordable_length(target, draft, len(input_ids)) - longest if keeps_buffers else None)
     shape = StateShape.of(delta, eos_ids, block_size, width)
     buffers = _buffers(target, draft, shape, longest + room, input_ids.shape[1] + room, keeps_buffers)
     generator = DFlashCandidateGenerator(draft, target, processors, buffers, rule)
@@ -105,7 +105,7 @@ def prefill(
         recorder=recorder,
         stats=stats,
         watch=watch,
-        chooser=_chooser(draft, width),
+        chooser=WidthChooser(width) if width > 1 and _follows(target, draft, state, rule, keeps_buffers) else None,
         kept=kept,
         extra=extra_inputs(model_kwargs),
         reach=None if target.num_positions is None else (target.num_positions - delta).tolist(),
@@ -262,11 +262,18 @@ def _widths_and_rule(
     return block_size, width, rule
 
 
-def _chooser(draft: DFlashDraftModel, widest: int) -> WidthChooser | None:
-    """What chooses the width of each verify, if that is asked for and there is a choice."""
-    if draft.generation_config.verify_width != "auto" or len(candidate_widths(widest)) < 2:
-        return None
-    return WidthChooser(widest)
+def _follows(target: Target, draft: DFlashDraftModel, state: DecodeState, rule: Rule, keeps_buffers: bool) -> bool:
+    """Returns True if the width of each verify follows the run.
+
+    Where nothing is said about it, only where steps are not to be captured, a graph per width, and where the text does
+    not follow the width too: rejection draws another one, and in half precision near ties turn.
+    """
+    asked = draft.generation_config.verify_width
+    if asked is not None:
+        return asked == "auto"
+    is_half = target.model.dtype.itemsize < 4 or torch.is_autocast_enabled(target.device.type)
+    draws = state.is_sampled and rule == "sample"
+    return WidthChooser.by_default and not (keeps_buffers or is_half or draws)
 
 
 def _limit(criteria: StoppingCriteriaList, generation_config: GenerationConfig, num_columns: int) -> int:

@@ -161,7 +161,7 @@ class Ranks:
     def _report(self, report: int, number: int = 0) -> list[int]:
         """Tells the others how this rank is; returns the reports of all, then the first rank's number."""
         self._meets_next = False  # where this fails, there is nobody to tell
-        numbers = torch.zeros(self.size + 1, dtype=torch.long)
+        numbers = torch.zeros(self.size + 1, dtype=torch.long, device="cpu")
         numbers[self.rank] = report
         numbers[-1] = number if self.rank == 0 else 0
         numbers = numbers.to(self.model.device)

@@ -113,12 +113,21 @@ def tapped(run: Run) -> Generator[Taps]:
 
 # New tokens that there is room for at the beginning, at most; fixed buffers do not grow, see `make_room`.
 FIRST_ROOM = 512
-FIXED_ROOM = 8192
+FIXED_ROOM = 32768
 
 
-def first_room(limit: int, keeps_buffers: bool) -> int:
-    """Returns how many of `limit` new tokens to begin with room for."""
-    return min(limit, FIXED_ROOM if keeps_buffers else FIRST_ROOM)
+def first_room(limit: int, affordable: int | None) -> int:
+    """Returns how many of `limit` new tokens to begin with room for.
+
+    Args:
+        limit (`int`): New tokens that are asked for.
+        affordable (`int`, *optional*): For how many fixed buffers can be kept between calls: for more than that they
+            have a quarter of the room that they could have. `None` is for buffers that grow.
+    """
+    if affordable is None:
+        return min(limit, FIRST_ROOM)
+    room = min(limit, FIXED_ROOM)
+    return room if room <= affordable else min(limit, FIXED_ROOM // 4)
 
 
 def has_room(run: Run, num_unread: int = 0) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
-from dflash_hf.generation.buffers import round_up
+from dflash_hf.generation.buffers import buckets_between, reads_lengths_on_device, round_up
 from dflash_hf.generation.compiled import compile_errors, compiled_layers
 from dflash_hf.generation.run import Run, has_room
 from dflash_hf.generation.state import NUM_REPORTED
@@ -71,6 +71,7 @@ class StaticStep:
         self.run = run
         self.decides = run.decides()
         self.widest = run.buffers.shape.block
+        self.reads_lengths = reads_lengths_on_device(run.cache, run.generator.cache)
         self.compiles = run.generator.draft.generation_config.compile_layers
         run.stats.engine = self.name
 
@@ -138,8 +139,21 @@ class StaticStep:
 
     def bound(self, num_unread: int) -> int:
         """The slots that a step may need, `num_unread` steps after the one the host has read last."""
+        if self.reads_lengths:
+            return self.run.buffers.capacity
         longest = self.run.longest + num_unread * self.run.generator.verify_width + self.widest
         return min(round_up(longest), self.run.buffers.capacity)
+
+    def bounds(self) -> list[int]:
+        """Returns all that [`bound`] may give during the run, longest first: one graph each, per width.
+
+        A single one where every layer's attention reads lengths on the device.
+        """
+        run = self.run
+        if self.reads_lengths:
+            return [run.buffers.capacity]
+        shortest = run.longest + self.widest
+        return buckets_between(shortest, shortest + run.state.limit + run.generator.verify_width, run.buffers.capacity)
 
     def _begin(self, slot: _Slot, num_unread: int) -> None:
         begin(self.run)

@@ -38,7 +38,8 @@ class SpeculativeStats:
         num_accepted (`list[list[int]]`): Per row, proposals that matched at each verify, before any cut.
         num_proposed (`int`): Proposals checked per verify (`verify_width - 1`), at most.
         verify_widths (`list[int]`): Tokens checked by each verify, the anchor included: one number per step, for all
-            rows that were still running. Empty means `num_proposed + 1` always.
+            rows that were still running; 1 is a token decoded without a draft, which counts as a verify too. Empty
+            means `num_proposed + 1` always.
         num_target_forwards (`int`): Forwards of the target, the prefill's included, and the one behind the end that a
             host one step behind has started.
         num_draft_forwards (`int`): Block forwards of the draft.

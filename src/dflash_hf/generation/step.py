@@ -7,15 +7,19 @@ replays. `finish` is the host's part. Without a graph `step` runs them one after
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import logging
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.generation.accept import commit, decide_at_once, decide_by_position, stop_by_criteria
 from dflash_hf.generation.run import Run, make_room, tapped
 from dflash_hf.generation.state import NUM_REPORTED
 from dflash_hf.target.hidden_states import Taps
+
+logger: Any = logging.get_logger(__name__)
 
 
 def step(run: Run, taps: Taps | None = None) -> tuple[Tensor, list[int]]:
@@ -41,11 +45,11 @@ def begin(run: Run) -> None:
         run.state.width = run.chooser.next_width()
     run.state.width = run.ranks.meet(run.state.width)
     run.stats.num_target_forwards += 1
-    run.stats.num_draft_forwards += run.generator.verify_width > 1
+    run.stats.num_draft_forwards += run.state.width > 1
 
 
 def forwards(run: Run, bound: int | None = None, taps: Taps | None = None) -> CausalLMOutputWithPast:
-    """Drafts and verifies.
+    """Drafts, where more than the anchor is to be verified, and verifies.
 
     Args:
         run (`Run`): Its `state.block`, caches and context are changed in place.
@@ -58,14 +62,16 @@ def forwards(run: Run, bound: int | None = None, taps: Taps | None = None) -> Ca
     state, size, width = run.state, run.generator.block_size, run.state.width
     # With one row the longest row is the row.
     is_exact, positions = bound is None and state.ids.shape[0] == 1, state.next_positions
-    drafted = RaggedBlock(positions[:, :size], bound or run.longest + size, is_exact)
-    run.generator.propose(state, drafted)
-    run.ranks.share(state.proposals)
+    block = RaggedBlock(positions[:, :width], bound or run.longest + width, is_exact)
+    if width > 1:
+        drafted = RaggedBlock(positions[:, :size], bound or run.longest + size, is_exact)
+        run.generator.propose(state, block if width == size else drafted)
+        run.ranks.share(state.proposals)
+    else:
+        run.generator.pass_over(is_static=bound is not None)
     if bound is None:
         run.watch.lap("draft")
-    if width == size:
-        return verify(run, drafted, taps)
-    return verify(run, RaggedBlock(positions[:, :width], bound or run.longest + width, is_exact), taps)
+    return verify(run, block, taps)
 
 
 def verify(run: Run, block: RaggedBlock, taps: Taps | None = None) -> CausalLMOutputWithPast:
@@ -162,6 +168,8 @@ def finish(run: Run, reported: list[list[int]], tokens: Tensor) -> list[int]:
         # Without the rest: how long a streamer takes does not depend on the width.
         seconds = stats.draft_seconds + stats.verify_seconds + stats.accept_seconds
         run.chooser.observe(width, [accepted[row] for row in running], seconds)
+        if run.finished and (verdict := run.chooser.verdict()) is not None:
+            logger.warning_once(verdict)
     run.watch.lap("rest")
     return committed
 

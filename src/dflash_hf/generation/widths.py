@@ -1,4 +1,4 @@
-"""How many tokens of a block the target verifies, where `verify_width` is `"auto"`.
+"""How many tokens of a block the target verifies, where that follows the run (`verify_width="auto"`).
 
 Verifying one token more is free while a step is bound by reading weights, and costs its share once the rows of all
 sequences together keep the device computing. What it brings is the chance that the proposal is reached and right,
@@ -8,9 +8,12 @@ second is the greatest:
     rate(w) = (1 + p_1 + p_1 p_2 + ... + p_1 ... p_{w-1}) / seconds(w)
 
 where `p_i` is the share of verifies that accepted proposal `i` among those that accepted all before it and were wide
-enough to try it, and `seconds(w)` is what a step of width `w` takes. The text is the same at any width. A width
-follows from tokens that have been committed and from the clock, never from those it is about, so that rejection keeps
-its distribution too; which text it gives may then depend on the clock.
+enough to try it, and `seconds(w)` is what a step of width `w` takes. Width 1 is plain decoding, without a draft. The
+text is the same at any width. A width follows from tokens that have been committed and from the clock, never from
+those it is about, so that rejection keeps its distribution too; which text it gives may then depend on the clock.
+
+A choice that is never left learns nothing about the others. So the second best width is tried now and then, each time
+after twice as many steps, as long as the choice stays what it was.
 
 Nothing here touches a tensor or waits for a device: counts come from what the host reads of a step anyhow, times from
 its clock or, for captured steps, from replays before the first one.
@@ -20,26 +23,33 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
-# What a step has shown counts for half after 14 further ones: a text changes its nature within a few sentences.
+# What a step has shown counts for half after 14 further ones with a draft: a text changes its nature within a few
+# sentences.
 FORGETTING = 0.95
 # Before anything was seen: a block of 16 that commits 4.5 tokens on average accepts 0.8 of those it reaches.
 PRIOR_SHARE = 0.8
 PRIOR_WEIGHT = 2.0
 # Of each width the quickest of so many steps counts: the clock also sees whatever else the machine does.
 NUM_TIMES = 4
+# Steps at one width before another one is tried: at first without a draft, at first with one, and at most.
+FIRST_PAUSE, FIRST_HOLD, LONGEST_HOLD = 2, 16, 128
 # A narrower verify that is no cheaper than this is not worth graphs of its own.
 MIN_SAVING = 0.05
+# Steps with a draft that show whether it pays.
+ENOUGH_DRAFTED = 3
 
 
 def candidate_widths(widest: int) -> list[int]:
-    """Returns the widths to choose among, widest first: 4, 6, 8, 12, 16, 24 ... below `widest`, and it.
+    """Returns the widths to choose among, widest first: 1, 2, 3, 4, 6, 8, 12 ... below `widest`, and it.
 
-    Few, because each is a shape that is captured, and close enough that the best lies within a quarter of one.
+    Few, because kernels are compiled and steps captured for each, and close enough that the best lies within a
+    quarter of one.
     """
-    found, power = [widest], 4
+    found, power = {1, widest}, 2
     while power < widest:
-        found.extend(width for width in (power, power * 3 // 2) if width < widest)
+        found |= {width for width in (power, power * 3 // 2) if width < widest}
         power *= 2
     return sorted(found, reverse=True)
 
@@ -77,58 +87,82 @@ def useful_widths(costs: Mapping[int, float]) -> list[int]:
     return found
 
 
-def interpolate(known: Mapping[int, float], widths: Sequence[int]) -> dict[int, float]:
-    """Returns a cost for every width: the known ones, and on straight lines between their neighbours.
+def fitted_costs(known: Mapping[int, float], widths: Sequence[int]) -> dict[int, float]:
+    """Returns a cost for every width: the known ones, and for the others what makes them worth a try.
+
+    Steps with a draft lie on a line over their width, fitted to those that are known. With one of them known, half of
+    the widest one's cost is taken to be the width's; a step without a draft is taken for half of the line's at 1.
+    None costs more than a wider one: a hiccup in the one time that is known of a width does not rule it out.
 
     Args:
-        known (mapping of `int` to `float`): Costs, among them of the narrowest and the widest.
-        widths (sequence of `int`): Widths to return costs of.
+        known (mapping of `int` to `float`): Costs, above 0; may be empty.
+        widths (sequence of `int`): Widths to return costs of, widest first.
     """
-    found: dict[int, float] = {}
+    widest = widths[0]
+    drafted = {width: cost for width, cost in known.items() if width > 1} or {widest: 4.0 * known.get(1, 1.0)}
+    middle, mean = sum(drafted) / len(drafted), sum(drafted.values()) / len(drafted)
+    slope = mean / (middle + widest)
+    if spread := sum((width - middle) ** 2 for width in drafted):
+        slope = max(sum((width - middle) * cost for width, cost in drafted.items()) / spread, 0.0)
+    costs: dict[int, float] = {}
     for width in widths:
-        low = max(seen for seen in known if seen <= width)
-        high = min(seen for seen in known if seen >= width)
-        share = 0.0 if high == low else (width - low) / (high - low)
-        found[width] = known[low] + share * (known[high] - known[low])
-    return found
+        line = max(mean + slope * (width - middle), 1e-9)
+        costs[width] = known.get(width, line if width > 1 else line / 2)
+        costs[width] = min(costs.values())
+    return costs
 
 
 class WidthChooser:
     """Follows a run and says how wide its next verify is.
 
-    Without costs from outside it times the steps themselves: to begin with a few of the widest and of the narrowest;
-    between those it interpolates until it has used a width. The first step of each width also does what is done once
-    (compiling, choosing kernels), and is not counted.
+    Without costs from outside it times the steps themselves.
 
     Args:
         widest (`int`): Widest verify, the anchor included; at least 2.
     """
 
+    # Whether a run whose `verify_width` is left out has one where it may. Tests see to it that it has none: what they
+    # look at would depend on the machine.
+    by_default: ClassVar[bool] = True
+
     def __init__(self, widest: int) -> None:
         self.widths = candidate_widths(widest)
         self.current = widest
-        self._costs: dict[int, float] | None = None
-        self._to_try = [widest] * NUM_TIMES + [self.widths[-1]] * NUM_TIMES
+        self._measured: dict[int, float] | None = None
         self._times: dict[int, deque[float]] = {}
-        self._used: set[int] = set()
         self._clock: float | None = None
+        # The width that is held, for how many steps it has been, after how many another one is tried, and whether the
+        # last verify brought more than steps without a draft had in its time.
+        self._held = widest
+        self._steps, self._hold, self._pays = 0, FIRST_HOLD, False
         # Per proposal, exponentially forgotten: verifies that reached and tried it, and those that accepted it.
         self._tried = [0.0] * (widest - 1)
         self._accepted = [0.0] * (widest - 1)
+        # Steps, those with a draft, the rows that these have verified, and the tokens that came of it.
+        self._num_steps = self._num_drafted = self._num_verifies = self._num_tokens = 0
 
     def set_costs(self, costs: Mapping[int, float]) -> None:
         """Gives the costs of the only widths that may be chosen from now on; the run's own times count no more."""
-        self._costs = dict(costs)
+        self._measured = dict(costs)
 
     def next_width(self) -> int:
         """Returns the width of the next step, and keeps it in `current`."""
-        if self._costs is not None:
-            self.current = choose_width(self.conditional_acceptance(), self._costs)
-        elif self._to_try:
-            self.current = self._to_try.pop(0)
-        else:
-            known = {width: max(min(times), 1e-9) for width, times in self._times.items()}
-            self.current = choose_width(self.conditional_acceptance(), interpolate(known, self.widths))
+        self._steps += 1
+        if self._held == 1 and self._steps <= self._hold and not self._pays:
+            self.current = 1  # at plain decoding's price
+            return 1
+        shares, costs = self.conditional_acceptance(), self.costs()
+        # The first verify is as wide as can be: it shows the most.
+        best = choose_width(shares, costs) if self._num_steps else max(costs)
+        self.current = best
+        if best != self._held:
+            self._held, self._steps, self._hold = best, 1, FIRST_HOLD if best > 1 else FIRST_PAUSE
+        elif len(costs) > 1 and (self._steps > self._hold or (best == 1 and self._pays)):
+            self.current = choose_width(shares, {width: cost for width, cost in costs.items() if width != best})
+            self._steps = 0
+            if not self._pays or best > 1:
+                self._hold = min(2 * self._hold, LONGEST_HOLD)
+        self._pays = False
         return self.current
 
     def observe(self, width: int, accepted: Sequence[int], clock: float) -> None:
@@ -140,14 +174,28 @@ class WidthChooser:
             clock (`float`): Seconds that steps have taken so far. What has been added since the last call is booked
                 on `current`, the step that was launched last.
         """
+        self._num_steps += 1
+        if self._clock is not None:  # the first step also does what is done once
+            self._times.setdefault(self.current, deque(maxlen=NUM_TIMES)).append(max(clock - self._clock, 1e-9))
+        self._clock = clock
+        if width == 1 or not accepted:
+            return
         for index in range(len(self._tried)):
             reached = sum(count >= index for count in accepted) if index < width - 1 else 0
             self._tried[index] = self._tried[index] * FORGETTING + reached
             self._accepted[index] = self._accepted[index] * FORGETTING + sum(count > index for count in accepted)
-        if self._clock is not None and self.current in self._used:
-            self._times.setdefault(self.current, deque(maxlen=NUM_TIMES)).append(clock - self._clock)
-        self._used.add(self.current)
-        self._clock = clock
+        num_tokens = len(accepted) + sum(accepted)
+        self._num_drafted += 1
+        self._num_verifies, self._num_tokens = self._num_verifies + len(accepted), self._num_tokens + num_tokens
+        if self._held == 1:
+            costs = self.costs()
+            self._pays = 1 in costs and num_tokens / len(accepted) > costs[width] / costs[1]
+
+    def costs(self) -> dict[int, float]:
+        """Returns what a step of each width costs that may be chosen, as far as it is known."""
+        if self._measured is not None:
+            return self._measured
+        return fitted_costs({width: min(times) for width, times in self._times.items()}, self.widths)
 
     def conditional_acceptance(self) -> list[float]:
         """Returns the share of each proposal that is accepted where all before it are.
@@ -162,12 +210,25 @@ class WidthChooser:
             for accepted, tried in zip(self._accepted, self._tried, strict=True)
         ]
 
+    def verdict(self) -> str | None:
+        """Returns a sentence for the log if the run has shown that its draft does not pay."""
+        costs = self.costs()
+        if self._num_drafted < ENOUGH_DRAFTED or len(costs) < 2 or 1 not in costs:
+            return None
+        mean = self._num_tokens / self._num_verifies
+        if mean * costs[1] > min(cost for width, cost in costs.items() if width > 1):
+            return None
+        return (
+            f"{mean:.1f} tokens per verify: this draft slows you down, so most tokens were decoded without it; see "
+            "dflash-hf doctor"
+        )
+
 
 __all__ = [
     "WidthChooser",
     "candidate_widths",
     "choose_width",
     "expected_tokens",
-    "interpolate",
+    "fitted_costs",
     "useful_widths",
 ]

@@ -25,7 +25,7 @@ from ..operation import Given, run_kernel
 LOG2_E = tl.constexpr(math.log2(math.e))
 # A program that reads less than this many tiles is not worth its part of the reduction.
 MIN_TILES_PER_SPLIT = 2
-MAX_SPLITS = 64
+MAX_SPLITS = 128
 
 
 @triton.jit
@@ -277,28 +277,31 @@ def tile_sizes(
 ) -> tuple[int, int, int, int]:
     """Returns rows and slots of a tile, stages and warps, so that nothing spills on Hopper (see the tests).
 
-    In 16 bits 64 rows are what its matrix units take at once, and two programs fit into a multiprocessor. In float32
-    there are no matrix units for exact products: small tiles. With less shared memory than a Hopper's, two stages.
+    In 16 bits 64 rows are what its matrix units take at once, and two programs fit into a multiprocessor: where there
+    is less shared memory, with half the slots, and a stage less if there is very little. In float32 there are no
+    matrix units for exact products: small tiles.
     """
     block_m = max(power_of_two(width * heads_per_key), 16)
     size = power_of_two(max(key_size, value_size))
     if itemsize > 2:
         return 16, 32 if size <= 64 else 16, 2, 4
+    block_n = 64 if size <= 64 or (size <= 128 and shared_bytes > 200 * 1024) else 32
     num_stages = 3 if shared_bytes > 128 * 1024 else 2
-    return min(block_m, 64), 64 if size <= 128 else 32, num_stages, 4 if size <= 128 else 8
+    return min(block_m, 64), block_n, num_stages, 4 if size <= 128 else 8
 
 
 def choose_num_splits(num_tiles: int, num_programs: int, num_processors: int) -> int:
-    """Returns how many shares a row's slots are cut into: two programs per multiprocessor, no share too small.
+    """Returns how many shares a row's slots are cut into: no share too small, two programs per multiprocessor at most.
 
-    It follows from sizes the host knows, so that the grid of a captured launch never changes.
+    A program more than there are places for would take as long again as all the others. It follows from sizes the host
+    knows, so that the grid of a captured launch never changes.
 
     Args:
         num_tiles (`int`): Tiles of a full row.
         num_programs (`int`): Programs of one share.
         num_processors (`int`): Multiprocessors of the device.
     """
-    wanted = cdiv(2 * num_processors, num_programs)
+    wanted = 2 * num_processors // num_programs
     return max(1, min(wanted, num_tiles // MIN_TILES_PER_SPLIT, MAX_SPLITS))
 
 
@@ -356,7 +359,8 @@ def launch(given: Given) -> Tensor:
         num_stages=num_stages,
     )
     if splits > 1:
-        _reduce_kernel[(batch * width * num_heads,)](**shared, BLOCK_S=power_of_two(splits), num_warps=4)
+        num_warps = 4 if splits <= 64 else 8  # the partial results of a line are in registers
+        _reduce_kernel[(batch * width * num_heads,)](**shared, BLOCK_S=power_of_two(splits), num_warps=num_warps)
     return out
 
 
