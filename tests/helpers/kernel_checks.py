@@ -27,7 +27,7 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = [INTERPRETED, CUDA]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 GUARD = 64
-OPERATIONS = ("block_attention", "norm_rope_write", "context_kv", "argmax", "accept_and_prepare")
+OPERATIONS = ("block_attention", "norm_rope_write", "context_kv", "argmax", "gumbel_argmax", "accept_and_prepare")
 # How often these run depends on what a target is made of.
 POINTWISE = ("rms_norm", "add_norm", "silu_mul")
 
@@ -65,7 +65,7 @@ class Guarded:
 def assert_same_writes(ours: dict[str, Guarded], wanted: dict[str, Guarded], tolerance: float = 0.0) -> None:
     """Both have written the same values to the same places, NaN where nothing was written, and nothing around."""
     for name, guarded in ours.items():
-        scale = float(wanted[name].whole.nan_to_num().abs().max())
+        scale = float(wanted[name].whole.float().nan_to_num().abs().max())
         torch.testing.assert_close(
             guarded.whole,
             wanted[name].whole,
@@ -120,6 +120,11 @@ class Calls:
 
         return counting
 
+    def clear(self) -> None:
+        """Forgets what has run so far."""
+        self.kernels.clear()
+        self.references.clear()
+
     def all(self) -> Counter[str]:
         """Both together."""
         return self.kernels + self.references
@@ -137,15 +142,23 @@ def calls_of(draft: Any, num_fused: int = 0) -> Counter[str]:
     Of those, `num_fused` have attention like Qwen3's, in a dtype in which it is known by what it computes.
 
     A step has context to write from the first one on; the prefill chooses and commits a token too; a selector chooses
-    among candidates, not over the vocabulary.
+    among candidates, not over the vocabulary. Samples are drawn from logits, but for those behind a rejection.
     """
     stats, config = draft.last_stats, draft.config
     verifies, drafts = stats.num_target_forwards - 1, stats.num_draft_forwards
     assert drafts > 1
+    chosen = drafts if config.selector_rank is None else 0
+    argmax, drawn = {
+        "greedy": (1 + verifies + chosen, 0),
+        "argmax": (chosen, 1 + verifies),
+        "shared_noise": (0, 1 + verifies + chosen),
+        "sample": (verifies + chosen, 1),
+    }[stats.proposal]
     return +Counter(
         block_attention=verifies * 4 + drafts * config.num_hidden_layers,
         norm_rope_write=drafts * config.num_hidden_layers + verifies * num_fused,
         context_kv=drafts,
-        argmax=1 + verifies + (drafts if config.selector_rank is None else 0),
+        gumbel_argmax=drawn,
+        argmax=argmax,
         accept_and_prepare=1 + verifies,
     )

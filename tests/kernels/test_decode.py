@@ -34,8 +34,7 @@ def check(family: str, device: str, engine: Any, lengths: list[int], draft_optio
     draft = tensor_oracle(target, truth_of(inputs, wanted), 1, 4, **draft_options).to(device)
     set_engine(draft, engine)
     find_out(target)
-    calls.kernels.clear()
-    calls.references.clear()
+    calls.clear()
     with ops.kernels(True):
         out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
     assert torch.equal(out, wanted)
@@ -114,7 +113,7 @@ def test_a_sampled_text_is_that_without_kernels(proposal: Any, device: str, call
     draft.generation_config.proposal = proposal
     texts: list[torch.Tensor] = []
     find_out(target)
-    calls.kernels.clear()
+    calls.clear()
     for engine, enabled in (("eager", False), ("static", True)):
         set_engine(draft, engine)
         torch.manual_seed(5)

@@ -50,8 +50,7 @@ def check_greedy(target: Any, inputs: dict[str, Tensor], calls: Calls, engine: A
     draft.generation_config.verify_width = width
     find_out(target)
     for _ in range(2):
-        calls.kernels.clear()
-        calls.references.clear()
+        calls.clear()
         with ops.kernels(True):
             out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
         assert torch.equal(out, wanted)
@@ -205,7 +204,7 @@ def test_nothing_moves_and_every_step_is_the_same_whatever_is_accepted(
     settings = {"do_sample": True, "temperature": 0.02, "top_k": 9} if sampling else {"do_sample": False}
     settings |= {"max_new_tokens": 26, "eos_token_id": [9], "pad_token_id": 0}
     find_out(target)
-    calls.references.clear()
+    calls.clear()
     with ops.kernels(True):
         target.generate(**inputs, **settings, assistant_model=draft)
     accepted = {count for row in draft.last_stats.num_accepted for count in row}
@@ -319,7 +318,7 @@ def test_a_conversation_over_a_kept_cache_goes_on(engine: Any, calls: Calls) -> 
         truth = truth_of(inputs, ref.sequences)
         draft = tensor_oracle(target, truth, turn, 6) if draft is None else draft.arm(truth, turn)
         set_engine(draft, engine)
-        calls.references.clear()
+        calls.clear()
         with ops.kernels(True):
             out = target.generate(**inputs, **settings, past_key_values=ours, assistant_model=draft)
         assert torch.equal(out.sequences, ref.sequences)
