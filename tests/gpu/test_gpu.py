@@ -165,7 +165,7 @@ class VerifyRecord:
     def keep(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Copies ids, lengths and logits of a verify."""
         if (ragged := kwargs.get("ragged")) is not None:
-            self.calls.append((kwargs["input_ids"].clone(), ragged.lengths.clone(), output.logits.clone()))
+            self.calls.append((kwargs["input_ids"].clone(), ragged.block.lengths.clone(), output.logits.clone()))
 
 
 VERIFIED = ("qwen3", "gemma2", "gpt-oss", "mistral")
