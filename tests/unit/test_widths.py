@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import random
+import weakref
 from collections.abc import Callable
 
 import pytest
+from torch import nn
 
 from dflash_hf.generation.widths import (
+    FIRST_HOLD,
     MIN_SAVING,
     WidthChooser,
+    _kept,
     candidate_widths,
     choose_width,
     expected_tokens,
     fitted_costs,
+    give_chooser,
+    take_chooser,
     useful_widths,
 )
 
@@ -262,3 +269,32 @@ def test_what_a_width_does_once_is_not_its_cost() -> None:
         widths.append(width)
         chooser.observe(width, [min(width - 1, 7)], clock)
     assert widths[-50:].count(8) > 45
+
+
+def test_what_a_run_has_seen_is_kept_for_the_next_of_its_pair_and_rows() -> None:
+    draft, target = nn.Linear(1, 1), nn.Linear(1, 1)
+    chooser, clock = WidthChooser(16), 0.0
+    for _ in range(40):  # never right, and dear
+        width = chooser.next_width()
+        clock += 1.0 if width == 1 else 2.0
+        chooser.observe(width, [0], clock)
+    give_chooser(chooser, draft, target, 3)
+    assert take_chooser(draft, target, 1, 16) is None, "other rows cost something else"
+    assert take_chooser(draft, target, 3, 8) is None
+    assert take_chooser(target, draft, 3, 16) is None
+    assert take_chooser(draft, target, 3, 16) is chooser
+    assert take_chooser(draft, target, 3, 16) is None, "a run has it"
+    # The next run begins without a draft, and asks again soon.
+    widths: list[int] = []
+    clock = 0.0
+    for _ in range(FIRST_HOLD + 1):
+        widths.append(chooser.next_width())
+        clock += 1.0 if widths[-1] == 1 else 2.0
+        chooser.observe(widths[-1], [0], clock)
+    assert widths[0] == 1
+    assert sum(width > 1 for width in widths) == 1
+    give_chooser(chooser, draft, target, 3)
+    del target
+    gc.collect()
+    give_chooser(WidthChooser(4), draft, other := nn.Linear(1, 1), 1)
+    assert list(_kept[draft]) == [(weakref.ref(other), 1, 4)], "what belongs to a target that is no more is dropped"

@@ -28,6 +28,7 @@ from dflash_hf.generation.run import Run, make_room, tapped
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.step import step, verify
 from dflash_hf.generation.user_cache import UserCache
+from dflash_hf.generation.widths import give_chooser
 from dflash_hf.generation_config import Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
@@ -96,6 +97,8 @@ def decode(
         ranks.meet()
     if run.keeps_buffers:
         give_buffers(draft, run.buffers)
+    elif run.chooser is not None:
+        give_chooser(run.chooser, draft, model, run.state.ids.shape[0])
     if streamer is not None:
         streamer.end()
     sequences = cast(torch.LongTensor, sequences.to(given_on))

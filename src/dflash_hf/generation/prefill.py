@@ -28,7 +28,7 @@ from dflash_hf.generation.state import NUM_REPORTED, DecodeState, StateShape
 from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
 from dflash_hf.generation.step import settle, take_note
 from dflash_hf.generation.user_cache import UserCache
-from dflash_hf.generation.widths import WidthChooser
+from dflash_hf.generation.widths import WidthChooser, take_chooser
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
@@ -105,7 +105,7 @@ def prefill(
         recorder=recorder,
         stats=stats,
         watch=watch,
-        chooser=WidthChooser(width) if width > 1 and _follows(target, draft, state, rule, keeps_buffers) else None,
+        chooser=_chooser(generator, state, keeps_buffers),
         kept=kept,
         extra=extra_inputs(model_kwargs),
         reach=None if target.num_positions is None else (target.num_positions - delta).tolist(),
@@ -260,6 +260,15 @@ def _widths_and_rule(
             f"{[type(p).__name__ for p in processors.processors]}; use proposal='shared_noise'"
         )
     return block_size, width, rule
+
+
+def _chooser(generator: DFlashCandidateGenerator, state: DecodeState, keeps_buffers: bool) -> WidthChooser | None:
+    """What chooses the width of each verify, if that follows the run; costs of captured steps are measured anew."""
+    target, draft, width = generator.target, generator.draft, generator.verify_width
+    if width < 2 or not _follows(target, draft, state, generator.rule, keeps_buffers):
+        return None
+    kept = None if keeps_buffers else take_chooser(draft, target.model, state.ids.shape[0], width)
+    return WidthChooser(width) if kept is None else kept
 
 
 def _follows(target: Target, draft: DFlashDraftModel, state: DecodeState, rule: Rule, keeps_buffers: bool) -> bool:

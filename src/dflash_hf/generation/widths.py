@@ -21,10 +21,14 @@ its clock or, for captured steps, from replays before the first one.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from torch import nn
+
+_Pair = tuple[weakref.ref[nn.Module], int, int]  # target, rows, tokens verified at most
 # What a step has shown counts for half after 14 further ones with a draft: a text changes its nature within a few
 # sentences.
 FORGETTING = 0.95
@@ -115,7 +119,8 @@ def fitted_costs(known: Mapping[int, float], widths: Sequence[int]) -> dict[int,
 class WidthChooser:
     """Follows a run and says how wide its next verify is.
 
-    Without costs from outside it times the steps themselves.
+    Without costs from outside it times the steps themselves. What it has seen it keeps for the next run of the same
+    pair and number of rows ([`take_chooser`]): answers may be a few steps long.
 
     Args:
         widest (`int`): Widest verify, the anchor included; at least 2.
@@ -140,6 +145,11 @@ class WidthChooser:
         self._accepted = [0.0] * (widest - 1)
         # Steps, those with a draft, the rows that these have verified, and the tokens that came of it.
         self._num_steps = self._num_drafted = self._num_verifies = self._num_tokens = 0
+
+    def begin(self) -> None:
+        """Begins another run with what earlier ones have shown, which the new text may soon contradict."""
+        self._clock, self._steps, self._pays = None, 0, False
+        self._hold = min(self._hold, FIRST_HOLD)
 
     def set_costs(self, costs: Mapping[int, float]) -> None:
         """Gives the costs of the only widths that may be chosen from now on; the run's own times count no more."""
@@ -224,11 +234,33 @@ class WidthChooser:
         )
 
 
+# Per draft, the choosers that no run has at the moment. Weak on both sides, like what is known of a target.
+_kept: weakref.WeakKeyDictionary[nn.Module, dict[_Pair, WidthChooser]] = weakref.WeakKeyDictionary()
+
+
+def take_chooser(draft: nn.Module, target: nn.Module, rows: int, widest: int) -> WidthChooser | None:
+    """Returns what an earlier run of this pair has left for one of as many rows and as wide blocks, if it has."""
+    chooser = _kept.get(draft, {}).pop((weakref.ref(target), rows, widest), None)
+    if chooser is not None:
+        chooser.begin()
+    return chooser
+
+
+def give_chooser(chooser: WidthChooser, draft: nn.Module, target: nn.Module, rows: int) -> None:
+    """Leaves a chooser for the next run."""
+    held = _kept.setdefault(draft, {})
+    for pair in [pair for pair in held if pair[0]() is None]:
+        del held[pair]
+    held[weakref.ref(target), rows, chooser.widths[0]] = chooser
+
+
 __all__ = [
     "WidthChooser",
     "candidate_widths",
     "choose_width",
     "expected_tokens",
     "fitted_costs",
+    "give_chooser",
+    "take_chooser",
     "useful_widths",
 ]
