@@ -1,6 +1,7 @@
 """The chat on the bundled text pair: its answers, what it counts, what it goes on from, and the terminal."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -134,5 +135,11 @@ def test_terminal_chat_answers_and_counts() -> None:
     )
     assert run.returncode == 0, run.stderr
     assert answer.text in run.stdout
-    assert f"{len(answer.ids)} tokens, {len(answer.runs)} forwards" in run.stdout.replace("\n", " ")
+    # How many forwards it takes follows the clock; what is said must fit together, without the token of the prefill.
+    said = re.search(r"(\d+) tokens, (\d+) forwards, acceptance length ([\d.]+)", run.stdout.replace("\n", " "))
+    assert said is not None, run.stdout
+    tokens, forwards = int(said[1]), int(said[2])
+    assert tokens == len(answer.ids)
+    assert len(answer.runs) <= forwards < tokens / 4
+    assert float(said[3]) == pytest.approx((tokens - 1) / (forwards - 1), abs=0.006)
     assert "nowhere.png, which is not there" in run.stdout.replace("\n", " ")
