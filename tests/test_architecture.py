@@ -51,6 +51,7 @@ LEVELS = {
     "dflash_hf.registration": 7,
     "dflash_hf.generation.integration": 7,
     "dflash_hf.generation.iterate": 7,
+    "dflash_hf.bench": 7,
     "dflash_hf.chat": 7,
     "dflash_hf.cli": 8,
     "demos": 8,

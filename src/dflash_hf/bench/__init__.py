@@ -1,0 +1,1 @@
+"""`dflash-hf bench`: sets of questions, ways of decoding them, what is counted of the answers, and the report."""

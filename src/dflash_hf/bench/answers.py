@@ -1,0 +1,138 @@
+"""Answers of one way of decoding, in Spec-Bench's form: a line of `answers-METHOD.jsonl` per question and repeat.
+
+Spec-Bench's `speed.py` and `equal.py` read these files; what they do not know of stands beside it in each choice.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from dflash_hf.bench.questions import Key
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What a method answered to one turn of a question, and how.
+
+    Args:
+        text (`str`): The answer, special tokens left out.
+        token_ids (`list[int]`): Its tokens, the end token included; empty of a server that does not tell them.
+        new_tokens (`int`): Number of tokens, the end token included.
+        prompt_tokens (`int`): Tokens that were read before it.
+        wall_time (`float`): Seconds of the call divided by the rows it answered, so that tokens over the sum of these
+            is what a batch makes per second.
+        latency (`float`): Seconds of the call, as the one who asks waits for it.
+        ttft (`float`, *optional*): Seconds of the call until its first token.
+        finish_reason (`str`): `"stop"` at an end token, `"length"` at the limit.
+        committed (`list[int]`, *optional*): Tokens committed at each verify, the bonus included and the prefill's
+            token left out; `None` of a method that does not draft, or does not tell.
+        accepted (`list[int]`, *optional*): Proposals that matched at each verify, before any cut at the end.
+        proposed (`list[int]`, *optional*): Proposals checked at each verify.
+        draft_time, verify_time (`float`, *optional*): Seconds of the call in forwards of the draft and of the target
+            over blocks.
+    """
+
+    text: str
+    token_ids: list[int]
+    new_tokens: int
+    prompt_tokens: int
+    wall_time: float
+    latency: float
+    ttft: float | None = None
+    finish_reason: FinishReason = "stop"
+    committed: list[int] | None = None
+    accepted: list[int] | None = None
+    proposed: list[int] | None = None
+    draft_time: float | None = None
+    verify_time: float | None = None
+
+
+# Fields of a turn that Spec-Bench's form has under the same name, one value per turn, except the text, its `turns`.
+_PER_TURN = tuple(field.name for field in fields(Turn) if field.name != "text")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a method answered to one question, or why it did not.
+
+    Args:
+        dataset, question_id, category, subcategory: Of the question.
+        repeat (`int`): How often it had been asked before, from 0.
+        model_id (`str`): Name of the method in this run, with the values that the run compares.
+        turns (`tuple[Turn, ...]`): One per turn of the question; none where it failed.
+        error (`str`, *optional*): Why there is no answer.
+        tstamp (`float`): When it was there, in seconds since 1970.
+    """
+
+    dataset: str
+    question_id: int | str
+    category: str
+    model_id: str
+    tstamp: float
+    subcategory: str = ""
+    repeat: int = 0
+    turns: tuple[Turn, ...] = ()
+    error: str | None = None
+
+    @property
+    def key(self) -> Key:
+        """The question's."""
+        return self.dataset, self.question_id
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the line of the answers file; `choices` is empty where there is an error instead."""
+        row: dict[str, Any] = {
+            "question_id": self.question_id,
+            "category": self.category,
+            "answer_id": uuid.uuid5(uuid.NAMESPACE_URL, repr((self.key, self.model_id, self.repeat))).hex,
+            "model_id": self.model_id,
+            "choices": [self._choice()] if self.error is None else [],
+            "tstamp": self.tstamp,
+            "dataset": self.dataset,
+            "repeat": self.repeat,
+        }
+        if self.subcategory:
+            row["subcategory"] = self.subcategory
+        if self.error is not None:
+            row["error"] = self.error
+        return row
+
+    def _choice(self) -> dict[str, Any]:
+        turns = [asdict(turn) for turn in self.turns]
+        return {
+            "index": 0,
+            "turns": [turn.text for turn in self.turns],
+            # Without a draft every token is a step of its own.
+            "decoding_steps": [t.new_tokens if t.committed is None else len(t.committed) for t in self.turns],
+            "accept_lengths": [
+                length for t in self.turns for length in ([1] * t.new_tokens if t.committed is None else t.committed)
+            ],
+            **{name: [turn[name] for turn in turns] for name in _PER_TURN},
+        }
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> Answer:
+        """Reads a line of an answers file that `to_dict` wrote."""
+        turns: list[Turn] = []
+        for choice in row["choices"]:
+            for number, text in enumerate(choice["turns"]):
+                turns.append(Turn(text=text, **{name: choice[name][number] for name in _PER_TURN}))
+        return cls(
+            dataset=row["dataset"],
+            question_id=row["question_id"],
+            category=row["category"],
+            subcategory=row.get("subcategory", ""),
+            model_id=row["model_id"],
+            repeat=row["repeat"],
+            turns=tuple(turns),
+            error=row.get("error"),
+            tstamp=row["tstamp"],
+        )
+
+
+__all__ = ["Answer", "FinishReason", "Turn"]
