@@ -51,7 +51,7 @@ lint: $(VENV)/.stamp-dev  ## ruff, rules and layout
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(VENV)/.stamp-dev  ## let ruff rewrite the layout and what it can mend
+format: $(VENV)/.stamp-dev  ## let ruff rewrite the layout and what it can fix
 	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
 

@@ -113,15 +113,15 @@ class Stages:
 def measure_stages(pair: Pair, inputs: Inputs, settings: Settings, width: int, samples: int) -> Stages:
     """Times the parts of a step behind a batch of prompts, with `width` tokens verified per row."""
     found: list[Stages] = []
-    knobs = pair.draft.generation_config
-    before = knobs.engine, knobs.verify_width
-    knobs.engine, knobs.verify_width = "cuda_graph", width
+    options = pair.draft.generation_config
+    before = options.engine, options.verify_width
+    options.engine, options.verify_width = "cuda_graph", width
     captures = nullcontext() if pair.device.type == "cuda" else uncaptured(pair.draft)
     try:
         with captures, _at_first_step(lambda run: found.append(_time(run, samples))):
             pair.target.generate(**inputs, **settings.arguments(), assistant_model=pair.draft)
     finally:
-        knobs.engine, knobs.verify_width = before
+        options.engine, options.verify_width = before
     return found[0]
 
 

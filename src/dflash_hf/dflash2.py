@@ -180,7 +180,7 @@ def follow_path(candidates: Tensor, scores: Tensor, best: Tensor) -> tuple[Tenso
 
     Args:
         candidates (`torch.Tensor` of shape `[B, K, C]`, int64): Candidates of each slot.
-        scores (`torch.Tensor` of shape `[B, K, C, C]`): As [`CandidateSelector`] returns them, or reshaped laws.
+        scores (`torch.Tensor` of shape `[B, K, C, C]`): As [`CandidateSelector`] returns them, reshaped or not.
         best (`torch.Tensor` of shape `[B, K, C]`, int64): Which candidate follows each candidate of the slot before.
 
     Returns:

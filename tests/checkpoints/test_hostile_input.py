@@ -45,7 +45,7 @@ def refusal(folder: Path) -> str:
     return sentence
 
 
-def knobs(folder: Path, **fields: Any) -> Path:
+def options(folder: Path, **fields: Any) -> Path:
     """Saves a draft in our own layout, with these settings of generation beside it."""
     save_draft(make_draft(), folder)
     (folder / "generation_config.json").write_text(json.dumps(fields))
@@ -68,7 +68,7 @@ NO_FIELDS = sorted({name for name in dir(GenerationConfig) if not name.startswit
 
 @pytest.mark.parametrize("name", ["__class__", "__dict__", "__init__", "self", "", "a b", "_x", "\ud800", *NO_FIELDS])
 def test_names_that_no_setting_can_have(name: str, tmp_path: Path) -> None:
-    assert "generation_config.json" in refusal(knobs(tmp_path, **{name: 1}))
+    assert "generation_config.json" in refusal(options(tmp_path, **{name: 1}))
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_names_that_no_setting_can_have(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_settings_of_other_types(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
-    assert re.search(message, refusal(knobs(tmp_path, **fields)))
+    assert re.search(message, refusal(options(tmp_path, **fields)))
 
 
 def test_fields_of_the_right_type_are_kept(tmp_path: Path) -> None:
     given = {"temperature": 0.5, "eos_token_id": [1, 2], "early_stopping": "never", "max_new_tokens": 7, "mine": [1]}
-    loaded = load_draft(knobs(tmp_path, **given, verify_width=2)).generation_config
+    loaded = load_draft(options(tmp_path, **given, verify_width=2)).generation_config
     assert {name: getattr(loaded, name) for name in given} == given
     assert loaded.verify_width == 2
     again = DFlashGenerationConfig.from_dict(loaded.to_dict())
@@ -136,8 +136,8 @@ def test_long_values_are_shown_in_part(value: Any, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["block_size", "verify_width", "engine", "proposal", "synchronize", "temperature"])
-def test_long_knobs_are_shown_in_part(name: str, tmp_path: Path) -> None:
-    refusal(knobs(tmp_path, **{name: list(range(10**5))}))
+def test_long_options_are_shown_in_part(name: str, tmp_path: Path) -> None:
+    refusal(options(tmp_path, **{name: list(range(10**5))}))
 
 
 def test_many_weights_are_named_in_part(tmp_path: Path) -> None:

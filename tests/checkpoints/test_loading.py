@@ -1,4 +1,4 @@
-"""Loading a draft: whole or not at all, from safetensors only, with its dtype and its knobs."""
+"""Loading a draft: whole or not at all, from safetensors only, with its dtype and its options."""
 
 from __future__ import annotations
 
@@ -212,8 +212,8 @@ def test_generation_config_survives(tmp_path: Path) -> None:
     draft.save_pretrained(tmp_path)
     loaded = load_draft(tmp_path).generation_config
     assert isinstance(loaded, DFlashGenerationConfig)
-    knobs = (loaded.block_size, loaded.verify_width, loaded.engine, loaded.proposal)
-    assert knobs == (3, 2, "eager", "argmax")
+    options = (loaded.block_size, loaded.verify_width, loaded.engine, loaded.proposal)
+    assert options == (3, 2, "eager", "argmax")
     assert (loaded.temperature, loaded.do_sample) == (0.5, True)
     draft.generation_config.verify_width = "auto"
     draft.save_pretrained(tmp_path)

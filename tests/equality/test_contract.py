@@ -221,7 +221,7 @@ def test_a_draft_for_another_target_is_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "match"),
+    ("options", "match"),
     [
         ({"block_size": 9}, "block_size at most 8"),
         ({"block_size": 0}, "a number of tokens, at least 1, as block_size, got 0"),
@@ -237,10 +237,10 @@ def test_a_draft_for_another_target_is_refused(case: str) -> None:
         ({"proposal": "guess"}, "proposal in"),
     ],
 )
-def test_bad_knobs_are_refused(knobs: dict[str, Any], match: str) -> None:
+def test_bad_options_are_refused(options: dict[str, Any], match: str) -> None:
     target = tiny_target("qwen3")
     draft = tiny_draft(target, 8)
-    for name, value in knobs.items():
+    for name, value in options.items():
         setattr(draft.generation_config, name, value)
     with pytest.raises(ValueError, match=match):
         target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)

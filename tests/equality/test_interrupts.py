@@ -85,7 +85,7 @@ def interrupt(case: Case, num_points: int | None) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_interrupt_at_some_lines(name: str) -> None:
-    interrupt(CASES[name], 24)
+    interrupt(CASES[name], 16)
 
 
 @pytest.mark.slow

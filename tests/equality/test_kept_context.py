@@ -126,7 +126,7 @@ def test_copied_and_pickled_caches_keep_their_context(reasons: list[str]) -> Non
 
 
 @pytest.mark.parametrize("after", ["block_size", "verify_width"])
-def test_knobs_may_change_between_turns(after: str, reasons: list[str]) -> None:
+def test_options_may_change_between_turns(after: str, reasons: list[str]) -> None:
     target, draft, caches, ids, mask = first_turn("gemma3", [9, 4])
     setattr(draft.generation_config, after, 3)
     for seed in range(2):

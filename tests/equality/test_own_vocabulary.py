@@ -49,7 +49,7 @@ def draft_for(target: Any, overrides: dict[str, Any], block_size: int = 8) -> DF
 
 
 def set_widths(draft: DFlashDraftModel, block_size: int, width: int | None) -> None:
-    """Sets both knobs."""
+    """Sets both options."""
     draft.generation_config.block_size = block_size
     draft.generation_config.verify_width = width
 
@@ -164,8 +164,8 @@ def test_shared_noise_is_the_noise_of_the_position_that_a_slot_proposes(override
 
 
 @pytest.mark.parametrize("from_anchor", [False, True])
-def test_rejection_has_the_targets_law(from_anchor: bool) -> None:
-    """`draft_probs` is a law over the target's vocabulary: the joint law of two tokens comes out right."""
+def test_rejection_has_the_targets_distribution(from_anchor: bool) -> None:
+    """`draft_probs` are over the target's vocabulary: the joint distribution of two tokens comes out right."""
     target = tiny_target("qwen3")
     draft = copy_of(target, **REDUCED, sample_from_anchor=from_anchor)
     draft.generation_config.proposal = "sample"

@@ -1,4 +1,4 @@
-"""Sampling with a draft: the same text at every block size, and the target's law under every proposal rule."""
+"""Sampling with a draft: one text at every block size, and the target's distribution under every proposal rule."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ def test_greedy_leaves_the_random_state_alone() -> None:
     torch.random.set_rng_state(state)
 
 
-def joint_law(target: Any, prompt: list[int], temperature: float, top_k: int) -> torch.Tensor:
-    """The exact law of three tokens, `[V, V, V]`, by enumerating every prefix."""
+def joint_distribution(target: Any, prompt: list[int], temperature: float, top_k: int) -> torch.Tensor:
+    """The exact distribution of three tokens, `[V, V, V]`, by enumerating every prefix."""
     size = target.config.vocab_size
 
-    def next_law(rows: torch.Tensor) -> torch.Tensor:
+    def next_distribution(rows: torch.Tensor) -> torch.Tensor:
         scores = target(rows).logits[:, -1].float() / temperature
         scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -torch.inf)
         return scores.softmax(-1)
@@ -94,9 +94,9 @@ def joint_law(target: Any, prompt: list[int], temperature: float, top_k: int) ->
     with torch.no_grad():
         start = torch.tensor([prompt])
         pairs = torch.tensor(list(itertools.product(range(size), repeat=2)))
-        one = next_law(start)[0]
-        two = next_law(torch.cat([start.expand(size, -1), torch.arange(size)[:, None]], 1))
-        three = next_law(torch.cat([start.expand(size**2, -1), pairs], 1)).view(size, size, size)
+        one = next_distribution(start)[0]
+        two = next_distribution(torch.cat([start.expand(size, -1), torch.arange(size)[:, None]], 1))
+        three = next_distribution(torch.cat([start.expand(size**2, -1), pairs], 1)).view(size, size, size)
     return one[:, None, None] * two[:, :, None] * three
 
 
@@ -110,14 +110,14 @@ def chi_square(rule: str, block_size: int, kind: str) -> tuple[float, int, float
     inputs = {"input_ids": torch.tensor([[3, 5, 4]]).repeat(rows, 1)}
     torch.manual_seed(1)
     out = target.generate(**inputs, max_new_tokens=4, do_sample=True, temperature=1.5, top_k=6, assistant_model=draft)
-    law = joint_law(target, [3, 5, 4], 1.5, 6).flatten()
+    distribution = joint_distribution(target, [3, 5, 4], 1.5, 6).flatten()
     code = (out[:, 3] * 8 + out[:, 4]) * 8 + out[:, 5]
     counts = torch.bincount(code, minlength=512).double()
-    assert counts[law == 0].sum() == 0
+    assert counts[distribution == 0].sum() == 0
     # Cells with fewer than five expected counts are pooled, as the chi-square approximation asks.
-    big = law * rows >= 5
+    big = distribution * rows >= 5
     observed = torch.cat([counts[big], counts[~big].sum()[None]])
-    expected = torch.cat([law[big], law[~big].sum()[None]]).double() * rows
+    expected = torch.cat([distribution[big], distribution[~big].sum()[None]]).double() * rows
     statistic = float(((observed - expected) ** 2 / expected.clamp_min(1e-9)).sum())
     return statistic, len(observed) - 1, draft.last_stats.acceptance_length
 
@@ -138,8 +138,8 @@ def test_three_tokens_follow_the_targets_joint_distribution(rule: str, block_siz
     assert 1.02 < acceptance < block_size
 
 
-def test_a_law_that_forgets_the_drafted_prefix_fails_that_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The law of a path has to be conditional: that of the best predecessor is not what the tokens were drawn from.
+def test_a_distribution_that_forgets_the_drafted_prefix_fails_that_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A path's distribution has to be conditional: tokens were not drawn from that of the best predecessor.
     def forgetful(candidates: torch.Tensor, scores: torch.Tensor, best: torch.Tensor) -> Any:
         return follow_path(candidates, scores, best)[0], scores[:, :, 0]
 
@@ -150,7 +150,7 @@ def test_a_law_that_forgets_the_drafted_prefix_fails_that_test(monkeypatch: pyte
 
 @pytest.mark.parametrize("rule", ["shared_noise", "argmax", "sample"])
 def test_a_rows_text_does_not_depend_on_how_many_rows_there_are(rule: str) -> None:
-    # What the law above says of 20,000 rows, it says of one row and of four.
+    # What the distribution above says of 20,000 rows, it says of one row and of four.
     target = tiny_target("qwen2", vocab_size=8)
     draft = tiny_draft(target, 4)
     draft.generation_config.proposal = rule  # type: ignore[assignment]
@@ -165,12 +165,12 @@ def test_a_rows_text_does_not_depend_on_how_many_rows_there_are(rule: str) -> No
         assert torch.equal(texts[0][:1], texts[2])
 
 
-def test_a_wrong_law_fails_that_test() -> None:
-    # The statistic has the power to see a law that is a little too cold.
+def test_a_wrong_distribution_fails_that_test() -> None:
+    # The statistic has the power to see a distribution that is a little too cold.
     target = tiny_target("qwen2", vocab_size=8)
-    law, colder = (joint_law(target, [3, 5, 4], t, 6).flatten().double() for t in (1.5, 1.35))
-    big = law * 20_000 >= 5
-    statistic = float(((colder - law)[big] ** 2 / law[big]).sum() * 20_000)
+    distribution, colder = (joint_distribution(target, [3, 5, 4], t, 6).flatten().double() for t in (1.5, 1.35))
+    big = distribution * 20_000 >= 5
+    statistic = float(((colder - distribution)[big] ** 2 / distribution[big]).sum() * 20_000)
     assert statistic > 4 * (2 * float(big.sum())) ** 0.5
 
 

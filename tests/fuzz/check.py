@@ -208,15 +208,15 @@ class Conversation:
     def reference(self, turn: Turn, given: dict[str, Any], cache: Cache | None) -> tuple[Outcome, list[list[int]]]:
         """What a call with the draft must give, and the rows' tokens; advances the cache but under `sample`."""
         draft, truth = self.draft(turn), [[0]] * self.ids.shape[0]
-        knobs: Any = draft.generation_config
+        options: Any = draft.generation_config
         arm(draft, truth, self.case.seed, turn.rule)
         try:
             if turn.rule is None:
                 cache = None if self._grows_with_pictures() else cache
                 found = within(self.case.context, lambda: self.call(turn, given, cache))
             else:
-                knobs.proposal, knobs.engine = turn.rule, "eager"
-                knobs.block_size, knobs.verify_width = turn.block, 1
+                options.proposal, options.engine = turn.rule, "eager"
+                options.block_size, options.verify_width = turn.block, 1
                 cache = copy.deepcopy(cache) if turn.rule == "sample" else cache
                 found = within(self.case.context, lambda: self.call(turn, given, cache, assistant_model=draft))
         except Exception as error:
@@ -237,11 +237,11 @@ class Conversation:
     ) -> Outcome:
         """Calls `generate` with the draft, which knows the rows' tokens; advances the cache."""
         draft = self.draft(turn)
-        knobs: Any = draft.generation_config
+        options: Any = draft.generation_config
         arm(draft, truth, self.case.seed, turn.rule)
         with on_engine(turn, self.case.context, draft):
-            knobs.block_size, knobs.verify_width = turn.block, turn.width
-            knobs.proposal = turn.rule or "auto"
+            options.block_size, options.verify_width = turn.block, turn.width
+            options.proposal = turn.rule or "auto"
             try:
                 return within(self.case.context, lambda: self.call(turn, given, cache, around, assistant_model=draft))
             except ValueError as error:

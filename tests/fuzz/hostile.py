@@ -125,9 +125,9 @@ def _check_sentence(error: Exception) -> None:
 def _check_usable(draft: DFlashDraftModel, case: HostileCase) -> None:
     """Asserts that a block can be run, in finite time."""
     config, weight = draft.config, draft.fc.weight
-    knobs = draft.generation_config
-    assert isinstance(knobs, DFlashGenerationConfig)
-    knobs.validate_knobs(config.block_size, config.sample_from_anchor)
+    options = draft.generation_config
+    assert isinstance(options, DFlashGenerationConfig)
+    options.validate_options(config.block_size, config.sample_from_anchor)
     started = time.process_time()
     with torch.no_grad():
         noise = torch.zeros(1, config.block_size, config.hidden_size, dtype=weight.dtype)
@@ -214,7 +214,7 @@ KEYS = (
     *("layer_types", "target_layer_ids", "dflash_config", "transformer_layer_config", "markov_rank", "\ud800", "a\nb"),
     *("_attn_implementation", "_name_or_path", "architectures", "__class__", "use_swa", "tie_word_embeddings"),
 )
-KNOBS = (
+OPTIONS = (
     *sorted(TYPES),
     *("block_size", "verify_width", "engine", "proposal", "compile_layers", "synchronize"),
     *("watermarking_config", "compile_config", "continuous_batching_config", "assistant_model", "streamer", "self"),
@@ -295,8 +295,8 @@ def _draft_changes(name: str) -> st.SearchStrategy[Change]:
     new = st.sampled_from(KEYS).map(lambda key: (key,))
     files = tuple(sorted(file.name for file in base(name).iterdir()))
     others = st.sampled_from(tuple(DRAFTS))
-    knobs: st.SearchStrategy[Any] = st.dictionaries(
-        st.sampled_from(KNOBS) | st.text(max_size=3), _values().map(str), min_size=1, max_size=2
+    options: st.SearchStrategy[Any] = st.dictionaries(
+        st.sampled_from(OPTIONS) | st.text(max_size=3), _values().map(str), min_size=1, max_size=2
     )
     fields = st.sampled_from(("dtype", "shape", "data_offsets", "name", "", "extra"))
     tensors = [
@@ -332,8 +332,8 @@ def _draft_changes(name: str) -> st.SearchStrategy[Change]:
         st.builds(Set, st.just("config.json"), new, _values()),
         st.builds(Drop, st.just("config.json"), known),
         st.builds(Twice, st.sampled_from(files), st.sampled_from([*KEYS, *sorted(config)]), _values(), st.booleans()),
-        knobs.map(lambda given: Write("generation_config.json", Raw(_object(given)))),
-        knobs.map(lambda given: Write("generation_config.json", Raw(_object(given)))),
+        options.map(lambda given: Write("generation_config.json", Raw(_object(given)))),
+        options.map(lambda given: Write("generation_config.json", Raw(_object(given)))),
         _damages(files),
         st.builds(Write, st.sampled_from(OTHERS), _contents()),
         st.builds(Header, st.integers(0, 40), fields, st.sampled_from(tensors).map(Raw) | _values()),

@@ -6,7 +6,7 @@ Needs z-lab's package beside this project's dependencies, see make_goldens.py. R
 
 Per variant: `config.json` and `model.safetensors` as published checkpoints have them, and for each of three calls with
 a growing cache the inputs, every layer's output, the logits, the greedy path, and a path with given steps (the
-`RANKS[t]`-th best candidate at slot `t`) with the law of its tokens at each slot, spread over the vocabulary.
+`RANKS[t]`-th best candidate at slot `t`) with the distribution of its tokens at each slot, spread over the vocabulary.
 """
 
 import json
@@ -58,7 +58,7 @@ def make_model(overrides: dict[str, Any]) -> zlab.DFlash2DraftModel:
 
 
 def sampling_probs(logits: Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Tensor:
-    """z-lab's law without its cast to float32."""
+    """z-lab's distribution without its cast to float32."""
     assert top_p == 1.0
     assert top_k == 0
     return torch.softmax(logits / temperature, dim=-1)
@@ -66,7 +66,7 @@ def sampling_probs(logits: Tensor, temperature: float, top_p: float = 1.0, top_k
 
 @torch.no_grad()
 def propose(model: zlab.DFlash2DraftModel, activations: dict[str, Tensor]) -> None:
-    """Adds logits, paths and laws to the activations, with a head of the goldens' own."""
+    """Adds logits, paths and distributions to the activations, with a head of the goldens' own."""
     head = torch.nn.Linear(16, 40, bias=False, dtype=torch.float64)
     torch.nn.init.normal_(head.weight, std=0.5, generator=torch.Generator().manual_seed(2))
     activations["head"] = head.weight.detach()

@@ -1,6 +1,6 @@
 """DFlash 2 against z-lab's own code, from recorded goldens (see make_dflash2_goldens.py), in float64.
 
-Every layer's output by both of our forwards, the logits, the greedy path, and the law of a path with given steps.
+Every layer's output by both of our forwards, the logits, the greedy path, and the distribution of a given path.
 """
 
 from pathlib import Path
@@ -95,10 +95,10 @@ def test_ragged_cache(draft: DFlashDraftModel, calls: Calls) -> None:
 
 
 @torch.no_grad()
-def test_paths_and_their_law(draft: DFlashDraftModel, calls: Calls) -> None:
+def test_paths_and_their_distribution(draft: DFlashDraftModel, calls: Calls) -> None:
     """All calls as rows of one batch: z-lab's code walks one row at a time."""
     rows = {name: torch.cat([call[name] for call in calls]) for name in ("out", "anchor", "logits", "greedy", "path")}
-    law = torch.cat([call["law"] for call in calls])
+    distribution = torch.cat([call["law"] for call in calls])
     head = torch.nn.Linear(16, 40, bias=False, dtype=torch.float64)
     head.weight.copy_(calls[0]["head"])
     hidden = rows["out"][:, 1:]
@@ -112,10 +112,10 @@ def test_paths_and_their_law(draft: DFlashDraftModel, calls: Calls) -> None:
     best = torch.stack([order[:, slot, :, rank] for slot, rank in enumerate(RANKS)], dim=1)
     path, path_scores = follow_path(candidates, scores, best)
     assert torch.equal(path, rows["path"])
-    ours = torch.zeros_like(law).scatter(-1, candidates, torch.softmax(path_scores / TEMPERATURE, dim=-1))
-    assert relative_error(ours, law) < TOLERANCE
-    # The law depends on the path: behind another predecessor it is another one.
+    ours = torch.zeros_like(distribution).scatter(-1, candidates, torch.softmax(path_scores / TEMPERATURE, dim=-1))
+    assert relative_error(ours, distribution) < TOLERANCE
+    # The distribution depends on the path: behind another predecessor it is another one.
     _, greedy_scores = follow_path(candidates, scores, scores.argmax(dim=-1))
-    other = torch.zeros_like(law).scatter(-1, candidates, torch.softmax(greedy_scores / TEMPERATURE, dim=-1))
+    other = torch.zeros_like(distribution).scatter(-1, candidates, torch.softmax(greedy_scores / TEMPERATURE, dim=-1))
     assert torch.equal(other[:, 0], ours[:, 0])
     assert relative_error(other[:, 1], ours[:, 1]) > 1e-3

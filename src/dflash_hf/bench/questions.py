@@ -1,7 +1,7 @@
 """Questions of a benchmark: what every set is turned into, and the JSONL form in which a user may give their own.
 
 A line of such a file is `{"question_id": 81, "category": "writing", "turns": ["...", "..."]}`, as Spec-Bench and
-SPEED-Bench have it, with `"images"`, `"reference"`, `"score"` and `"subcategory"` where there are any.
+SPEED-Bench have it, with `"images"`, `"history"`, `"reference"`, `"score"` and `"subcategory"` where there are any.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Question:
             stands what the target has answered.
         subcategory (`str`): A finer one, where the set has it.
         images (`tuple[str, ...]`): Paths of images, shown before the text of the first turn.
+        history (`tuple[dict, ...]`): Messages that stand before the first turn, in Transformers' form.
         reference: What [`dflash_hf.bench.scores`] compares the answer with; plain JSON.
         score (`str`, *optional*): How: `"math"`, `"code"` or `"letter"`; `None` where there is no right answer.
     """
@@ -36,6 +37,7 @@ class Question:
     turns: tuple[str, ...]
     subcategory: str = ""
     images: tuple[str, ...] = ()
+    history: tuple[Mapping[str, Any], ...] = ()
     reference: Any = None
     score: Score | None = None
 
@@ -52,6 +54,7 @@ class Question:
             system (`str`, *optional*): What the conversation begins with.
         """
         messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        messages += [dict(message) for message in self.history]
         for number, turn in enumerate(self.turns[: len(answers) + 1]):
             images = [{"type": "image", "path": path} for path in self.images] if number == 0 else []
             content = [*images, {"type": "text", "text": turn}] if images else turn
@@ -72,6 +75,8 @@ class Question:
             row["subcategory"] = self.subcategory
         if self.images:
             row["images"] = list(self.images)
+        if self.history:
+            row["history"] = [dict(message) for message in self.history]
         if self.reference is not None:
             row["reference"] = self.reference
         if self.score is not None:
@@ -88,6 +93,7 @@ class Question:
             turns=tuple(row["turns"]),
             subcategory=row.get("subcategory", ""),
             images=tuple(row.get("images", ())),
+            history=tuple(row.get("history", ())),
             reference=row.get("reference"),
             score=row.get("score"),
         )
