@@ -61,7 +61,7 @@ KERNEL_BENCHMARKS = ("benchmarks.harness.kernel_cases", "benchmarks.harness.swee
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_JIT_LINES = 120
-OPTIONAL_DEPENDENCIES = ("triton", "gradio", "datasets", "matplotlib", "PIL", "pandas")
+OPTIONAL_DEPENDENCIES = ("triton", "gradio", "datasets", "matplotlib", "PIL", "pandas", "math_verify", "lm_eval")
 
 # Modules that must not wait for the device -> their functions that may: they run once, before or after the loop, or
 # where the host decides.
