@@ -1,0 +1,272 @@
+"""What is counted of some answers of one way of decoding, and of them beside the baseline's to the same questions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from dflash_hf.bench.answers import Answer, Turn
+from dflash_hf.bench.intervals import interval, resample, spread, wilson
+from dflash_hf.bench.questions import Key
+
+# What the numbers are, in the words of the report.
+DEFINITIONS = {
+    "tokens/s": "New tokens over the seconds of the calls that made them, prefill included; the rows of a batch share "
+    "a call's seconds.",
+    "decode tokens/s": "The same without the prefill: its time, and its one token per text.",
+    "TTFT": "Time to first token: seconds from the call until its first token.",
+    "TPOT": "Time per output token behind the first one, as servers report it: (latency − TTFT) / (tokens − 1), per "
+    "text.",
+    "TPOT, whole": "Latency over all tokens, the prefill included, per text.",
+    "verify": "One forward of the target over a block of proposals, counted per row of a batch.",
+    "acceptance length": "Tokens committed per verify, the bonus token included, pooled over all verifies; the token "
+    "that comes from the prefill belongs to none.",
+    "z-lab's acceptance length": "Mean over texts of each text's own mean: short texts weigh as much as long ones.",
+    "vLLM's acceptance length": "1 + accepted tokens / drafts: a verify without a proposal is no draft, and accepted "
+    "tokens beyond the end of a text count.",
+    "SGLang's acceptance length": "New tokens / verifies: the prefill's token counts, its forward does not.",
+    "acceptance at a position": "Joint: share of drafts whose proposals were accepted up to this position (vLLM's "
+    "acceptance_at_pos_i). Conditional: share of those accepted up to the position before that also were here; a "
+    "draft that was too short to check a position does not count.",
+    "speed-up": "Ratio of tokens/s to the baseline's over the questions that both answered, with the 95 % interval of "
+    "a paired bootstrap over questions.",
+    "same text": "Share of answers whose tokens all equal the baseline's (their text, where a server does not tell "
+    "its tokens).",
+    "margin": "At the first token that differs: how far the worse of the two lies below the best one in the target's "
+    "own logits in float32, over the same tokens before it. Near 0 it is a tie that rounding decides.",
+    "accuracy": "Share of questions answered right, the mean over repeats, with Wilson's 95 % interval.",
+}
+
+
+def measure(answers: Sequence[Answer], bin_tokens: int) -> dict[str, Any]:
+    """Counts what some answers of one way of decoding cost; seconds, tokens and ratios, `None` of what is not known.
+
+    Args:
+        answers: Of any sets; failed ones are counted, and nothing else of them.
+        bin_tokens (`int`): Tokens per bin of what is counted along a text.
+    """
+    turns = [turn for answer in answers for turn in answer.turns]
+    errors = Counter(answer.error for answer in answers if answer.error is not None)
+    new_tokens, seconds = sum(turn.new_tokens for turn in turns), sum(turn.wall_time for turn in turns)
+    decode = np.array([decode_part(turn) for turn in turns]).reshape(-1, 2).sum(axis=0)
+    return {
+        "questions": len({answer.key for answer in answers}),
+        "answers": sum(answer.error is None for answer in answers),
+        "failures": sum(errors.values()),
+        "failure_reasons": dict(errors.most_common()),
+        "texts": len(turns),
+        "cut_at_limit": sum(turn.finish_reason == "length" for turn in turns),
+        "prompt_tokens": sum(turn.prompt_tokens for turn in turns),
+        "new_tokens": new_tokens,
+        "wall_seconds": seconds,
+        "tokens_per_second": ratio(new_tokens, seconds),
+        "decode_tokens_per_second": ratio(*decode),
+        "latency": spread([turn.latency for turn in turns]),
+        "ttft": spread([turn.ttft for turn in turns if turn.ttft is not None]),
+        "tpot": spread(
+            [(t.latency - t.ttft) / (t.new_tokens - 1) for t in turns if t.ttft is not None and t.new_tokens > 1]
+        ),
+        "tpot_whole": spread([turn.latency / turn.new_tokens for turn in turns if turn.new_tokens]),
+        "acceptance": _acceptance(turns, bin_tokens),
+    }
+
+
+def decode_part(turn: Turn) -> tuple[float, float]:
+    """Returns the tokens of a turn behind the first one, and their share of its seconds; nothing where its TTFT is
+    not known."""
+    if turn.ttft is None or not turn.new_tokens:
+        return 0.0, 0.0
+    return turn.new_tokens - 1.0, _shared(turn, turn.latency - turn.ttft)
+
+
+def _shared(turn: Turn, seconds: float | None) -> float:
+    """A row's share of some seconds of its call."""
+    return seconds * turn.wall_time / turn.latency if seconds and turn.latency else 0.0
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """Returns a ratio, or `None` of nothing."""
+    return float(part / whole) if whole else None
+
+
+def _acceptance(turns: list[Turn], bin_tokens: int) -> dict[str, Any] | None:
+    """What was committed and accepted, by all definitions; `None` where nothing was drafted."""
+    drafted = [(turn, turn.committed) for turn in turns if turn.committed is not None]
+    committed = [count for _, counts in drafted for count in counts]
+    if not committed:
+        return _server_acceptance(turns)
+    means = [float(np.mean(counts)) for _, counts in drafted if counts]
+    drafts = draft_counts(turns)
+    accepted, proposed = drafts[:, 0], drafts[:, 1]
+    joint, conditional = list[float](), list[float | None]()
+    for position in range(int(proposed.max(initial=0))):
+        right = int((accepted > position).sum())
+        joint.append(right / len(drafts))
+        conditional.append(ratio(right, int(((accepted >= position) & (proposed > position)).sum())))
+    return {
+        "acceptance_length": sum(committed) / len(committed),
+        "acceptance_length_zlab": float(np.mean(means)),
+        "acceptance_length_vllm": 1 + int(accepted.sum()) / len(drafts) if len(drafts) else None,
+        "acceptance_length_sglang": sum(turn.new_tokens for turn, _ in drafted) / len(committed),
+        "num_verifies": len(committed),
+        "num_drafts": len(drafts),
+        "num_draft_tokens": int(proposed.sum()),
+        "num_accepted_tokens": int(accepted.sum()),
+        "acceptance_at_pos": joint,
+        "conditional_acceptance_at_pos": conditional,
+        "histogram": np.bincount(committed).tolist(),
+        "along_text": _along_text([counts for _, counts in drafted], bin_tokens),
+        "draft_seconds": sum(_shared(turn, turn.draft_time) for turn, _ in drafted),
+        "verify_seconds": sum(_shared(turn, turn.verify_time) for turn, _ in drafted),
+    }
+
+
+def _server_acceptance(turns: list[Turn]) -> dict[str, Any] | None:
+    """What a server's own counters say, by vLLM's names; SGLang's mean is the mean of what it said after each call."""
+    told = [turn.counters for turn in turns if turn.counters]
+    if not told:
+        return None
+    sums: Counter[str] = Counter()
+    for counters in told:
+        sums.update(counters)
+    depth = sum(name.startswith("num_accepted_tokens_at_pos_") for name in sums)
+    right = [sums[f"num_accepted_tokens_at_pos_{position}"] for position in range(depth)]
+    drafts, means = sums["num_drafts"], [row["acceptance_length"] for row in told if "acceptance_length" in row]
+    return {
+        "acceptance_length": None,
+        "acceptance_length_zlab": None,
+        "acceptance_length_vllm": 1 + sums["num_accepted_tokens"] / drafts if drafts else None,
+        "acceptance_length_sglang": float(np.mean(means)) if means else None,
+        "num_verifies": None,
+        **{name: int(sums[name]) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")},
+        "acceptance_at_pos": [ratio(count, drafts) or 0.0 for count in right],
+        "conditional_acceptance_at_pos": [
+            ratio(count, before) for count, before in zip(right, [drafts, *right], strict=False)
+        ],
+        "histogram": [],
+        "along_text": [],
+        "draft_seconds": None,
+        "verify_seconds": None,
+    }
+
+
+def draft_counts(turns: Iterable[Turn]) -> Any:
+    """Returns accepted and proposed tokens of every verify that had a proposal, as an int array of `(drafts, 2)`."""
+    pairs = [
+        pair
+        for turn in turns
+        if turn.accepted is not None and turn.proposed is not None
+        for pair in zip(turn.accepted, turn.proposed, strict=True)
+        if pair[1] > 0
+    ]
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+
+def _along_text(texts: list[list[int]], bin_tokens: int) -> list[dict[str, Any]]:
+    """Tokens per verify by where in its text a verify began, the prefill's token before them all."""
+    starts = [1 + np.cumsum([0, *counts[:-1]]) for counts in texts if counts]
+    bins = np.concatenate(starts) // bin_tokens
+    verifies = np.bincount(bins)
+    sums = np.bincount(bins, weights=np.concatenate([counts for counts in texts if counts]))
+    return [
+        {"from_token": number * bin_tokens, "verifies": int(count), "tokens_per_verify": float(total / count)}
+        for number, (count, total) in enumerate(zip(verifies, sums, strict=True))
+        if count
+    ]
+
+
+Pair = tuple[Answer, Answer]  # a method's answer, and the baseline's to the same question and repeat; none failed
+
+
+def speedup(pairs: Sequence[Pair]) -> dict[str, Any] | None:
+    """Compares tokens per second over questions that both answered; `None` where there are none.
+
+    Returns:
+        `dict`: `questions`, and `ratio`, `low`, `high` of the whole calls; the same of decoding alone under `decode`.
+    """
+    if not pairs:
+        return None
+    sums = per_question(pairs)
+    drawn = resample(sums)
+
+    def one(column: int) -> dict[str, float | None]:
+        low, high = interval(ratios(drawn[:, column : column + 4]))
+        found = float(ratios(sums[:, column : column + 4].sum(axis=0)))
+        return {"ratio": found if np.isfinite(found) else None, "low": low, "high": high}
+
+    return {"questions": len(sums), **one(0), "decode": one(4)}
+
+
+def per_question(pairs: Sequence[Pair]) -> Any:
+    """Returns sums over the repeats of each question, a float array of `(questions, 8)`.
+
+    Columns: tokens and seconds of the method, of the baseline; then the same without their prefills.
+    """
+    sums: dict[Key, Any] = {}
+    for pair in pairs:
+        whole = [
+            value for a in pair for value in (_sum(t.new_tokens for t in a.turns), _sum(t.wall_time for t in a.turns))
+        ]
+        decode = [
+            value for a in pair for value in np.array([decode_part(t) for t in a.turns]).reshape(-1, 2).sum(axis=0)
+        ]
+        sums[pair[0].key] = sums.get(pair[0].key, 0.0) + np.array([*whole, *decode], dtype=np.float64)
+    return np.array(list(sums.values()))
+
+
+def ratios(sums: Any) -> Any:
+    """Returns the ratios of tokens per second, of `(..., 4)` sums of tokens and seconds of two methods."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return sums[..., 0] / sums[..., 1] / (sums[..., 2] / sums[..., 3])
+
+
+def _sum(values: Iterable[float]) -> float:
+    return float(sum(values))
+
+
+def first_difference(answer: Answer, other: Answer) -> tuple[int, int | None] | None:
+    """Returns the turn and the token at which two answers first differ, or `None` where they are the same.
+
+    The token is `None` where only texts can be compared.
+    """
+    for number, (one, two) in enumerate(zip(answer.turns, other.turns, strict=True)):
+        if not one.token_ids or not two.token_ids:
+            if one.text != two.text:
+                return number, None
+        elif one.token_ids != two.token_ids:
+            equal = [a == b for a, b in zip(one.token_ids, two.token_ids, strict=False)]
+            return number, equal.index(False) if False in equal else len(equal)
+    return None
+
+
+def accuracy(scored: Sequence[tuple[Key, float]]) -> dict[str, Any] | None:
+    """Returns the mean score over questions, their repeats averaged, with its interval; `None` of no score.
+
+    Args:
+        scored: One score per answer that has one, with its question.
+    """
+    if not scored:
+        return None
+    per_key: dict[Key, list[float]] = {}
+    for key, score in scored:
+        per_key.setdefault(key, []).append(score)
+    mean = float(np.mean([np.mean(scores) for scores in per_key.values()]))
+    low, high = wilson(mean, len(per_key))
+    return {"questions": len(per_key), "mean": mean, "low": low, "high": high}
+
+
+__all__ = [
+    "DEFINITIONS",
+    "Pair",
+    "accuracy",
+    "draft_counts",
+    "first_difference",
+    "measure",
+    "per_question",
+    "ratio",
+    "ratios",
+    "speedup",
+]

@@ -1,0 +1,93 @@
+"""How far a number may be off by the choice of questions: bootstrap and Wilson intervals, McNemar's test.
+
+All are over questions, which are drawn from a set. What another machine, or another hour of the same one, would have
+measured they do not say.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+DRAWS = 2000
+Z = 1.959963984540054  # of the normal distribution, two-sided 95 %
+
+
+def resample(values: Array, draws: int = DRAWS, seed: int = 0) -> Array:
+    """Draws as many questions as there are, with replacement, many times, and returns the sums over each draw.
+
+    What is compared stands in one row of `values`, so that a question that is drawn is drawn for both.
+
+    Args:
+        values (array of `(questions, n)`): What is summed of each question.
+        draws (`int`): How often.
+        seed (`int`): Of the draws.
+
+    Returns:
+        array of `(draws, n)`; no draws of fewer than two questions, which say nothing about a choice of them.
+    """
+    count = len(values)
+    if count < 2:
+        return np.empty((0, values.shape[1]))
+    rng = np.random.default_rng(seed)
+    sums: list[Array] = []
+    step = max(1, 2**15 // count)  # draws at a time: memory stays small whatever the set
+    for start in range(0, draws, step):
+        size = min(step, draws - start)
+        chosen = rng.integers(count, size=(size, count)) + np.arange(size)[:, None] * count
+        times = np.bincount(chosen.ravel(), minlength=size * count).reshape(size, count)
+        sums.append(times @ values)
+    return np.concatenate(sums)
+
+
+def interval(drawn: Array) -> tuple[float, float] | tuple[None, None]:
+    """Returns what the middle 95 % of the draws lie between, those left out that are not finite; `None` of none."""
+    finite = drawn[np.isfinite(drawn)]
+    if not finite.size:
+        return None, None
+    low, high = np.percentile(finite, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def wilson(mean: float, count: int) -> tuple[float, float]:
+    """Returns Wilson's 95 % interval of a share.
+
+    Args:
+        mean (`float`): The share, between 0 and 1.
+        count (`int`): Questions that it is of, at least one.
+    """
+    centre = mean + Z * Z / (2 * count)
+    spread = Z * math.sqrt(mean * (1 - mean) / count + Z * Z / (4 * count * count))
+    scale = 1 + Z * Z / count
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def mcnemar(lost: int, won: int) -> float:
+    """Returns the exact two-sided p value of McNemar's test: that so many of the changed answers changed one way.
+
+    Args:
+        lost (`int`): Questions that were right before and are wrong now.
+        won (`int`): Questions that were wrong before and are right now.
+    """
+    changed = lost + won
+    tail = sum(math.comb(changed, k) for k in range(min(lost, won) + 1))
+    return min(1.0, 2 * tail / 2**changed)
+
+
+def spread(values: list[float]) -> dict[str, float] | None:
+    """Returns mean, median and 95th percentile (linear between neighbours), or `None` of nothing."""
+    if not values:
+        return None
+    array: Any = np.asarray(values, dtype=np.float64)
+    return {
+        "mean": float(array.mean()),
+        "median": float(np.median(array)),
+        "p95": float(np.percentile(array, 95)),
+    }
+
+
+__all__ = ["DRAWS", "Array", "interval", "mcnemar", "resample", "spread", "wilson"]

@@ -1,0 +1,215 @@
+"""`summary.json`, `acceptance.csv` and `scores.jsonl`: what a run's answers come to, from its files alone."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from dflash_hf.bench.answers import Answer
+from dflash_hf.bench.counting import DEFINITIONS, Pair, accuracy, first_difference, measure, speedup
+from dflash_hf.bench.questions import Key, Question
+from dflash_hf.bench.run_files import Cell, Run, Which, read_run, write_whole
+
+Score = Callable[[Question, Answer], float | None]
+Scores = dict[tuple[str, Which], float]  # by `model_id`, question and repeat; only of answers that have one
+MAX_BINS = 32  # along a text
+CSV_COLUMNS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+
+
+def summarize(folder: str | os.PathLike[str], score: Score | None = None) -> dict[str, Any]:
+    """Counts a run's answers and writes `scores.jsonl`, `acceptance.csv` and `summary.json` into its folder.
+
+    Each file is written whole or not at all. Seconds, tokens and ratios; what is not known is `null`.
+
+    Args:
+        folder: The run's; see [`dflash_hf.bench.run_files.read_run`].
+        score (callable, *optional*): From a question and its answer to a score between 0 and 1, or `None` where there
+            is no right answer; default [`dflash_hf.bench.scores.score`], with the run's own `run_code`.
+
+    Returns:
+        `dict`: What `summary.json` holds. `methods` has, per method, blocks of counts under `sets` (per set, those
+        that it was asked) and `all`.
+
+    Raises:
+        ValueError: If the folder holds no run, or not only one.
+    """
+    run = read_run(folder)
+    notes: list[str] = []
+    scores = _score_all(run, score, notes)
+    longest = max((turn.new_tokens for a in _every(run) for turn in a.turns), default=0)
+    bin_tokens = 16
+    while longest > bin_tokens * MAX_BINS:
+        bin_tokens *= 2
+    summary = {
+        "settings": run.settings,
+        "provenance": run.provenance,
+        "sessions": run.sessions,
+        "notes": notes,
+        "datasets": {name: _dataset(run, name) for name in run.datasets},
+        "text_bin_tokens": bin_tokens,
+        "methods": [_method(run, cell, scores, bin_tokens) for cell in run.cells],
+        "definitions": DEFINITIONS,
+    }
+    lines = [
+        {"model_id": name, "dataset": key[0], "question_id": key[1], "repeat": repeat, "score": value}
+        for (name, (key, repeat)), value in scores.items()
+    ]
+    write_whole(run.folder / "scores.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    write_whole(run.folder / "acceptance.csv", _acceptance_csv(summary))
+    text = json.dumps(summary, indent=1, ensure_ascii=False, allow_nan=False)
+    write_whole(run.folder / "summary.json", text + "\n")
+    return summary
+
+
+def read_scores(folder: Path) -> Scores:
+    """Reads the scores that `summarize` left in a run's folder; none without the file."""
+    path = folder / "scores.jsonl"
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.is_file() else ()
+    return {(row["model_id"], ((row["dataset"], row["question_id"]), row["repeat"])): row["score"] for row in rows}
+
+
+def _every(run: Run) -> Iterable[Answer]:
+    return (answer for answers in run.answers.values() for answer in answers.values())
+
+
+def _score_all(run: Run, score: Score | None, notes: list[str]) -> Scores:
+    """Scores every answer; the same texts to the same question once, for code takes seconds to run."""
+    wanted = [answer for answer in _every(run) if answer.error is None and run.questions[answer.key].score]
+    if score is None and wanted:
+        from dflash_hf.bench.scores import score as score_one
+
+        score = functools.partial(score_one, run_code=bool(run.settings.get("run_code")))
+    known: dict[tuple[Key, tuple[str, ...]], float | None] = {}
+    scores: Scores = {}
+    for answer in wanted:
+        assert score is not None
+        said = (answer.key, tuple(turn.text for turn in answer.turns))
+        if said not in known:
+            try:
+                known[said] = score(run.questions[answer.key], answer)
+            except ImportError as error:  # the counts are there without it
+                notes.append(f"Answers are not scored: {error}")
+                return {}
+        value = known[said]
+        if value is not None:
+            scores[answer.model_id, (answer.key, answer.repeat)] = value
+    unscored = {said[0][0] for said, value in known.items() if value is None}
+    notes += [f"Not every answer to {name} is scored." for name in run.datasets if name in unscored]
+    return scores
+
+
+def _dataset(run: Run, name: str) -> dict[str, Any]:
+    questions = [question for question in run.questions.values() if question.dataset == name]
+    return {"questions": len(questions), "categories": dict(Counter(q.category for q in questions))}
+
+
+def _method(run: Run, cell: Cell, scores: Scores, bin_tokens: int) -> dict[str, Any]:
+    """A way of decoding: what it is, and its counts per set and over all."""
+    answers = run.answers[cell.model_id]
+    differing = [] if cell.is_sampled else _differing(run, cell)
+
+    def block(chosen: Callable[[Question], bool]) -> dict[str, Any]:
+        own = {which: answer for which, answer in answers.items() if chosen(run.questions[answer.key])}
+        pairs = baseline_pairs(run, cell, own)
+        scored = [(key, scores[name]) for key, repeat in own if (name := (cell.model_id, (key, repeat))) in scores]
+        return {
+            **measure(list(own.values()), bin_tokens),
+            "speedup": speedup(pairs),
+            "agreement": None if cell.is_sampled else _agreement(pairs, differing),
+            "accuracy": accuracy(scored),
+        }
+
+    def parts(name: str, chosen: Callable[[Question], bool]) -> dict[str, Any]:
+        """The same for each value of a field that some of the questions have."""
+        asked = [run.questions[key] for key, _ in answers if chosen(run.questions[key])]
+        values = dict.fromkeys(getattr(question, name) for question in asked)
+        if len(values) < 2:
+            return {}
+        return {value: block(lambda q, value=value: chosen(q) and getattr(q, name) == value) for value in values}
+
+    sets: dict[str, Any] = {}
+    for dataset in dict.fromkeys(key[0] for key, _ in answers):
+        sets[dataset] = block(lambda q, dataset=dataset: q.dataset == dataset)
+        sets[dataset]["categories"] = parts("category", lambda q, dataset=dataset: q.dataset == dataset)
+        sets[dataset]["subcategories"] = parts("subcategory", lambda q, dataset=dataset: q.dataset == dataset)
+    return {
+        "model_id": cell.model_id,
+        "method": cell.method,
+        "options": cell.options,
+        "values": cell.values,
+        "baseline": cell.baseline,
+        "failed": cell.failed,
+        "sets": {name: sets[name] for name in run.datasets if name in sets},
+        "all": block(lambda _: True),
+        "differing": differing,
+    }
+
+
+def baseline_pairs(run: Run, cell: Cell, own: dict[Which, Answer] | None = None) -> list[Pair]:
+    """Returns a cell's answers beside its baseline's to the same questions and repeats, failed ones left out."""
+    if cell.baseline is None or cell.baseline == cell.model_id:
+        return []
+    theirs = run.answers.get(cell.baseline, {})
+    mine = run.answers[cell.model_id] if own is None else own
+    pairs = [(a, theirs[which]) for which, a in mine.items() if which in theirs]
+    return [pair for pair in pairs if pair[0].error is None and pair[1].error is None]
+
+
+def _differing(run: Run, cell: Cell) -> list[dict[str, Any]]:
+    """Where answers first differ from the baseline's, and by how much if the run has recorded it."""
+    rows: list[dict[str, Any]] = []
+    for answer, other in baseline_pairs(run, cell):
+        found = first_difference(answer, other)
+        if found is not None:
+            known = run.margins.get((cell.model_id, (answer.key, answer.repeat)), {})
+            which = {"dataset": answer.dataset, "question_id": answer.question_id, "repeat": answer.repeat}
+            told = {"margin": known.get("margin"), "is_tie": known.get("is_tie")}
+            rows.append({**which, "turn": found[0], "token": found[1], **told})
+    return rows
+
+
+def _agreement(pairs: list[Pair], differing: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """How many of some answers are the baseline's, and the largest margin of the others."""
+    if not pairs:
+        return None
+    asked = {(answer.key, answer.repeat) for answer, _ in pairs}
+    rows = [row for row in differing if ((row["dataset"], row["question_id"]), row["repeat"]) in asked]
+    same = len(pairs) - len(rows)
+    margins = [row["margin"] for row in rows if row["margin"] is not None]
+    return {
+        "compared": len(pairs),
+        "identical": same,
+        "share": same / len(pairs),
+        "max_margin": max(margins, default=None),
+        "beyond_ties": sum(row["is_tie"] is False for row in rows),
+    }
+
+
+def _acceptance_csv(summary: dict[str, Any]) -> str:
+    """One line per method that drafts and set, in vLLM's names and by its definitions."""
+    rows = [
+        (method["model_id"], name, block["acceptance"])
+        for method in summary["methods"]
+        for name, block in method["sets"].items()
+        if block["acceptance"] and block["acceptance"]["num_drafts"]
+    ]
+    width = max((len(counts["acceptance_at_pos"]) for _, _, counts in rows), default=0)
+    output = io.StringIO()
+    writer = csv.writer(output, lineterminator="\n")
+    positions = [f"acceptance_at_pos_{position}" for position in range(width)]
+    writer.writerow(["model_id", "dataset", *CSV_COLUMNS, "acceptance_length", *positions])
+    for model_id, name, counts in rows:
+        shares = counts["acceptance_at_pos"] + [0.0] * (width - len(counts["acceptance_at_pos"]))
+        numbers = [counts[column] for column in CSV_COLUMNS]
+        writer.writerow([model_id, name, *numbers, counts["acceptance_length_vllm"], *shares])
+    return output.getvalue()
+
+
+__all__ = ["Score", "Scores", "baseline_pairs", "read_scores", "summarize"]
