@@ -35,6 +35,8 @@ class Turn:
         proposed (`list[int]`, *optional*): Proposals checked at each verify.
         draft_time, verify_time (`float`, *optional*): Seconds of the call in forwards of the draft and of the target
             over blocks.
+        counters (`dict[str, float]`, *optional*): What a server's own counters of speculation have moved by during the
+            call, by vLLM's names; on the first row of a call only. `acceptance_length` is SGLang's mean afterwards.
     """
 
     text: str
@@ -50,6 +52,7 @@ class Turn:
     proposed: list[int] | None = None
     draft_time: float | None = None
     verify_time: float | None = None
+    counters: dict[str, float] | None = None
 
 
 # Fields of a turn that Spec-Bench's form has under the same name, one value per turn, except the text, its `turns`.
@@ -121,7 +124,7 @@ class Answer:
         turns: list[Turn] = []
         for choice in row["choices"]:
             for number, text in enumerate(choice["turns"]):
-                turns.append(Turn(text=text, **{name: choice[name][number] for name in _PER_TURN}))
+                turns.append(Turn(text=text, **{name: choice[name][number] for name in _PER_TURN if name in choice}))
         return cls(
             dataset=row["dataset"],
             question_id=row["question_id"],
