@@ -53,6 +53,7 @@ LEVELS = {
     "dflash_hf.generation.iterate": 7,
     "dflash_hf.bench": 7,
     "dflash_hf.chat": 7,
+    "dflash_hf.__main__": 8,
     "dflash_hf.cli": 8,
     "demos": 8,
     "benchmarks": 8,

@@ -52,7 +52,12 @@ def test_import_loads_nothing_heavy() -> None:
 
 
 COMMANDS = ("generate", "demo", "chat", "convert", "doctor")
-COMMAND_LINES = [["--help"], ["--nonsense"], *([name, what] for name in COMMANDS for what in ("--help", "--nonsense"))]
+GROUPS = ("bench",)
+COMMAND_LINES = [
+    ["--help"],
+    ["--nonsense"],
+    *([name, what] for name in (*COMMANDS, *GROUPS) for what in ("--help", "--nonsense")),
+]
 
 
 def test_help_and_wrong_options_load_nothing_heavy() -> None:
@@ -60,6 +65,7 @@ def test_help_and_wrong_options_load_nothing_heavy() -> None:
 from typer.testing import CliRunner
 from dflash_hf.cli.main import app
 assert {{c.callback.__name__ for c in app.registered_commands}} == set({COMMANDS})
+assert {{c.typer_instance.info.name for c in app.registered_groups}} == set({GROUPS})
 for line in {COMMAND_LINES}:
     result = CliRunner().invoke(app, line)
     assert result.exit_code == (0 if "--help" in line else 2), (line, result.output)

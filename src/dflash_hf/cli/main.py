@@ -7,6 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from dflash_hf.cli.bench import app as bench_app
 from dflash_hf.cli.chat import chat
 from dflash_hf.cli.convert import convert
 from dflash_hf.cli.demo import demo
@@ -40,5 +41,6 @@ app.command()(demo)
 app.command()(chat)
 app.command()(convert)
 app.command()(doctor)
+app.add_typer(bench_app)
 
 __all__ = ["app"]

@@ -1,4 +1,4 @@
-"""Loading a target with its draft and its tokenizer or processor, for the subcommands.
+"""The bundled pairs, and loading any pair, for the subcommands.
 
 Subcommands import torch and Transformers when they run: `--help` and a wrong option are answered without.
 """
@@ -6,78 +6,13 @@ Subcommands import torch and Transformers when they run: `--help` and a wrong op
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
-
-    from dflash_hf.evaluation.harness import Processor
-    from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.evaluation.loading import check_place, load_pair, takes_images
 
 # A clone has the bundled pair beside the package; an installed wheel has not.
 BUNDLED = Path(__file__).resolve().parents[3] / "demos" / "toy"
 VISION = "vision"  # the folder of a pair for images within that of a pair for texts
 BUNDLED_VISION = BUNDLED / VISION
-
-
-def check_place(option: str, place: str) -> None:
-    """Says of a path that there is nothing; a Hub id has at most one slash and is looked up later.
-
-    Raises:
-        ValueError: Naming the option.
-    """
-    looks_local = place.startswith((".", "~", "/")) or place.count("/") > 1
-    if looks_local and not Path(place).exists():
-        raise ValueError(f"expected a folder or a Hub id as {option}, got {place!r}, which is not there; fix the path")
-
-
-def takes_images(config: PreTrainedConfig) -> bool:
-    """Returns True if Transformers has an image-text-to-text model for a config."""
-    from transformers import AutoModelForImageTextToText
-
-    return type(config) in AutoModelForImageTextToText._model_mapping
-
-
-def load_pair(
-    target: str, draft: str, dtype: str = "auto", device: str = "auto"
-) -> tuple[PreTrainedModel, DFlashDraftModel, Processor]:
-    """Loads a target, its draft and what encodes its prompts from folders or Hub ids.
-
-    Where the target's config is of an image-text-to-text model that is loaded with its processor, else the causal
-    language model with its tokenizer.
-
-    Args:
-        target, draft (`str`): Where they are.
-        dtype (`str`): A torch dtype's name, or `"auto"` for what the checkpoints say.
-        device (`str`): A device map for Transformers; `"auto"` takes an accelerator where there is one.
-
-    Raises:
-        ValueError: If one of them is not there, if the target is a draft, or if the draft is none or does not load.
-    """
-    for option, place in (("--target", target), ("--draft", draft)):
-        check_place(option, place)
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoProcessor,
-        AutoTokenizer,
-    )
-    from transformers.utils import logging
-
-    from dflash_hf.configuration_dflash import DFlashConfig
-    from dflash_hf.modeling_dflash import DFlashDraftModel
-
-    logging.disable_progress_bar()
-    config = AutoConfig.from_pretrained(target)
-    if config.model_type == DFlashConfig.model_type:
-        raise ValueError(f"expected a target as --target, got the DFlash draft {target!r}; swap --target and --draft")
-    settings: dict[str, Any] = {"dtype": dtype, "device_map": device}
-    model_class = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
-    model = model_class.from_pretrained(target, **settings)
-    assistant = DFlashDraftModel.from_pretrained(draft, **settings)
-    processor = (AutoProcessor if takes_images(config) else AutoTokenizer).from_pretrained(target)
-    return model, assistant, processor
 
 
 __all__ = ["BUNDLED", "BUNDLED_VISION", "VISION", "check_place", "load_pair", "takes_images"]

@@ -1,0 +1,413 @@
+"""Ways of decoding: conversations in, one [`Turn`] per row out, all under the same clock.
+
+Those of Transformers' own are timed by one recorder, a stopping criterion that stops nothing and notes when the loop
+comes by and how long the text is by then. Ours is told by its statistics, which say the same without a criterion.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+
+from dflash_hf.bench.answers import Turn
+from dflash_hf.errors import one_line, require
+from dflash_hf.evaluation.harness import Processor, tokenizer_of
+from dflash_hf.evaluation.prompt_files import Message, image_names, text_of
+from dflash_hf.generation.stats import SpeculativeStats
+from dflash_hf.modeling_dflash import DFlashDraftModel
+
+LOOKUP_TOKENS = 15  # as many as a block of 16 proposes
+
+Conversation = Sequence[Message]
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a cell of a run decodes: what several values may be compared of.
+
+    Args:
+        batch (`int`): Questions answered together.
+        max_new_tokens (`int`): Where an answer that does not end is cut.
+        temperature (`float`): 0 is greedy.
+        top_p (`float`): Nucleus sampling; the whole vocabulary otherwise.
+        dtype (`str`): The pair's, or `"auto"` for what the checkpoints say.
+        block_size (`int`, *optional*): Of the draft, at most the one it was trained with.
+        verify_width (`int` or `"auto"`, *optional*): See [`~dflash_hf.DFlashGenerationConfig`].
+        proposal (`str`, *optional*): The same.
+    """
+
+    batch: int = 1
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    dtype: str = "auto"
+    block_size: int | None = None
+    verify_width: int | Literal["auto"] | None = None
+    proposal: str | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of `generate`; they outweigh what a checkpoint says about sampling."""
+        shared: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
+        if self.temperature == 0:
+            # Their neutral values: Transformers warns about any other that greedy decoding does not look at.
+            return shared | {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
+        return shared | {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+
+    def for_draft(self) -> dict[str, Any]:
+        """Returns the options of `draft.generation_config` that were given."""
+        given = {"block_size": self.block_size, "verify_width": self.verify_width, "proposal": self.proposal}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class Method(Protocol):
+    """A way of decoding, ready to be asked."""
+
+    def __call__(self, conversations: Sequence[Conversation], options: Options, seed: int) -> list[Turn]:
+        """Answers conversations, as one batch.
+
+        Args:
+            conversations (sequence of lists of messages): One per row; the last message is the user's.
+            options (`Options`): How.
+            seed (`int`): Of the call, when sampling.
+
+        Returns:
+            `list[Turn]`: One per row.
+
+        Raises:
+            One of [`dflash_hf.bench.run.FAILURES`].
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """What is loaded for a run, in one dtype.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        processor (tokenizer or processor): Encodes its prompts; its tokenizer pads on the left.
+        draft (`DFlashDraftModel`, *optional*): Where a method needs it.
+        assistant (`PreTrainedModel`, *optional*): An ordinary draft model.
+        template_options (mapping): For the chat template.
+    """
+
+    target: PreTrainedModel
+    processor: Processor
+    draft: DFlashDraftModel | None = None
+    assistant: PreTrainedModel | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def end_tokens(self) -> list[int]:
+        """Returns the ids that end an answer."""
+        config: Any = self.target.generation_config
+        ids = config.eos_token_id
+        return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+    def encode(self, conversations: Sequence[Conversation]) -> Inputs:
+        """Turns conversations into inputs of the target: `input_ids` and `attention_mask` `[B, S]`, left-padded, and
+        of a processor all that it makes of the images.
+
+        Without a chat template a conversation is its messages' texts, one per line.
+
+        Raises:
+            ValueError: If the template cannot express a conversation, or an image cannot be read.
+        """
+        from jinja2 import TemplateError  # Transformers needs it for templates only
+
+        tokenizer, either = tokenizer_of(self.processor), self.processor
+        padding: dict[str, Any] = {"padding": True, "padding_side": "left"}
+        rows: Any = [[dict(message) for message in conversation] for conversation in conversations]
+        if either.chat_template is None:
+            encoded: Any = tokenizer([text_of(row) for row in rows], return_tensors="pt", **padding)
+        else:
+            settings: dict[str, Any] = {"processor_kwargs": padding}
+            if either is tokenizer:
+                settings = {"padding": True, "tokenizer_kwargs": {"padding_side": "left"}}
+            try:
+                encoded = either.apply_chat_template(
+                    rows,
+                    add_generation_prompt=True,
+                    tokenize=True,
+                    return_tensors="pt",
+                    return_dict=True,
+                    **settings,
+                    **self.template_options,
+                )
+            except (OSError, SyntaxError) as error:  # Pillow's: not an image, or one that is cut off or broken
+                names = ", ".join(name for row in rows for name in image_names(row))
+                raise ValueError(
+                    f"expected images that can be read, got {names}, of which one cannot ({one_line(error)}); leave "
+                    "it out or save it anew"
+                ) from error
+            except TemplateError as error:
+                raise ValueError(
+                    f"expected a conversation that the chat template takes, got: {one_line(error)}; leave out "
+                    "--system, or give other --chat-template-kwargs"
+                ) from error
+        names = ("input_ids", "attention_mask") if either is tokenizer else tuple(encoded)
+        return {name: encoded[name].to(self.target.device) for name in names}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """What a row's verifies did: [`Turn`]'s three lists."""
+
+    committed: list[int]
+    accepted: list[int]
+    proposed: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raw:
+    """What a way of decoding returns.
+
+    Args:
+        sequences (`torch.Tensor` of shape `[B, S + new]`): Prompts and answers.
+        ttft (`float`, *optional*): Seconds until the first token.
+        steps (`list[Steps]`): One per row, of what drafts.
+        draft_time, verify_time (`float`, *optional*): See [`Turn`].
+    """
+
+    sequences: Tensor
+    ttft: float | None = None
+    steps: list[Steps] = field(default_factory=list[Steps])
+    draft_time: float | None = None
+    verify_time: float | None = None
+
+
+Way = Callable[[Models, Inputs, Options], Raw]
+
+
+class Recorder(StoppingCriteria):
+    """Stops nothing; notes how long the text is whenever the loop of `generate` comes by, and when it first does."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.ttft: float | None = None
+        self.lengths: list[int] = []
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        """Returns that no row is done."""
+        self.lengths.append(input_ids.shape[1])
+        if self.ttft is None:
+            synchronize(input_ids.device)
+            self.ttft = time.perf_counter() - self.started
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until an accelerator has nothing left to do."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def plain(models: Models, inputs: Inputs, options: Options, **more: Any) -> Raw:
+    """Runs plain `generate`."""
+    recorder = Recorder()
+    criteria = StoppingCriteriaList([recorder])
+    out = _generate(models, inputs, options, stopping_criteria=criteria, **more)
+    return Raw(sequences=out, ttft=recorder.ttft)
+
+
+def plain_static(models: Models, inputs: Inputs, options: Options) -> Raw:
+    """Runs plain `generate` with a static cache, for which Transformers compiles the forward on an accelerator."""
+    return plain(models, inputs, options, cache_implementation="static")
+
+
+def dflash(models: Models, inputs: Inputs, options: Options) -> Raw:
+    """Runs `generate(..., assistant_model=draft)`, this package's way; every row has its own steps."""
+    draft = models.draft
+    assert draft is not None
+    with _set(draft.generation_config, options.for_draft()):
+        out = _generate(models, inputs, options, assistant_model=draft)
+    stats = draft.last_stats
+    assert isinstance(stats, SpeculativeStats)
+    steps = [
+        Steps(
+            committed=list(committed),
+            accepted=list(accepted),
+            proposed=[width - 1 for width in stats.verify_widths[: len(committed)]]
+            or [stats.num_proposed] * len(committed),
+        )
+        for committed, accepted in zip(stats.num_committed, stats.num_accepted, strict=True)
+    ]
+    # On an accelerator the parts say when work was queued, unless the draft's options ask to wait for it.
+    is_timed = models.target.device.type == "cpu" or draft.generation_config.synchronize
+    return Raw(
+        sequences=out,
+        ttft=stats.time_to_first_token,
+        steps=steps,
+        draft_time=stats.draft_seconds if is_timed else None,
+        verify_time=stats.verify_seconds if is_timed else None,
+    )
+
+
+def stock(models: Models, inputs: Inputs, options: Options) -> Raw:
+    """Runs Transformers' own DFlash with our draft, whose `forward` keeps upstream's contract; one row."""
+    draft = models.draft
+    assert draft is not None
+    # Where Transformers looks for it.
+    narrower = {} if options.block_size is None else {"block_size": options.block_size}
+    with _set(draft.config, narrower):
+        return _assisted(models, inputs, options, assistant_model=draft, speculation_type="dflash")
+
+
+def assistant(models: Models, inputs: Inputs, options: Options) -> Raw:
+    """Runs Transformers' assisted decoding with an ordinary draft model; one row."""
+    model = models.assistant
+    assert model is not None
+    before = copy.deepcopy(model.generation_config)
+    try:
+        return _assisted(models, inputs, options, assistant_model=model)
+    finally:
+        model.generation_config = before  # a schedule would carry its number of tokens on to the next question
+
+
+def lookup(models: Models, inputs: Inputs, options: Options) -> Raw:
+    """Runs Transformers' prompt lookup: proposals copied from the text so far; one row."""
+    return _assisted(models, inputs, options, prompt_lookup_num_tokens=LOOKUP_TOKENS)
+
+
+# The ways that need no more than the models; z-lab's package and servers have files of their own.
+WAYS: dict[str, Way] = {
+    "plain": plain,
+    "plain-static": plain_static,
+    "dflash": dflash,
+    "stock": stock,
+    "assistant": assistant,
+    "lookup": lookup,
+}
+
+
+def local_method(way: Way, models: Models) -> Method:
+    """Returns a way of decoding over loaded models as a method."""
+
+    def ask(conversations: Sequence[Conversation], options: Options, seed: int) -> list[Turn]:
+        inputs = models.encode(conversations)
+        torch.manual_seed(seed)
+        device = models.target.device
+        synchronize(device)
+        started = time.perf_counter()
+        raw = way(models, inputs, options)
+        synchronize(device)
+        return _turns(models, inputs, raw, time.perf_counter() - started)
+
+    return ask
+
+
+def _turns(models: Models, inputs: Inputs, raw: Raw, seconds: float) -> list[Turn]:
+    ends, num_rows = models.end_tokens(), inputs["input_ids"].shape[0]
+    tokenizer, found = tokenizer_of(models.processor), list[Turn]()
+    prompt_tokens = inputs["attention_mask"].sum(dim=1).tolist()
+    for index, row in enumerate(raw.sequences[:, inputs["input_ids"].shape[1] :].tolist()):
+        # What stands behind an end token is padding.
+        last = next((position for position, token in enumerate(row) if token in ends), len(row) - 1)
+        ids = row[: last + 1]
+        steps = raw.steps[index] if raw.steps else None
+        found.append(
+            Turn(
+                text=str(tokenizer.decode(ids, skip_special_tokens=True)),
+                token_ids=ids,
+                new_tokens=len(ids),
+                prompt_tokens=prompt_tokens[index],
+                wall_time=seconds / num_rows,
+                latency=seconds,
+                ttft=raw.ttft,
+                finish_reason="stop" if ids and ids[-1] in ends else "length",
+                committed=None if steps is None else steps.committed,
+                accepted=None if steps is None else steps.accepted,
+                proposed=None if steps is None else steps.proposed,
+                draft_time=raw.draft_time,
+                verify_time=raw.verify_time,
+            )
+        )
+    return found
+
+
+def _generate(models: Models, inputs: Inputs, options: Options, **more: Any) -> Tensor:
+    model: Any = models.target
+    out = model.generate(**inputs, **options.arguments(), **more)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _assisted(models: Models, inputs: Inputs, options: Options, **more: Any) -> Raw:
+    """Transformers' assisted loop over one row. Its first forward reads the prompt too: it counts as no verify."""
+    require(inputs["input_ids"].shape[0] == 1, "one row", inputs["input_ids"].shape[0], "Transformers takes no more")
+    recorder = Recorder()
+    with _noting_candidates(models.target) as candidates:
+        out = _generate(models, inputs, options, stopping_criteria=StoppingCriteriaList([recorder]), **more)
+    text = out[0].tolist()
+    steps = Steps(committed=[], accepted=[], proposed=[])
+    for (start, end), tried in zip(itertools.pairwise(recorder.lengths), candidates[1:], strict=True):
+        proposals = tried.tolist()
+        matching = [a == b for a, b in zip(proposals, text[start:end], strict=False)]
+        steps.committed.append(end - start)
+        steps.proposed.append(len(proposals))
+        steps.accepted.append((*matching, False).index(False))
+    return Raw(sequences=out, ttft=recorder.ttft, steps=[steps])
+
+
+@contextmanager
+def _noting_candidates(model: Any) -> Generator[list[Tensor]]:
+    """Notes what Transformers' candidate generators propose, `[K]` ids at each verify."""
+    noted: list[Tensor] = []
+    original = model._get_candidate_generator
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        generator = original(*args, **kwargs)
+        propose = generator.get_candidates
+
+        def get_candidates(input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+            found = propose(input_ids, *args, **kwargs)
+            noted.append(found[0][0, input_ids.shape[1] :])
+            return found
+
+        generator.get_candidates = get_candidates
+        return generator
+
+    model._get_candidate_generator = noting
+    try:
+        yield noted
+    finally:
+        del model._get_candidate_generator
+
+
+@contextmanager
+def _set(config: Any, values: Mapping[str, Any]) -> Generator[None]:
+    """Sets fields of a config, and puts them back."""
+    before = {name: getattr(config, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+__all__ = [
+    "LOOKUP_TOKENS",
+    "WAYS",
+    "Conversation",
+    "Method",
+    "Models",
+    "Options",
+    "Raw",
+    "Recorder",
+    "Steps",
+    "Way",
+    "local_method",
+    "synchronize",
+]

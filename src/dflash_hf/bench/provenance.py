@@ -1,0 +1,99 @@
+"""Under what conditions a run was measured: versions, machine, commit, command, and what was loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_hf.bench.methods import Models
+
+PACKAGES = ("torch", "transformers", "accelerate", "triton", "dflash-hf", "dflash", "tokenizers")
+
+
+def provenance(models: Mapping[str, Models], num_processes: int) -> dict[str, Any]:
+    """Returns what a reader has to know to repeat a run or to distrust it.
+
+    Args:
+        models (mapping): What was loaded, by the dtype that was asked for.
+        num_processes (`int`): How many ask at the same time.
+    """
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "commit": _commit(),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "machine": {
+            "cpu": _cpu_model(),
+            "cores": os.cpu_count(),
+            "gpus": gpus,
+            "platform": platform.platform(),
+        },
+        "threads": torch.get_num_threads(),
+        "processes": num_processes,
+        "models": {name: _describe(found) for name, found in models.items()},
+    }
+
+
+def _describe(models: Models) -> dict[str, Any]:
+    config: Any = models.target.config
+    template: Any = models.processor.chat_template
+    text = template if isinstance(template, str) else repr(template)
+    described: dict[str, Any] = {
+        "dtype": str(models.target.dtype).removeprefix("torch."),
+        "device": str(models.target.device),
+        "attention": config._attn_implementation,
+        "target_class": type(models.target).__name__,
+        "target_commit": getattr(config, "_commit_hash", None),
+        "chat_template": None if template is None else hashlib.sha256(text.encode()).hexdigest(),
+    }
+    if models.draft is not None:
+        described["draft_dtype"] = str(models.draft.dtype).removeprefix("torch.")
+        described["draft_block_size"] = models.draft.config.block_size
+        described["draft_options"] = models.draft.generation_config.to_diff_dict()
+    return described
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith(("model name", "Model")):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of the clone that the package runs from, with "+dirty" if its files differ from it."""
+    folder = Path(__file__).resolve().parents[3]
+    if not (folder / ".git").exists():
+        return os.environ.get("GIT_COMMIT")
+    try:
+        head, changes = (
+            subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("GIT_COMMIT")
+    return head + ("+dirty" if changes else "")
+
+
+__all__ = ["provenance"]

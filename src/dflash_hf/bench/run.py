@@ -1,0 +1,440 @@
+"""A run: every question asked of every cell, in turns, so that a machine that drifts does so for all alike.
+
+Questions of one set and as many turns go in rounds, in which every cell asks the same questions, in batches of its own
+size; cells take turns in being first. What is sampled follows from the seed of the run, the questions of the batch,
+the turn and the repeat, so that it does not matter who asks a round, nor when: rounds are dealt to the processes of
+`accelerate launch`, and a run that was killed goes on with the batches that are not there ([`resume`]).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from dflash_hf.bench.answers import Answer, Turn
+from dflash_hf.bench.cells import NEEDS_DRAFT, Cell, RunSettings, make_cells
+from dflash_hf.bench.methods import WAYS, Method, Models, Options, local_method
+from dflash_hf.bench.progress import Bars
+from dflash_hf.bench.provenance import provenance
+from dflash_hf.bench.questions import Question
+from dflash_hf.bench.resume import Asked, Batch, RunFolder, whole_batches
+from dflash_hf.bench.server import Server
+from dflash_hf.errors import one_line, require
+from dflash_hf.evaluation.harness import tokenizer_of
+from dflash_hf.evaluation.loading import load_target
+from dflash_hf.generation.checks import check_stock
+from dflash_hf.modeling_dflash import DFlashDraftModel
+
+# What a method may fail with, so that the run goes on without it. Torch's out of memory and `NotImplementedError` are
+# kinds of `RuntimeError`; Transformers and z-lab's package raise the others of settings that they do not expect.
+FAILURES = (
+    ValueError,
+    RuntimeError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    OSError,
+    httpx.HTTPError,
+)
+MAX_FAILURES = 3  # in a row, until a cell is given up
+WARM_UP_TOKENS = 16  # on a CPU; on an accelerator graphs are captured for the whole length
+
+logger = logging.getLogger(__name__)
+
+
+def run(settings: RunSettings) -> None:
+    """Runs a benchmark and leaves all that there is to say about it in `settings.out`.
+
+    Under `accelerate launch` every process loads the models and asks its share.
+
+    Args:
+        settings (`RunSettings`): What to ask of what.
+
+    Raises:
+        ValueError: If something cannot be run, or the folder is another run's; before anything is written.
+    """
+    settings.check()
+    cells = make_cells(settings)
+    processes = Processes(settings.device)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    folder = RunFolder(settings.out, processes.rank)
+    questions, is_resumed = list[Question](), False
+    if processes.rank == 0:
+        is_resumed = folder.check(settings.resume, settings.what_matters())
+        questions = folder.read_questions() if is_resumed else _load_questions(settings)
+    models = _load_models(settings, processes.device_map)
+    _check_questions(questions, models, settings)
+    methods = _make_methods(settings, cells, models)
+    if processes.rank == 0:
+        _begin(folder, settings, cells, questions, provenance(models, processes.size), is_resumed)
+    processes.wait()
+    asker = Asker(settings, cells, methods, folder, processes, folder.read_questions())
+    session = asker.ask_all()
+    processes.wait()
+    if processes.rank == 0:
+        _end(asker, models, session)
+        from dflash_hf.bench.report import write_report
+        from dflash_hf.bench.summary import summarize
+
+        summarize(settings.out)
+        write_report(settings.out)
+    processes.end()
+
+
+class Processes:
+    """The processes of `accelerate launch` (or `torchrun`), of which this is one; each holds the whole models.
+
+    They meet before the first question and behind the last: forwards do not wait for one another. None of this is
+    tensor parallelism, which a model's own mesh of devices says.
+
+    Args:
+        device (`str`): Device map that the user asked for; `"auto"` is each process's own accelerator.
+    """
+
+    def __init__(self, device: str) -> None:
+        from accelerate import PartialState
+
+        is_cpu = device == "cpu" or not torch.accelerator.is_available()
+        # The slowest process may ask for a long time after the others.
+        waits = {"timeout": timedelta(days=2)} if "LOCAL_RANK" in os.environ else {}
+        self._state = PartialState(cpu=is_cpu, **waits)
+        self.rank, self.size = int(self._state.process_index), int(self._state.num_processes)
+        self.device_map = str(self._state.device) if self.size > 1 and device == "auto" else device
+
+    def wait(self) -> None:
+        """Waits for the others."""
+        self._state.wait_for_everyone()
+
+    def end(self) -> None:
+        """Leaves the group, where there is one."""
+        if self.size > 1:
+            self._state.destroy_process_group()
+
+
+def _load_questions(settings: RunSettings) -> list[Question]:
+    from dflash_hf.bench.sets import load_questions
+
+    questions: list[Question] = []
+    for name in settings.data:
+        questions += load_questions(
+            name,
+            data_dir=settings.data_dir,
+            num_prompts=settings.num_prompts,
+            seed=settings.seed,
+            template=settings.template,
+        )
+    require(bool(questions), f"questions in {', '.join(settings.data)}", questions, "name other sets as --data")
+    keys = [question.key for question in questions]
+    if len(set(keys)) < len(keys):
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"expected every question once, got {twice} twice; name each set once, and fix its ids")
+    return questions
+
+
+def _load_models(settings: RunSettings, device_map: str) -> dict[str, Models]:
+    """Loads the pair once per dtype; nothing for a server alone."""
+    if settings.target is None or not set(settings.methods) - {"server"}:
+        return {}
+    found: dict[str, Models] = {}
+    needs_draft = any(method in NEEDS_DRAFT for method in settings.methods)
+    for dtype in settings.dtype:
+        target, processor = load_target(settings.target, dtype, device_map)
+        tokenizer = tokenizer_of(processor)
+        tokenizer.padding_side = "left"
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        has_template = processor.chat_template is not None
+        is_fine = has_template or not (settings.template_options or settings.system)
+        hint = "leave out --chat-template-kwargs, --no-thinking and --system"
+        require(is_fine, "a target with a chat template", settings.target, hint)
+        given: dict[str, Any] = {"dtype": dtype, "device_map": device_map}
+        draft = None
+        if needs_draft and settings.draft is not None:
+            draft = DFlashDraftModel.from_pretrained(settings.draft, **given)
+        assistant = None
+        if settings.assistant is not None:
+            from transformers import AutoModelForCausalLM
+
+            assistant = AutoModelForCausalLM.from_pretrained(settings.assistant, **given)
+        found[dtype] = Models(
+            target=target,
+            processor=processor,
+            draft=draft,
+            assistant=assistant,
+            template_options=settings.template_options,
+        )
+    return found
+
+
+def _check_questions(questions: Sequence[Question], models: Mapping[str, Models], settings: RunSettings) -> None:
+    """Refuses images that are not there, or that the target cannot see."""
+    for question in questions:
+        for image in question.images:
+            require(Path(image).is_file(), f"the image of question {question.question_id}", image, "fix its path")
+    with_images = next((question for question in questions if question.images), None)
+    for found in models.values():
+        if with_images is not None and tokenizer_of(found.processor) is found.processor:
+            raise ValueError(
+                f"expected a target that sees images for {with_images.dataset}, got {settings.target}; name another "
+                "target, or other sets as --data"
+            )
+
+
+def _make_methods(settings: RunSettings, cells: Sequence[Cell], models: Mapping[str, Models]) -> dict[str, Method]:
+    """Returns the method of every cell that can be asked; of the others the cell says why not."""
+    methods: dict[str, Method] = {}
+    made: dict[tuple[str, str], Method] = {}
+    for cell in cells:
+        if cell.failed is not None:
+            continue
+        name = cell.method, cell.options.dtype
+        try:
+            _check_draft(cell, models)
+            if name not in made:
+                made[name] = _make_method(settings, cell.method, models.get(cell.options.dtype))
+        except ValueError as error:
+            cell.failed = one_line(error)
+        else:
+            methods[cell.model_id] = made[name]
+    return methods
+
+
+def _make_method(settings: RunSettings, name: str, models: Models | None) -> Method:
+    if name == "server":
+        assert settings.server is not None
+        return Server(url=settings.server, model=settings.server_model, template_options=settings.template_options)
+    assert models is not None
+    if name == "zlab":
+        from dflash_hf.bench.zlab import zlab_way
+
+        return local_method(zlab_way(models), models)
+    return local_method(WAYS[name], models)
+
+
+def _check_draft(cell: Cell, models: Mapping[str, Models]) -> None:
+    """Raises `ValueError` if the draft cannot be run as the cell wants it."""
+    if cell.method not in NEEDS_DRAFT:
+        return
+    draft = models[cell.options.dtype].draft
+    assert draft is not None
+    options = type(draft.generation_config)(**cell.options.for_draft())
+    options.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
+    if cell.method == "stock":
+        check_stock(draft)
+
+
+def _begin(
+    folder: RunFolder,
+    settings: RunSettings,
+    cells: Sequence[Cell],
+    questions: Sequence[Question],
+    conditions: Mapping[str, Any],
+    is_resumed: bool,
+) -> None:
+    """Writes what a run is before it is asked, or tidies what was answered so far."""
+    if not is_resumed:
+        folder.write_questions(questions)
+    before = folder.read_run() if is_resumed else {}
+    conditions = before.get("provenance", conditions)
+    settings_written = {**settings.what_matters(), "run_code": settings.run_code}
+    _write_run(folder, settings_written, cells, conditions, before.get("sessions", []))
+    for cell in cells:
+        batches = batches_of(cell, questions, cells, settings.repeats)
+        folder.merge(cell.model_id, whole_batches(folder.read(cell.model_id), batches).values())
+
+
+def _write_run(
+    folder: RunFolder, settings: Mapping[str, Any], cells: Sequence[Cell], conditions: Any, sessions: list[Any]
+) -> None:
+    folder.write_run(
+        {
+            "settings": dict(settings),
+            "methods": [cell.to_dict() for cell in cells],
+            "provenance": conditions,
+            "sessions": sessions,
+        }
+    )
+
+
+# ---- what is asked when
+
+
+def rounds_of(questions: Sequence[Question], cells: Sequence[Cell]) -> list[list[Question]]:
+    """Returns the questions in rounds of one set and as many turns, of as many as every cell's batches fill up."""
+    groups: dict[tuple[str, int], list[Question]] = {}
+    for question in questions:
+        groups.setdefault((question.dataset, len(question.turns)), []).append(question)
+    size = math.lcm(*(cell.options.batch for cell in cells))
+    return [group[start : start + size] for group in groups.values() for start in range(0, len(group), size)]
+
+
+def batches_of(cell: Cell, questions: Sequence[Question], cells: Sequence[Cell], repeats: int) -> Iterator[Batch]:
+    """Returns a cell's batches in the order in which they are asked."""
+    for repeat in range(repeats):
+        for questions_of_round in rounds_of(questions, cells):
+            for batch in _split(questions_of_round, cell.options.batch):
+                yield repeat, batch
+
+
+def _split(questions: Sequence[Question], size: int) -> Iterator[Sequence[Question]]:
+    return (questions[start : start + size] for start in range(0, len(questions), size))
+
+
+def seed_of(seed: int, batch: Sequence[Question], repeat: int, turn: int) -> int:
+    """Returns the seed of a call: the same in whatever process and session it is made, another in each repeat."""
+    text = repr((seed, [question.key for question in batch], repeat, turn))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+@dataclass(slots=True)
+class Asker:
+    """Asks what is left to be asked, of one process's share.
+
+    Args:
+        settings (`RunSettings`): Of the run.
+        cells (`Sequence[Cell]`): Its cells.
+        methods (mapping): The method of each cell that can be asked.
+        folder (`RunFolder`): Where answers go.
+        processes (`Processes`): Among whom rounds are dealt.
+        questions (`Sequence[Question]`): All of the run.
+    """
+
+    settings: RunSettings
+    cells: Sequence[Cell]
+    methods: Mapping[str, Method]
+    folder: RunFolder
+    processes: Processes
+    questions: Sequence[Question]
+    failures: dict[str, int] = field(default_factory=dict[str, int])
+    method_seconds: float = 0.0
+
+    def ask_all(self) -> dict[str, float]:
+        """Asks; returns the session: seconds in all, of which in the methods and beside them."""
+        done: dict[str, set[Asked]] = {cell.model_id: set(self.folder.read(cell.model_id)) for cell in self.cells}
+        left = list(self._left(done))
+        totals = {cell.model_id: 0 for cell in self.cells if cell.model_id in self.methods}
+        for cell, _, batch in left:
+            totals[cell.model_id] += len(batch)
+        self._warm_up(left)
+        started = time.perf_counter()
+        with Bars(totals, is_shown=self.processes.rank == 0) as bars:
+            for cell, repeat, batch in left:
+                if self.failures.get(cell.model_id, 0) >= MAX_FAILURES:
+                    continue
+                answers = self._ask(cell, batch, repeat)
+                self.folder.append(cell.model_id, answers)
+                bars.add(cell.model_id, answers)
+                if self.failures.get(cell.model_id, 0) >= MAX_FAILURES:
+                    bars.give_up(cell.model_id)
+        seconds = time.perf_counter() - started
+        harness = seconds - self.method_seconds
+        return {"seconds": seconds, "method_seconds": self.method_seconds, "harness_seconds": harness}
+
+    def _left(self, done: Mapping[str, set[Asked]]) -> Iterator[tuple[Cell, int, Sequence[Question]]]:
+        """The batches of this process that are not there, cells in turns."""
+        rounds = rounds_of(self.questions, self.cells)
+        asked = [cell for cell in self.cells if cell.model_id in self.methods]
+        for repeat in range(self.settings.repeats):
+            for index, questions in enumerate(rounds, repeat * len(rounds)):
+                if index % self.processes.size != self.processes.rank:
+                    continue
+                first = index // self.processes.size % max(1, len(asked))
+                for cell in (*asked[first:], *asked[:first]):
+                    for batch in _split(questions, cell.options.batch):
+                        if not all((question.key, repeat) in done[cell.model_id] for question in batch):
+                            yield cell, repeat, batch
+
+    def _warm_up(self, left: Sequence[tuple[Cell, int, Sequence[Question]]]) -> None:
+        """Makes a call of every cell that does not count: the first ones pay for loading, compiling and capturing."""
+        firsts = {cell.model_id: (cell, batch) for cell, _, batch in reversed(left)}
+        for cell, batch in firsts.values():
+            options = cell.options
+            if not torch.accelerator.is_available():
+                options = replace(options, max_new_tokens=min(options.max_new_tokens, WARM_UP_TOKENS))
+            with suppress(*FAILURES):  # it will fail again where it counts
+                conversations = [question.messages((), self.settings.system) for question in batch]
+                self.methods[cell.model_id](conversations, options, 0)
+
+    def _ask(self, cell: Cell, batch: Sequence[Question], repeat: int) -> list[Answer]:
+        """Asks a batch, turn by turn; an answer says what was wrong where there is none."""
+        turns: list[list[Turn]] = [[] for _ in batch]
+        error = None
+        started = time.perf_counter()
+        try:
+            for number in range(len(batch[0].turns)):
+                self._ask_turn(cell.options, self.methods[cell.model_id], batch, turns, (repeat, number))
+        except FAILURES as failure:
+            error = one_line(f"{type(failure).__name__}: {failure}")
+            logger.warning("%s: %s", cell.model_id, error)
+            self.method_seconds += time.perf_counter() - started - _seconds_of(turns)
+            if torch.accelerator.is_available():
+                torch.accelerator.empty_cache()
+        self.method_seconds += _seconds_of(turns)
+        self.failures[cell.model_id] = 0 if error is None else self.failures.get(cell.model_id, 0) + 1
+        return [
+            Answer(
+                dataset=question.dataset,
+                question_id=question.question_id,
+                category=question.category,
+                subcategory=question.subcategory,
+                model_id=cell.model_id,
+                repeat=repeat,
+                turns=tuple(found) if error is None else (),
+                error=error,
+                tstamp=time.time(),
+            )
+            for question, found in zip(batch, turns, strict=True)
+        ]
+
+    def _ask_turn(
+        self,
+        options: Options,
+        method: Method,
+        batch: Sequence[Question],
+        turns: list[list[Turn]],
+        which: tuple[int, int],
+    ) -> None:
+        conversations = [
+            question.messages([turn.text for turn in before], self.settings.system)
+            for question, before in zip(batch, turns, strict=True)
+        ]
+        answers = method(conversations, options, seed_of(self.settings.seed, batch, *which))
+        for before, turn in zip(turns, answers, strict=True):
+            before.append(turn)
+
+
+def _seconds_of(turns: Sequence[Sequence[Turn]]) -> float:
+    return sum(turn.wall_time for row in turns for turn in row)
+
+
+def _end(asker: Asker, models: Mapping[str, Models], session: Mapping[str, float]) -> None:
+    """Puts the answers of all processes together, in the questions' order, and says which cells were given up."""
+    order = {question.key: number for number, question in enumerate(asker.questions)}
+    for cell in asker.cells:
+        answers = asker.folder.read(cell.model_id)
+        asker.folder.merge(
+            cell.model_id,
+            [answers[asked] for asked in sorted(answers, key=lambda asked: (asked[1], order[asked[0]]))],
+        )
+        errors = [answer.error for answer in answers.values() if answer.error is not None]
+        if cell.failed is None and errors and len(answers) < len(order) * asker.settings.repeats:
+            cell.failed = f"given up after {MAX_FAILURES} failures in a row, the last one: {errors[-1]}"
+    run = asker.folder.read_run()
+    _write_run(asker.folder, run["settings"], asker.cells, run["provenance"], [*run["sessions"], dict(session)])
+
+
+__all__ = ["FAILURES", "MAX_FAILURES", "Asker", "Processes", "batches_of", "rounds_of", "run", "seed_of"]

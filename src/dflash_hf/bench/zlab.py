@@ -1,0 +1,75 @@
+"""z-lab's published package (`dflash` 0.1.0) as a way of decoding, with our draft's weights; imported here only.
+
+It takes one prompt of text at a time. Its statistics are cut where an answer ends, so that the last verify of an
+answer counts as accepted what was committed of it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dflash_hf.bench.methods import Inputs, Models, Options, Raw, Steps, Way
+from dflash_hf.drafts import save_draft
+from dflash_hf.errors import one_line
+
+PACKAGE = "dflash==0.1.0"
+
+
+def zlab_way(models: Models) -> Way:
+    """Returns z-lab's `dflash_generate` over the same weights: exported in their format, loaded by their class.
+
+    Raises:
+        ValueError: If the package is not installed, or their format cannot express the draft.
+    """
+    try:
+        from dflash import model as zlab
+    except ImportError as error:
+        raise ValueError(
+            f"expected z-lab's package for zlab, got none ({one_line(error)}); pip install --no-deps {PACKAGE}"
+        ) from error
+    assert models.draft is not None
+    with tempfile.TemporaryDirectory() as folder:
+        save_draft(models.draft, folder, format="zlab")
+        loaded: Any = zlab.DFlashDraftModel.from_pretrained(folder, dtype=models.target.dtype)
+    draft = loaded.to(models.target.device).eval()
+    package: Any = zlab
+    # Their clock waits for CUDA, which may not be there.
+    clock: Callable[[], float] = package._cuda_time if models.target.device.type == "cuda" else time.perf_counter
+
+    def decode(models: Models, inputs: Inputs, options: Options) -> Raw:
+        package._cuda_time = clock
+        ids = inputs["input_ids"]
+        if set(inputs) != {"input_ids", "attention_mask"} or ids.shape[0] != 1:
+            raise ValueError(
+                f"expected one row of text for zlab, got {ids.shape[0]} with {sorted(inputs)}; leave images out"
+            )
+        out = package.dflash_generate(
+            draft,
+            models.target,
+            ids,
+            options.max_new_tokens,
+            models.end_tokens() or None,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            block_size=options.block_size,
+            return_stats=True,
+        )
+        assert isinstance(out.output_ids, torch.Tensor)
+        committed = [int(number) for number in out.acceptance_lengths]
+        block, left = options.block_size or int(draft.block_size), options.max_new_tokens
+        proposed: list[int] = []
+        for number in committed:
+            proposed.append(min(block, left) - 1)
+            left -= number
+        steps = Steps(committed=committed, accepted=[number - 1 for number in committed], proposed=proposed)
+        return Raw(sequences=out.output_ids, ttft=float(out.time_to_first_token), steps=[steps])
+
+    return decode
+
+
+__all__ = ["PACKAGE", "zlab_way"]

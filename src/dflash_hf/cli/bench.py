@@ -1,0 +1,158 @@
+"""`dflash-hf bench`: sets of questions asked in several ways of decoding, and a report of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from dflash_hf.cli.pair import BUNDLED
+
+if TYPE_CHECKING:
+    from dflash_hf.bench.cells import RunSettings
+
+Value = TypeVar("Value")
+HELD_OUT = BUNDLED / "held_out.jsonl"
+
+app = typer.Typer(name="bench", help="Measure ways of decoding on sets of questions, and report.")
+
+
+@app.callback(invoke_without_command=True)
+def bench(
+    ctx: typer.Context,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; new, or with --resume.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Folder or Hub id of the target; by default the bundled pair.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Folder or Hub id of its draft.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Sets: gsm8k,humaneval,... or files; by default the bundled pair's questions.")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the sets' files, where there is no network.")
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option(help="For a set that has no form of its own: a text with {fields} of its rows.")
+    ] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="Questions of each set; default all.", min=1)] = None,
+    methods: Annotated[
+        str, typer.Option(help="plain, plain-static, dflash, stock, zlab, assistant, lookup, server.")
+    ] = "plain,dflash",
+    assistant_model: Annotated[str | None, typer.Option(help="An ordinary draft model, for assistant.")] = None,
+    server: Annotated[str | None, typer.Option(help="URL of an OpenAI-style server, for server.")] = None,
+    server_model: Annotated[str | None, typer.Option(help="Its model; default the first that it names.")] = None,
+    batch: Annotated[str, typer.Option(help="Questions answered together; like all that follow also several.")] = "1",
+    max_new_tokens: Annotated[str, typer.Option(help="Where an answer is cut, in tokens.")] = "512",
+    temperature: Annotated[str, typer.Option(help="0 is greedy.")] = "0",
+    top_p: Annotated[str, typer.Option(help="Nucleus sampling.")] = "1",
+    dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
+    block_size: Annotated[str, typer.Option(help="Tokens per block; default the draft's.")] = "",
+    verify_width: Annotated[str, typer.Option(help="Tokens of a block that are verified, or auto.")] = "",
+    proposal: Annotated[str, typer.Option(help="How tokens are proposed when sampling.")] = "",
+    system: Annotated[str | None, typer.Option(help="System prompt of every conversation.")] = None,
+    chat_template_kwargs: Annotated[
+        str, typer.Option(help='Options of the chat template, as JSON: {"reasoning_effort": "low"}.')
+    ] = "{}",
+    no_thinking: Annotated[
+        bool, typer.Option("--no-thinking", help="enable_thinking=False for the chat template.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the questions that are drawn, and of sampled answers.")] = 0,
+    repeats: Annotated[int, typer.Option(help="How often everything is asked.", min=1)] = 1,
+    run_code: Annotated[
+        bool, typer.Option("--run-code", help="Run code in answers, in a process of its own, to score it.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; small models want one.", min=1)] = None,
+    device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
+) -> None:
+    """Ask sets of questions in several ways of decoding, in turns, and write answers, a summary and a report.
+
+    Options with commas are compared: --batch 1,8 --temperature 0,1 is four runs in one.
+    """
+    if ctx.invoked_subcommand is None:
+        settings = read_settings(ctx.params)
+        from dflash_hf.bench.run import run
+
+        run(settings)
+
+
+def read_settings(given: Mapping[str, Any]) -> RunSettings:
+    """Returns the settings of a run.
+
+    Args:
+        given (mapping): The options of [`bench`], as the command line has them.
+
+    Raises:
+        ValueError: If one cannot be read, or one that is needed is not there.
+    """
+    methods = _values(given["methods"], str, "--methods")
+    # A server has its own target.
+    is_bundled = given["target"] is None and given["draft"] is None and methods != ("server",)
+    if given["out"] is None:
+        raise ValueError("expected a folder to write as --out, got none; name a new one")
+    if given["data"] is None and not is_bundled:
+        raise ValueError("expected sets of questions as --data, got none; name some, such as gsm8k,humaneval")
+    options = _template_options(given["chat_template_kwargs"])
+    if given["no_thinking"]:
+        options["enable_thinking"] = False
+    as_they_are = ("out", "server", "server_model", "data_dir", "template", "num_prompts", "system", "seed", "repeats")
+    from dflash_hf.bench.cells import RunSettings
+
+    return RunSettings(
+        **{name: given[name] for name in (*as_they_are, "device", "run_code", "resume")},
+        data=_values(given["data"] or str(HELD_OUT), str, "--data"),
+        methods=methods,
+        target=str(BUNDLED / "target") if is_bundled else given["target"],
+        draft=str(BUNDLED / "draft") if is_bundled else given["draft"],
+        assistant=given["assistant_model"],
+        batch=_values(given["batch"], int, "--batch"),
+        max_new_tokens=_values(given["max_new_tokens"], int, "--max-new-tokens"),
+        temperature=_values(given["temperature"], float, "--temperature"),
+        top_p=_values(given["top_p"], float, "--top-p"),
+        dtype=_values(given["dtype"], str, "--dtype"),
+        block_size=_values(given["block_size"], int, "--block-size") or (None,),
+        verify_width=_values(given["verify_width"], _width, "--verify-width") or (None,),
+        proposal=_values(given["proposal"], str, "--proposal") or (None,),
+        template_options=options,
+        # As the other commands have it: a model as small as the bundled one is slower on several threads.
+        threads=given["threads"] or (1 if is_bundled else None),
+    )
+
+
+def _values(text: str, kind: Callable[[str], Value], option: str) -> tuple[Value, ...]:
+    """Reads values with commas between them.
+
+    Raises:
+        ValueError: If one is not of its kind.
+    """
+    found: list[Value] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        try:
+            found.append(kind(part))
+        except ValueError as error:
+            words: dict[Any, str] = {int: "whole numbers", float: "numbers"}
+            what = words.get(kind, "whole numbers or auto")
+            raise ValueError(f"expected {what} with commas as {option}, got {part!r}; correct it") from error
+    return tuple(found)
+
+
+def _width(text: str) -> Any:
+    return "auto" if text == "auto" else int(text)
+
+
+def _template_options(text: str) -> dict[str, Any]:
+    try:
+        found: Any = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"expected a JSON object as --chat-template-kwargs, got {text!r}; write it in one pair of '...'"
+        )
+    return found
+
+
+__all__ = ["app", "bench", "read_settings"]
