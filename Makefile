@@ -12,6 +12,7 @@ BIN := $(VENV)/bin
 PYTEST_JOBS ?= 2
 PYTEST_ARGS ?=
 CHAT_ARGS ?=
+REAL_ARGS ?=
 # make fuzz: how long, from which seed, which kinds, how many cases of each at most (0: as many as there is time for).
 SECONDS ?= 120
 SEED ?=
@@ -32,7 +33,7 @@ CPU := -m "not gpu and not slow"
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help demo chat setup test lint format types architecture test-cpu test-browser chromium screenshots
-.PHONY: fuzz test-kernels test-docs test-oldest toy toy-vision toy-hybrid bench clean
+.PHONY: fuzz test-kernels test-docs test-oldest toy toy-vision toy-hybrid real bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -112,6 +113,9 @@ toy-hybrid: $(VENV)/.stamp-dev  ## train a hybrid pair like the bundled one from
 	  --no-bf16 --target build/toy/hybrid/target \
 	  --out build/toy/hybrid/draft
 	$(BIN)/python demos/toy/make_prompts.py --pair hybrid --out build/toy/hybrid/held_out.jsonl
+
+real: $(VENV)/.stamp-dev  ## SmolLM2-135M-Instruct into build/smollm2/target and target-bf16 (REAL_ARGS: --hub)
+	$(BIN)/python demos/real/fetch.py $(REAL_ARGS)
 
 bench: $(VENV)/.stamp-dev  ## time the bundled pairs on this machine, next to the other ways of decoding
 	$(BIN)/python -m pip install --quiet --no-deps dflash==0.1.0

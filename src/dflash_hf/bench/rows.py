@@ -1,0 +1,222 @@
+"""Rows of sets of questions: read from JSONL, JSON and Parquet files or from the Hub, each with the place it is from.
+
+The one module that imports `datasets`, where a function needs it; rows of text files do without.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_hf.errors import listed, one_line, require, shown
+
+FIX = "fix the row, or take the upstream file"
+# NVIDIA publishes more than half of SPEED-Bench's rows without their text.
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+ImageSource = bytes | Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A row of a file or of a Hub set.
+
+    Args:
+        values (`Mapping`): Its columns.
+        number (`int`): Which row it is, from 0.
+        where (`str`): What to call it in a sentence.
+        folder (`Path`, *optional*): What paths of images in it are relative to.
+    """
+
+    values: Mapping[str, Any]
+    number: int
+    where: str
+    folder: Path | None = None
+
+    def value(self, *names: str) -> Any:
+        """Returns the first of some columns that the row has.
+
+        Raises:
+            ValueError: If it has none of them.
+        """
+        for name in names:
+            if self.values.get(name) is not None:
+                return self.values[name]
+        raise ValueError(
+            f"expected a column {' or '.join(names)} in {self.where}, got {listed(self.values) or 'no column'}; {FIX}"
+        )
+
+    def text(self, *names: str) -> str:
+        """Returns the first of some columns that the row has, which is a text with something in it."""
+        return self._checked(self.value(*names), " or ".join(names))
+
+    def texts(self, *names: str) -> tuple[str, ...]:
+        """Returns the first of some columns that the row has, a list of texts, which may be empty."""
+        value = self.value(*names)
+        what = f"a list of texts as {' or '.join(names)} in {self.where}"
+        require(isinstance(value, Sequence) and not isinstance(value, str | bytes), what, value, FIX)
+        return tuple(self._checked(text, " and ".join(names)) for text in value)
+
+    def turns(self, *names: str) -> tuple[str, ...]:
+        """Returns what the user says, from one of some columns: a text, texts, or messages of the user's alone.
+
+        Raises:
+            ValueError: If it is none of these, or what NVIDIA puts in place of a text.
+        """
+        value: Any = self.value(*names)
+        if isinstance(value, str):
+            value = [value]
+        require(isinstance(value, Sequence) and len(value) > 0, f"turns in {self.where}", value, FIX)
+        if all(isinstance(turn, Mapping) for turn in value):
+            theirs = all(turn.get("role") == "user" for turn in value)
+            require(theirs, f"messages of the user's alone in {self.where}", value, FIX)
+            value = [turn.get("content") for turn in value]
+        turns = tuple(self._checked(turn, "turn") for turn in value)
+        if any(PLACEHOLDER in turn for turn in turns):
+            raise ValueError(
+                f"expected the text of a question in {self.where}, got {shown(turns[0])}, which NVIDIA publishes in "
+                "its place; run SPEED-Bench's own prepare script (examples/specdec_bench of NVIDIA's Model-Optimizer) "
+                "and pass what it writes"
+            )
+        return turns
+
+    def name(self, *names: str) -> int | str:
+        """Returns an id from one of some columns; the row's number where it has none of them."""
+        values = [self.values[name] for name in names if self.values.get(name) is not None]
+        value = values[0] if values else self.number
+        what = f"a number or a text as {' or '.join(names)} in {self.where}"
+        require(isinstance(value, int | str) and not isinstance(value, bool) and value != "", what, value, FIX)
+        return value
+
+    def images(self) -> list[ImageSource]:
+        """Returns where the row's images are: their bytes as a Hub set has them, or their files.
+
+        Raises:
+            ValueError: If a column `image` or `images` has something else in it, or a file is not there.
+        """
+        value = next((self.values[name] for name in ("images", "image") if self.values.get(name) is not None), [])
+        values = value if isinstance(value, list | tuple) else [value]
+        return [self._image(source) for source in values]
+
+    def _image(self, source: Any) -> ImageSource:
+        if isinstance(source, Mapping):  # as `datasets` has it where images are not decoded
+            source = source.get("bytes") or source.get("path")
+        if isinstance(source, bytes):
+            return source
+        require(isinstance(source, str), f"the bytes or the path of an image in {self.where}", source, FIX)
+        path = (self.folder or Path()) / str(source)
+        require(path.is_file(), f"an image file in {self.where}", str(source), "fix the path")
+        return path.resolve()
+
+    def _checked(self, text: Any, what: str) -> str:
+        require(isinstance(text, str) and bool(text.strip()), f"a text as {what} in {self.where}", text, FIX)
+        is_whole = not any("\ud800" <= letter <= "\udfff" for letter in text)
+        require(is_whole, f"a text of whole characters as {what} in {self.where}", text, FIX)
+        return str(text)
+
+
+def file_rows(paths: Sequence[Path], columns: Sequence[str] = ()) -> Iterator[Row]:
+    """Yields the rows of `.jsonl`, `.json` (one list) or `.parquet` files, one file after the other.
+
+    Args:
+        paths (sequence of `Path`): The files.
+        columns (sequence of `str`): What is read of Parquet files; all of it where empty.
+
+    Raises:
+        ValueError: If a file is not there or has something else in it.
+    """
+    number = 0
+    for path in paths:
+        require(path.is_file(), "a file of questions", str(path), "fix the path")
+        if path.suffix == ".parquet":
+            values = _loaded(str(path), columns, "parquet", split="train", data_files=[str(path)])
+            placed = ((f"row {index} of {path}", value) for index, value in enumerate(values, 1))
+        elif path.suffix == ".json":
+            placed = _json_values(path)
+        else:
+            placed = _jsonl_values(path)
+        for where, value in placed:
+            require(isinstance(value, Mapping), f"a JSON object in {where}", value, FIX)
+            yield Row(values=value, number=number, where=where, folder=path.parent)
+            number += 1
+
+
+def _jsonl_values(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each line with something in it; only one is in memory."""
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                yield f"line {number} of {path}", _parsed(line, f"line {number} of {path}")
+
+
+def _json_values(path: Path) -> Iterator[tuple[str, Any]]:
+    value = _parsed(path.read_bytes(), str(path))
+    require(isinstance(value, list), f"a list of rows in {path}", value, FIX)
+    for number, row in enumerate(value, 1):
+        yield f"row {number} of {path}", row
+
+
+def _parsed(text: bytes, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected JSON in {where}, got something else ({one_line(error)}); {FIX}") from error
+
+
+def hub_rows(
+    path: str, config: str | None, split: str | None, *, columns: Sequence[str] = (), files: Sequence[str] = ()
+) -> Iterator[Row]:
+    """Yields the rows of a set that `datasets` can load: its name on the Hub, or a folder.
+
+    Args:
+        path (`str`): What `load_dataset` takes first.
+        config (`str`, *optional*): The configuration.
+        split (`str`, *optional*): The split; without one `"test"` where there is one, or else the only one.
+        columns (sequence of `str`): What is read of it; all of it where empty.
+        files (sequence of `str`): Addresses of its JSONL files, where they are not found by the name.
+
+    Raises:
+        ValueError: If there is no `datasets`, or the set cannot be read; so where `HF_HUB_OFFLINE` is set and it was
+            not read before.
+    """
+    called = f"{path} ({', '.join(part for part in (config, split) if part)})" if config or split else path
+    if files:
+        values = _loaded(called, columns, "json", split="train", data_files=list(files))
+    else:
+        values = _loaded(called, columns, path, name=config, split=split)
+    for number, value in enumerate(values):
+        yield Row(values=value, number=number, where=f"row {number + 1} of {called}")
+
+
+def _loaded(called: str, columns: Sequence[str], path: str, **options: Any) -> Iterator[Mapping[str, Any]]:
+    """The rows that `load_dataset` returns, images as bytes."""
+    try:
+        import datasets
+        from datasets.exceptions import DatasetsError
+    except ModuleNotFoundError as error:
+        sentence = f"expected the package datasets to read {called}, got none; pip install 'dflash-hf[bench]'"
+        raise ValueError(sentence) from error
+    try:
+        loaded: Any = datasets.load_dataset(path, **options)
+    except (OSError, ValueError, DatasetsError) as error:
+        # What cannot be reached, found, read or built; OSError has the network's errors and a missing set's.
+        raise ValueError(
+            f"expected to read {called} with datasets, got {type(error).__name__} ({one_line(error)}); fix the name, "
+            "connect, or run `dflash-hf bench prepare` where there is a network and pass --data-dir"
+        ) from error
+    if options["split"] is None:
+        split = "test" if "test" in loaded else next(iter(loaded))
+        is_clear = split == "test" or len(loaded) == 1
+        require(is_clear, f"one split in {called}, or test", list(loaded), "name one: ORG/NAME:CONFIG:SPLIT")
+        loaded = loaded[split]
+    if kept := [column for column in columns if column in loaded.column_names]:
+        loaded = loaded.select_columns(kept)
+    for column, feature in loaded.features.items():
+        if isinstance(feature, datasets.Image):
+            loaded = loaded.cast_column(column, datasets.Image(decode=False))
+    yield from loaded
+
+
+__all__ = ["ImageSource", "Row", "file_rows", "hub_rows"]

@@ -1,0 +1,440 @@
+"""The sets of questions that a benchmark knows by name, and any file or Hub set of a user's own.
+
+A set is one entry of `SETS`: where it is on the Hub, which files it has there and upstream, and a function from a row
+to a question. Prompts are those of z-lab's benchmark where it has the set, so that acceptance lengths compare; MBPP's
+ends with its tests, without which nobody could know the function's name.
+
+Of a set's questions a number is drawn by their texts alone: the same ones for a seed wherever the rows come from, and
+all of fewer among those of more.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+import string
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, get_args
+
+from dflash_hf.bench.images import store_images
+from dflash_hf.bench.questions import Question, Score
+from dflash_hf.bench.rows import FIX, ImageSource, Row, file_rows, hub_rows
+from dflash_hf.errors import listed, require, shown
+
+FILES: Final = (".jsonl", ".json", ".parquet")
+STEP_BY_STEP: Final = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+LIVECODEBENCH: Final = (
+    "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
+    "correct Python program that matches the specification and passes all tests. You will NOT return anything except "
+    "for the program\n\n### Question:\n{question}\n\n### Format: {how}\n```python\n{code}\n```\n\n"
+    "### Answer: (use the provided format with backticks)"
+)
+Pair = tuple[Question, list[ImageSource]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuestionSet:
+    """A set that is known by name.
+
+    Args:
+        name (`str`): Its name; upper case, `-`, `_` and spaces make no difference to a user.
+        hub (`tuple`): Its id on the Hub, configuration and split.
+        question (callable): Makes a question of an upstream row and the set's name; `None` of a row that is not in
+            the set.
+        columns (`tuple[str, ...]`): What that reads; a Hub set's other columns are not.
+        files (`tuple[str, ...]`): Patterns of its upstream files below `--data-dir`.
+        hub_files (`tuple[str, ...]`): Addresses of its files, where `datasets` does not find them by the id.
+    """
+
+    name: str
+    hub: tuple[str, str | None, str]
+    question: Callable[[Row, str], Question | None]
+    columns: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    hub_files: tuple[str, ...] = ()
+
+    def patterns(self) -> list[str]:
+        """Returns where its rows may be below `--data-dir`: what `prepare` writes, upstream files, the Hub's own."""
+        _, config, split = self.hub
+        below = [f"{folder}/" for folder in (config, "data") if folder] + [""]
+        folders = dict.fromkeys((self.name, self.name.replace("-", "_")))
+        hub = [f"{folder}/{part}{split}*.parquet" for folder in folders for part in below]
+        return [f"{self.name}.jsonl", *self.files, *hub]
+
+
+def normalised(row: Row, dataset: str) -> Question:
+    """Makes a question of a row of the JSONL form, of Spec-Bench, MT-Bench or SPEED-Bench, or of one with `prompt`."""
+    score = row.values.get("score")
+    require(score is None or score in get_args(Score), f"one of {get_args(Score)} as score in {row.where}", score, FIX)
+    finer = ("subcategory", "sub_category")
+    return Question(
+        dataset=dataset,
+        question_id=row.name("question_id", "prompt_id", "id"),
+        category=row.text("category") if row.values.get("category") else dataset,
+        subcategory=row.text(*finer) if any(row.values.get(name) for name in finer) else "",
+        turns=row.turns("turns", "messages", "prompt"),
+        reference=row.values.get("reference"),
+        score=score,
+    )
+
+
+def gsm8k(row: Row, dataset: str) -> Question:
+    """Makes a question of a row of openai/gsm8k; right is the number behind `####`."""
+    _, mark, right = row.text("answer").rpartition("####")
+    require(bool(mark and right.strip()), f"an answer that ends with '#### NUMBER' in {row.where}", right, FIX)
+    return Question(
+        dataset=dataset,
+        question_id=row.number,
+        category=dataset,
+        turns=(row.text("question") + STEP_BY_STEP,),
+        reference=right.strip().replace(",", ""),
+        score="math",
+    )
+
+
+def mathematics(row: Row, dataset: str) -> Question:
+    """Makes a question of a row of MATH-500 or AIME: `problem` and `answer`."""
+    level = row.values.get("level")
+    return Question(
+        dataset=dataset,
+        question_id=row.name("unique_id", "id", "problem_idx"),
+        category=row.text("subject") if row.values.get("subject") else dataset,
+        subcategory="" if level is None else f"level {level}",
+        turns=(row.text("problem") + STEP_BY_STEP,),
+        reference=str(row.value("answer")),
+        score="math",
+    )
+
+
+def humaneval(row: Row, dataset: str) -> Question:
+    """Makes a question of a row of openai_humaneval."""
+    code = {name: row.text(name) for name in ("prompt", "test", "entry_point", "canonical_solution")}
+    return Question(
+        dataset=dataset,
+        question_id=row.name("task_id"),
+        category=dataset,
+        turns=(
+            "Write a solution to the following problem and make sure that it passes the tests:\n"
+            f"```python\n{code['prompt']}\n```",
+        ),
+        reference=code,
+        score="code",
+    )
+
+
+def mbpp(row: Row, dataset: str) -> Question | None:
+    """Makes a question of a row of MBPP's test split; upstream's file has all splits, told apart by their ids."""
+    number = row.name("task_id")
+    if isinstance(number, int) and not 11 <= number <= 510:
+        return None
+    tests, imports = row.texts("test_list"), row.values.get("test_imports")
+    setup = row.values.get("test_setup_code")  # of the full set, where the sanitised one has `test_imports`
+    return Question(
+        dataset=dataset,
+        question_id=number,
+        category=dataset,
+        turns=(row.text("prompt", "text") + "\nYour code should pass these tests:\n\n" + "\n".join(tests),),
+        reference={
+            "tests": list(tests),
+            "imports": list(row.texts("test_imports")) if imports else [setup] if setup else [],
+            "canonical_solution": row.text("code"),
+        },
+        score="code",
+    )
+
+
+def livecodebench(row: Row, dataset: str) -> Question:
+    """Makes a question of a row of LiveCodeBench; without its tests, which nothing here runs."""
+    starter = row.values.get("starter_code")
+    how = "Use the following code structure:" if starter else "Write your code in the following format:"
+    text = row.text("question_content")
+    return Question(
+        dataset=dataset,
+        question_id=row.name("question_id"),
+        category=row.text("difficulty") if row.values.get("difficulty") else dataset,
+        turns=(LIVECODEBENCH.format(question=text, how=how, code=starter or "# YOUR CODE HERE"),),
+    )
+
+
+def alpaca(row: Row, dataset: str) -> Question:
+    """Makes a question of a row of Alpaca."""
+    more = row.values.get("input")
+    turn = row.text("instruction")
+    return Question(
+        dataset=dataset,
+        question_id=row.number,
+        category=dataset,
+        turns=(f"{turn}\n\nInput:\n{row.text('input')}" if more else turn,),
+    )
+
+
+def mmstar(row: Row, dataset: str) -> Question:
+    """Makes a question of a row of MMStar: the whole text with its options, and the image before it."""
+    text, right = row.text("question"), row.text("answer").strip()
+    options = re.findall(r"(?<![A-Za-z])\(?([A-H])\s?[:.)]", text)
+    what = f"options 'A: ..., B: ...' in the question of {row.where}, the right one ({shown(right)}) among them"
+    require({"A", "B", right} <= set(options), what, text, "take the upstream rows: their questions end with them")
+    require(bool(row.images()), f"an image in {row.where}", listed(row.values), FIX)
+    return Question(
+        dataset=dataset,
+        question_id=row.name("index"),
+        category=row.text("category"),
+        subcategory=row.text("l2_category"),
+        turns=(text,),
+        reference=right,
+        score="letter",
+    )
+
+
+_MATH_COLUMNS: Final = ("problem", "answer", "subject", "level", "unique_id", "id", "problem_idx")
+_TURN_COLUMNS: Final = ("question_id", "prompt_id", "category", "sub_category", "turns", "prompt")
+_LCB: Final = "hf://datasets/livecodebench/code_generation_lite/"
+_SPEC_BENCH: Final = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
+
+
+def _speed_bench(size: str) -> QuestionSet:
+    config = f"throughput_{size}" if size else "qualitative"
+    return QuestionSet(
+        name=f"speed-bench-{size}" if size else "speed-bench",
+        hub=("nvidia/SPEED-Bench", config, "test"),
+        question=normalised,
+        columns=_TURN_COLUMNS,
+        files=tuple(f"speed{part}/{config}{end}" for part in ("_bench", "-bench", "") for end in FILES)
+        + tuple(f"speed{part}/{config}/*.parquet" for part in ("_bench", "-bench", "")),
+    )
+
+
+SETS: Final = (
+    QuestionSet(
+        name="gsm8k",
+        hub=("openai/gsm8k", "main", "test"),
+        question=gsm8k,
+        columns=("question", "answer"),
+        files=("gsm8k/test.jsonl",),
+    ),
+    QuestionSet(
+        name="gsm8k-train",
+        hub=("openai/gsm8k", "main", "train"),
+        question=gsm8k,
+        columns=("question", "answer"),
+        files=("gsm8k/train.jsonl", "gsm8k/main/train*.parquet"),
+    ),
+    QuestionSet(
+        name="math500",
+        hub=("HuggingFaceH4/MATH-500", None, "test"),
+        question=mathematics,
+        columns=_MATH_COLUMNS,
+        files=("math500/test.jsonl", "MATH-500/test.jsonl"),
+    ),
+    QuestionSet(
+        name="aime24",
+        hub=("HuggingFaceH4/aime_2024", None, "train"),
+        question=mathematics,
+        columns=_MATH_COLUMNS,
+        files=("aime24/*.jsonl", "aime_2024/data/train*.parquet"),
+    ),
+    QuestionSet(
+        name="aime25",
+        hub=("MathArena/aime_2025", None, "train"),
+        question=mathematics,
+        columns=_MATH_COLUMNS,
+        files=("aime25/*.jsonl", "aime_2025/data/train*.parquet"),
+    ),
+    QuestionSet(
+        name="humaneval",
+        hub=("openai/openai_humaneval", "openai_humaneval", "test"),
+        question=humaneval,
+        columns=("task_id", "prompt", "test", "entry_point", "canonical_solution"),
+        files=("humaneval/HumanEval.jsonl",),
+    ),
+    QuestionSet(
+        name="mbpp",
+        hub=("google-research-datasets/mbpp", "sanitized", "test"),
+        question=mbpp,
+        columns=("task_id", "prompt", "text", "code", "test_list", "test_imports", "test_setup_code"),
+        files=("mbpp/sanitized-mbpp.json", "mbpp/mbpp.jsonl"),
+    ),
+    QuestionSet(
+        name="livecodebench",
+        hub=("livecodebench/code_generation_lite", None, "test"),
+        question=livecodebench,
+        columns=("question_id", "question_content", "starter_code", "difficulty"),
+        files=("livecodebench/test*.jsonl",),
+        hub_files=tuple(f"{_LCB}test{number}.jsonl" for number in ("", 2, 3, 4, 5, 6)),
+    ),
+    QuestionSet(
+        name="mt-bench",
+        hub=("HuggingFaceH4/mt_bench_prompts", None, "train"),
+        question=normalised,
+        columns=_TURN_COLUMNS,
+        files=("mt_bench/question.jsonl", "mt-bench/question.jsonl"),
+    ),
+    QuestionSet(
+        name="spec-bench",
+        hub=("hemingkx/Spec-Bench", None, "test"),
+        question=normalised,
+        columns=_TURN_COLUMNS,
+        files=("spec_bench/question.jsonl", "spec-bench/question.jsonl"),
+        hub_files=(_SPEC_BENCH,),
+    ),
+    QuestionSet(
+        name="alpaca",
+        hub=("tatsu-lab/alpaca", None, "train"),
+        question=alpaca,
+        columns=("instruction", "input"),
+        files=("alpaca/alpaca_data.json", "alpaca/*.jsonl"),
+    ),
+    QuestionSet(
+        name="mmstar",
+        hub=("Lin-Chen/MMStar", "val", "val"),
+        question=mmstar,
+        columns=("index", "question", "image", "answer", "category", "l2_category"),
+        files=("mmstar/*.jsonl", "mmstar/mmstar.parquet", "MMStar/mmstar.parquet"),
+    ),
+    *map(_speed_bench, ("", "1k", "2k", "8k", "16k", "32k")),
+)
+
+
+def load_questions(
+    name: str,
+    *,
+    data_dir: Path | None,
+    num_prompts: int | None,
+    seed: int,
+    template: str | None = None,
+    image_dir: Path | None = None,
+) -> list[Question]:
+    """Returns the questions of a set, as many as wanted, in the set's own order.
+
+    Args:
+        name (`str`): A name in `SETS`; or a `.jsonl`, `.json` or `.parquet` file; or a folder or Hub set that
+            `datasets` loads, as `ORG/NAME`, `ORG/NAME:CONFIG` or `ORG/NAME:CONFIG:SPLIT`.
+        data_dir (`Path`, *optional*): Folder with the files of sets in `SETS`; the Hub is not asked then.
+        num_prompts (`int`, *optional*): How many questions to draw; all of them where there are fewer, or by default.
+        seed (`int`): Which ones: the same ones of the same texts whatever file or place they come from.
+        template (`str`, *optional*): What to ask of a row, for files and Hub sets of a user's own: a text with names
+            of columns in braces. Without it a row is in the JSONL form of [`dflash_hf.bench.questions`], or has
+            `prompt` or `messages`.
+        image_dir (`Path`, *optional*): Where images are written that are no files yet, named by their contents; a
+            folder in the Hub's cache by default. Nothing is written before every question has been checked.
+
+    Raises:
+        ValueError: If there is no such set, file or column, a row is malformed, two have the same id, or an image
+            cannot be read.
+    """
+    require(num_prompts is None or num_prompts > 0, "at least 1 prompt of each set", num_prompts, "ask for more")
+    dataset, pairs = _read(name, data_dir, template)
+    kept: dict[int | str, Pair] = {}
+    for question, sources in pairs:
+        number = question.question_id
+        require(
+            number not in kept, f"ids of {dataset} without repetition", number, "give each question one of its own"
+        )
+        kept[number] = question, sources
+    require(bool(kept), f"questions in {dataset}", f"none of {name}", "fix the file")
+    return store_images(draw(kept.values(), num_prompts, seed), image_dir)
+
+
+def draw(pairs: Iterable[Pair], num_prompts: int | None, seed: int) -> list[Pair]:
+    """Returns some of the questions in their order, chosen by a hash of the seed and the text."""
+    every = list(pairs)
+    texts = [json.dumps([seed, *question.turns]).encode() for question, _ in every]
+    ranked = sorted(range(len(every)), key=lambda index: hashlib.sha256(texts[index]).digest())
+    return [every[index] for index in sorted(ranked[:num_prompts])]
+
+
+def _read(name: str, data_dir: Path | None, template: str | None) -> tuple[str, Iterator[Pair]]:
+    """What the set is called in results, and its questions with their images, read one by one."""
+    if name.endswith(FILES):
+        path = Path(name)
+        return path.stem, _own(file_rows([path]), path.stem, template)
+    known = {_plain(entry.name): entry for entry in SETS}
+    if "/" not in name and (entry := known.get(_plain(name))) is not None:
+        what = f"a template only for files and Hub sets of your own, not for {entry.name}"
+        require(template is None, what, template, "leave it out, or name the set's file or Hub id")
+        return entry.name, _theirs(entry, data_dir)
+    if "/" in name or Path(name.partition(":")[0]).is_dir():
+        path, *parts = name.split(":")
+        require(len(parts) <= 2, "a Hub set as ORG/NAME:CONFIG:SPLIT", name, "name one configuration and one split")
+        config, split = [part or None for part in (*parts, "", "")[:2]]
+        return name, _own(hub_rows(path, config, split), name, template)
+    near = [known[key].name for key in difflib.get_close_matches(_plain(name), known, n=2, cutoff=0.5)]
+    raise ValueError(
+        f"expected a name of a set, a .jsonl file or a Hub set ORG/NAME, got {shown(name)}; "
+        + (f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(entry.name for entry in SETS)}")
+    )
+
+
+def _plain(name: str) -> str:
+    """A name without what people write in different ways: MATH-500, math_500."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _theirs(known: QuestionSet, data_dir: Path | None) -> Iterator[Pair]:
+    """The questions of a set in `SETS`, from the Hub or from a folder."""
+    for row in _rows(known, data_dir):
+        question = (normalised if "turns" in row.values else known.question)(row, known.name)
+        if question is not None:
+            yield question, row.images()
+
+
+def _rows(known: QuestionSet, data_dir: Path | None) -> Iterator[Row]:
+    if data_dir is None:
+        return hub_rows(*known.hub, columns=known.columns, files=known.hub_files)
+    require(data_dir.is_dir(), "a folder as --data-dir", str(data_dir), "fix the path")
+    for pattern in known.patterns():
+        if paths := sorted(path for path in data_dir.glob(pattern) if path.is_file()):
+            return file_rows(paths, known.columns)
+    raise ValueError(
+        f"expected the rows of {known.name} in {data_dir}, got none of {listed(known.patterns())}; "
+        f"run `dflash-hf bench prepare {known.name}` where there is a network, or leave --data-dir out"
+    )
+
+
+def _own(rows: Iterable[Row], dataset: str, template: str | None) -> Iterator[Pair]:
+    for row in rows:
+        if template is None and not {"turns", "messages", "prompt"} & set(row.values):
+            raise ValueError(
+                f"expected turns, messages or prompt in {row.where}, got {listed(row.values) or 'no column'}; "
+                "say what to ask: --template '{COLUMN}'"
+            )
+        if template is not None:
+            row = replace(row, values={**row.values, "turns": [filled(template, row)]})
+        yield normalised(row, dataset), row.images()
+
+
+def filled(template: str, row: Row) -> str:
+    """Returns a template with the row's columns in the places of their names in braces; `{{` is a brace.
+
+    Raises:
+        ValueError: If it names no column or one that the row has not, or has more between its braces than a name.
+    """
+    action = "fix --template"
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"expected a template such as 'Q: {{question}}', got {shown(template)}; {action}") from error
+    what = "a template with names of columns in braces"
+    require(any(name is not None for _, name, _, _ in parts), what, template, action)
+    texts: list[str] = []
+    for literal, name, form, conversion in parts:
+        texts.append(literal)
+        if name is None:
+            continue
+        require(bool(name) and not form and not conversion, what, template, action)
+        if name not in row.values:
+            raise ValueError(
+                f"expected the columns of --template in {row.where}, got no {shown(name)} (there are "
+                f"{listed(row.values)}); {action}"
+            )
+        value = row.values[name]
+        require(isinstance(value, str | int | float), f"a text or a number as {name} in {row.where}", value, action)
+        texts.append(str(value))
+    return "".join(texts)
+
+
+__all__ = ["SETS", "QuestionSet", "load_questions"]

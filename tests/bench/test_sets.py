@@ -1,0 +1,489 @@
+"""Sets of questions: every schema, the draw, files for machines without a network, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_hf.bench.images import store_images
+from dflash_hf.bench.prepare import prepare
+from dflash_hf.bench.questions import Question
+from dflash_hf.bench.rows import Row
+from dflash_hf.bench.sets import SETS, draw, filled, load_questions
+
+ROWS = Path(__file__).parent / "rows"
+UPSTREAM = Path(__file__).resolve().parents[3] / "shared" / "data"
+STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+
+
+def load(name: str, data_dir: Path | None = ROWS, **options: Any) -> list[Question]:
+    return load_questions(name, data_dir=data_dir, **{"num_prompts": None, "seed": 0, **options})
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def upstream_rows(path: str) -> list[Any]:
+    text = (ROWS / path).read_text(encoding="utf-8")
+    return json.loads(text) if path.endswith(".json") else [json.loads(line) for line in text.splitlines()]
+
+
+# ---- what a row becomes
+
+FIRST = {
+    "gsm8k": Question(
+        dataset="gsm8k",
+        question_id=0,
+        category="gsm8k",
+        turns=(
+            "A shelf has 6 boards with 15 books each. 8 books are lent out. How many are there now?" + STEP_BY_STEP,
+        ),
+        reference="82",
+        score="math",
+    ),
+    "math500": Question(
+        dataset="math500",
+        question_id="test/algebra/1.json",
+        category="Algebra",
+        subcategory="level 2",
+        turns=("What is the sum of the roots of $x^2 - 7x + 10 = 0$?" + STEP_BY_STEP,),
+        reference="7",
+        score="math",
+    ),
+    "aime25": Question(
+        dataset="aime25",
+        question_id=1,
+        category="aime25",
+        turns=("Find the largest three-digit multiple of $37$." + STEP_BY_STEP,),
+        reference="999",
+        score="math",
+    ),
+    "mbpp": Question(
+        dataset="mbpp",
+        question_id=11,
+        category="mbpp",
+        turns=(
+            "Write a function to return the larger of two numbers.\nYour code should pass these tests:\n\n"
+            "assert larger(1, 2) == 2\nassert larger(-1, -math.inf) == -1",
+        ),
+        reference={
+            "tests": ["assert larger(1, 2) == 2", "assert larger(-1, -math.inf) == -1"],
+            "imports": ["import math"],
+            "canonical_solution": "def larger(a, b):\n    return max(a, b)",
+        },
+        score="code",
+    ),
+    "mt-bench": Question(
+        dataset="mt-bench",
+        question_id=81,
+        category="writing",
+        turns=("Write two lines about a harbour at night.", "Now without the letter e."),
+    ),
+    "mmstar": Question(
+        dataset="mmstar",
+        question_id=0,
+        category="coarse perception",
+        subcategory="image scene and topic",
+        turns=("Which colour is the square?\nOptions: A: red, B: blue, C: green, D: white",),
+        images=(str(ROWS / "mmstar" / "images" / "0.png"),),
+        reference="A",
+        score="letter",
+    ),
+    "speed-bench": Question(
+        dataset="speed-bench",
+        question_id="9f2c",
+        category="coding",
+        subcategory="python",
+        turns=("Write a function that reverses a list.", "Now in place."),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_row_becomes_this_question(name: str) -> None:
+    assert load(name)[0] == FIRST[name]
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in SETS])
+def test_every_set_reads_its_rows(name: str) -> None:
+    questions = load(name)
+    assert {question.dataset for question in questions} == {name}
+    assert len({question.question_id for question in questions}) == len(questions) >= 1
+    assert all(question.category for question in questions)
+    # As people write it.
+    assert load(name.upper().replace("-", "_")) == questions
+    assert [Question.from_dict(json.loads(json.dumps(question.to_dict()))) for question in questions] == questions
+
+
+def test_prompts_are_z_lab_s() -> None:
+    row = upstream_rows("humaneval/HumanEval.jsonl")[0]
+    assert load("humaneval")[0].turns == (
+        "Write a solution to the following problem and make sure that it passes the tests:\n"
+        "```python\n{prompt}\n```".format(**row),
+    )
+    plain, inside = load("livecodebench")
+    assert plain.turns[0].endswith(
+        "passes all tests. You will NOT return anything except for the program\n\n"
+        "### Question:\nTwo lamps blink every A and B seconds. Print when they next blink together.\n\n"
+        "### Format: Write your code in the following format:\n```python\n# YOUR CODE HERE\n```\n\n"
+        "### Answer: (use the provided format with backticks)"
+    )
+    assert "structure:\n```python\nclass Solution:\n    def rows(" in inside.turns[0]
+    assert [question.turns[0] for question in load("alpaca")] == [
+        "Name two uses of a paper clip.",
+        "Put the sentence into the past tense.\n\nInput:\nThe bell rings.",
+    ]
+
+
+def test_what_scores_compare_with() -> None:
+    assert [question.reference for question in load("gsm8k")] == ["82", "5000"]
+    assert [question.reference for question in load("aime24")] == ["009", "001"]
+    assert [question.reference for question in load("mmstar")] == ["A", "B"]
+    assert all(question.reference is None for question in load("livecodebench"))
+    row = upstream_rows("humaneval/HumanEval.jsonl")[1]
+    assert load("humaneval")[1].reference == {
+        name: row[name] for name in ("prompt", "test", "entry_point", "canonical_solution")
+    }
+    assert [question.question_id for question in load("mbpp")] == [11, 510]  # the test split's
+
+
+@pytest.mark.skipif(not UPSTREAM.is_dir(), reason=f"there are no upstream rows in {UPSTREAM}")
+def test_upstream_s_own_rows() -> None:
+    names = ("gsm8k-train", "gsm8k", "math500", "humaneval", "mt-bench", "spec-bench")
+    assert [len(load(name, UPSTREAM)) for name in names] == [7473, 1319, 500, 164, 80, 480]
+
+
+# ---- which ones are drawn
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 99), st.randoms())
+def test_the_draw_follows_the_texts_alone(fewer: int, more: int, seed: int, random: Any) -> None:
+    fewer, more = sorted((fewer, more))
+    every = [(Question(dataset="a", question_id=i, category="a", turns=(f"{i * i}?",)), []) for i in range(30)]
+    some = [question.turns for question, _ in draw(every, more, seed)]
+    assert len(some) == min(more, 30)
+    assert some == [question.turns for question, _ in every if question.turns in some], "in the set's own order"
+    assert {question.turns for question, _ in draw(every, fewer, seed)} <= set(some)
+    moved = [(replace(question, question_id=f"other {i}"), []) for i, (question, _) in enumerate(every)]
+    random.shuffle(moved)
+    assert {question.turns for question, _ in draw(moved, more, seed)} == set(some)
+
+
+def test_seeds_draw_different_ones() -> None:
+    every = [load("speed-bench"), *(load("speed-bench", num_prompts=1, seed=seed) for seed in range(12))]
+    assert {question.question_id for drawn in every[1:] for question in drawn} == {q.question_id for q in every[0]}
+
+
+# ---- files for machines that have no network
+
+
+def test_what_is_prepared_is_read_as_the_same(tmp_path: Path) -> None:
+    names = [entry.name for entry in SETS]
+    written = prepare(names, tmp_path / "out", data_dir=ROWS)
+    assert written == [tmp_path / "out" / f"{name}.jsonl" for name in names]
+    for name in names:
+        then, now = load(name), load(name, tmp_path / "out")
+        assert [replace(question, images=()) for question in now] == [replace(q, images=()) for q in then]
+        for old, new in zip(then, now, strict=True):
+            assert [Path(path).read_bytes() for path in old.images] == [Path(path).read_bytes() for path in new.images]
+            assert all(Path(path).parent == tmp_path / "out" / "images" for path in new.images)
+    assert load("mmstar", tmp_path / "out")[0].images
+    # Wherever the folder is taken.
+    (tmp_path / "out").rename(tmp_path / "moved")
+    assert load("mmstar", tmp_path / "moved")[1].images[0].startswith(str(tmp_path / "moved"))
+    assert sorted(path.name for path in (tmp_path / "moved").iterdir()) == sorted(
+        [*(f"{name}.jsonl" for name in names), "images"]
+    )
+
+
+def test_prepared_again_or_refused(tmp_path: Path) -> None:
+    (path,) = prepare(["gsm8k"], tmp_path, data_dir=ROWS)
+    assert prepare(["gsm8k"], tmp_path, data_dir=ROWS) == [path]
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"expected no gsm8k\.jsonl with other questions"):
+        prepare(["math500", "gsm8k"], tmp_path, data_dir=ROWS, num_prompts=1)
+    assert (path.read_bytes(), list(tmp_path.iterdir())) == (before, [path])
+    with pytest.raises(ValueError, match="expected sets of different names"):
+        prepare(["gsm8k", "GSM8K"], tmp_path / "new", data_dir=ROWS)
+    assert not (tmp_path / "new").exists()
+
+
+# ---- a user's own
+
+
+def test_rows_in_our_form_and_others(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "own.jsonl",
+        {"turns": ["One?", "Two?"]},
+        {
+            "prompt": "Three?",
+            "question_id": "c",
+            "category": "x",
+            "subcategory": "y",
+            "reference": "4",
+            "score": "math",
+        },
+        {"messages": [{"role": "user", "content": "Four?"}], "question_id": 9},
+        {"prompt": "Five?", "images": [str(ROWS / "mmstar" / "images" / "1.png")]},
+    )
+    assert load(str(path), None) == [
+        Question(dataset="own", question_id=0, category="own", turns=("One?", "Two?")),
+        Question(
+            dataset="own",
+            question_id="c",
+            category="x",
+            subcategory="y",
+            turns=("Three?",),
+            reference="4",
+            score="math",
+        ),
+        Question(dataset="own", question_id=9, category="own", turns=("Four?",)),
+        Question(
+            dataset="own",
+            question_id=3,
+            category="own",
+            turns=("Five?",),
+            images=(str(ROWS / "mmstar" / "images" / "1.png"),),
+        ),
+    ]
+
+
+def test_a_template_asks_of_any_columns(tmp_path: Path) -> None:
+    path = write(tmp_path / "towns.jsonl", {"town": "Bonn", "n": 2}, {"town": "Ulm {x}", "n": 3})
+    asked = load(str(path), None, template="{{{n}}} facts about {town}?")
+    assert [question.turns for question in asked] == [("{2} facts about Bonn?",), ("{3} facts about Ulm {x}?",)]
+
+
+COLUMNS = st.dictionaries(
+    st.text(string.ascii_lowercase, min_size=1, max_size=4), st.text() | st.integers(), min_size=1
+)
+PIECES = st.lists(st.text("ab {}\n") | st.sampled_from(["{q}", "{r}", "{{", "}}"]), max_size=6)
+
+
+@given(PIECES, COLUMNS)
+def test_templates_are_str_format_s_with_names_only(pieces: list[str], values: dict[str, Any]) -> None:
+    values |= {"q": "what", "r": 5}
+    template = "".join(pieces)
+    row = Row(values=values, number=0, where="a row")
+    try:
+        expected = template.format(**values)
+    except (ValueError, KeyError, IndexError, AttributeError):
+        expected = None
+    if expected is None or not any(name for _, name, _, _ in string.Formatter().parse(template)):
+        with pytest.raises(ValueError, match=r"expected (a template|the columns)"):
+            filled(template, row)
+    else:
+        assert filled(template, row) == expected
+
+
+# ---- through `datasets`
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of Parquet files as the Hub has them, read with a cache of its own."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    table = datasets.Dataset.from_list(upstream_rows("gsm8k/test.jsonl"))
+    (tmp_path / "hub" / "gsm8k" / "main").mkdir(parents=True)
+    table.to_parquet(tmp_path / "hub" / "gsm8k" / "main" / "test-00000-of-00001.parquet")
+    rows = [
+        row | {"image": {"bytes": (ROWS / "mmstar" / row["image"]).read_bytes(), "path": None}}
+        for row in upstream_rows("mmstar/val.jsonl")
+    ]
+    table = datasets.Dataset.from_list(rows).cast_column("image", datasets.Image())
+    (tmp_path / "hub" / "MMStar").mkdir()
+    table.to_parquet(tmp_path / "hub" / "MMStar" / "mmstar.parquet")
+    return tmp_path / "hub"
+
+
+def test_parquet_rows_are_the_same_questions(hub: Path, tmp_path: Path) -> None:
+    assert load("gsm8k", hub) == load("gsm8k")
+    images = tmp_path / "images"
+    found = load("mmstar", hub, num_prompts=1, image_dir=images)
+    (expected,) = load("mmstar", num_prompts=1)
+    assert [replace(question, images=expected.images) for question in found] == [expected]
+    assert [str(path) for path in images.iterdir()] == list(found[0].images)
+    assert Path(found[0].images[0]).read_bytes() == Path(expected.images[0]).read_bytes()
+    assert found[0].images[0].endswith(".png")
+    for name in (f"{hub}/gsm8k", f"{hub}/gsm8k:default:test", f"{hub}/gsm8k/main/test-00000-of-00001.parquet"):
+        asked = load(name, None, template="{question}")
+        assert [question.turns[0] + STEP_BY_STEP for question in asked] == [q.turns[0] for q in load("gsm8k")]
+
+
+def test_what_the_hub_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    asked: list[tuple[Any, ...]] = []
+
+    def load_dataset(path: str, name: str | None = None, split: str | None = None, data_files: Any = None) -> Any:
+        asked.append((path, name, split, data_files))
+        rows: dict[str, str] = {
+            "openai/gsm8k": "gsm8k/test.jsonl",
+            "google-research-datasets/mbpp": "mbpp/sanitized-mbpp.json",
+            "HuggingFaceH4/mt_bench_prompts": "mt_bench/question.jsonl",
+            "json": "livecodebench/test.jsonl",
+        }
+        table = datasets.Dataset.from_list(upstream_rows(rows[path]))
+        return table.rename_columns({"question_id": "prompt_id", "turns": "prompt"}) if "mt_bench" in path else table
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for name in ("gsm8k", "mbpp", "mt-bench"):
+        assert [(q.question_id, q.turns) for q in load(name, None)] == [(q.question_id, q.turns) for q in load(name)]
+    load("livecodebench", None)
+    assert asked[:3] == [
+        ("openai/gsm8k", "main", "test", None),
+        ("google-research-datasets/mbpp", "sanitized", "test", None),
+        ("HuggingFaceH4/mt_bench_prompts", None, "train", None),
+    ]
+    assert (asked[3][0], len(asked[3][3])) == ("json", 6)
+
+
+def test_a_hub_that_is_not_reached() -> None:
+    pytest.importorskip("datasets")
+    with pytest.raises(ValueError, match=r"expected to read openai/gsm8k \(main, test\).*prepare.*--data-dir"):
+        load("gsm8k", None)  # tests/conftest.py sets HF_HUB_OFFLINE
+    with pytest.raises(ValueError, match=r"expected to read nobody/nothing .*OfflineModeIsEnabled"):
+        load("nobody/nothing:a:b", None)
+
+
+# ---- bad input: one sentence, and nothing written
+
+
+def mmstar_row(**changes: object) -> dict[str, object]:
+    return {
+        **upstream_rows("mmstar/val.jsonl")[0],
+        "image": str(ROWS / "mmstar" / "images" / "0.png"),
+        **changes,
+    }
+
+
+BAD: list[tuple[str, str, Sequence[object], str]] = [
+    ("gsm8k", "gsm8k.jsonl", [{"a": 1}], r"a column answer in line 1 of .*gsm8k\.jsonl, got a; fix the row"),
+    ("gsm8k", "gsm8k.jsonl", [{"question": "q", "answer": "so it is 5"}], "'#### NUMBER' in line 1"),
+    ("gsm8k", "gsm8k.jsonl", [{"question": 5, "answer": "#### 5"}], "a text as question in line 1 of .*, got 5"),
+    ("gsm8k", "gsm8k.jsonl", [{"question": "\ud800", "answer": "#### 5"}], "a text of whole characters"),
+    ("gsm8k", "gsm8k.jsonl", [], "questions in gsm8k, got 'none of gsm8k'; fix the file"),
+    ("gsm8k", "gsm8k.jsonl", [[1]], "a JSON object in line 1"),
+    ("mt-bench", "mt-bench.jsonl", [{"turns": []}], "turns in line 1"),
+    ("mt-bench", "mt-bench.jsonl", [{"turns": ["a", " "]}], "a text as turn in line 1"),
+    ("mt-bench", "mt-bench.jsonl", [{"turns": ["a"], "score": "bleu"}], "as score in line 1 of .*, got 'bleu'"),
+    ("mt-bench", "mt-bench.jsonl", [{"turns": ["a"], "question_id": [1]}], "a number or a text as question_id"),
+    (
+        "mt-bench",
+        "mt-bench.jsonl",
+        [{"turns": ["a"], "question_id": 1}] * 2,
+        "ids of mt-bench without repetition, got 1",
+    ),
+    ("mt-bench", "mt-bench.jsonl", [{"messages": [{"role": "assistant", "content": "a"}]}], "messages of the user's"),
+    ("mt-bench", "mt-bench.jsonl", [{"turns": ["a"], "images": ["gone.png"]}], "an image file in line 1 .*'gone.png'"),
+    (
+        "speed-bench",
+        "speed-bench.jsonl",
+        [{"turns": [PLACEHOLDER]}],
+        "text of a question .*run SPEED-Bench's own prepare",
+    ),
+    (
+        "mmstar",
+        "mmstar.jsonl",
+        [mmstar_row(question="Which colour?")],
+        r"options 'A: \.\.\., B: .*line 1 .*'Which colour",
+    ),
+    ("mmstar", "mmstar.jsonl", [mmstar_row(answer="E")], r"the right one \('E'\) among them"),
+    ("mmstar", "mmstar.jsonl", [mmstar_row(image=None)], "an image in line 1"),
+    ("mmstar", "mmstar.jsonl", [mmstar_row(image=str(ROWS / "README.md"))], "an image that can be read in question 0"),
+    ("mmstar", "mmstar.jsonl", [mmstar_row(image=3)], "the bytes or the path of an image in line 1 of .*, got 3"),
+    ("mbpp", "mbpp.jsonl", [{"task_id": 12, "prompt": "p", "code": "c", "test_list": "assert 1"}], "a list of texts"),
+]
+
+
+@pytest.mark.parametrize(("name", "file", "rows", "sentence"), BAD)
+def test_rows_that_are_refused(name: str, file: str, rows: Sequence[object], sentence: str, tmp_path: Path) -> None:
+    write(tmp_path / file, *rows)
+    with pytest.raises(ValueError, match=sentence) as caught:
+        load(name, tmp_path, image_dir=tmp_path / "images")
+    check_sentence(caught.value)
+    with pytest.raises(ValueError, match=sentence):
+        prepare(
+            ["gsm8k-train", name] if name != "gsm8k-train" else [name], tmp_path / "out", data_dir=beside(tmp_path)
+        )
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [file]
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "images").exists()
+
+
+def beside(folder: Path) -> Path:
+    """The folder, with a good set in it as well."""
+    write(folder / "gsm8k" / "train.jsonl", *upstream_rows("gsm8k/train.jsonl"))
+    return folder
+
+
+def check_sentence(error: ValueError) -> None:
+    text = str(error)
+    assert text.startswith("expected ")
+    assert ", got " in text
+    assert "\n" not in text
+
+
+def test_bytes_that_are_no_image_leave_nothing(tmp_path: Path) -> None:
+    good = (ROWS / "mmstar" / "images" / "0.png").read_bytes()
+    questions = [Question(dataset="own", question_id=i, category="own", turns=("a",)) for i in range(2)]
+    with pytest.raises(ValueError, match="an image that can be read in question 1 of own"):
+        store_images([(questions[0], [good]), (questions[1], [good[:40]])], tmp_path / "images")
+    assert not (tmp_path / "images").exists()
+    (stored, _) = store_images([(questions[0], [good, good]), (questions[1], [])], tmp_path / "images")
+    assert len(set(stored.images)) == len(list((tmp_path / "images").iterdir())) == 1
+
+
+def refused(make: Callable[[Path], Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=sentence) as caught:
+        make(tmp_path)
+    check_sentence(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda _: load("gsmk"), r"did you mean gsm8k or gsm8k-train\?"),
+        (lambda _: load("aime"), r"did you mean aime2\d or aime2\d\?"),
+        (lambda _: load("human-evl"), r"did you mean humaneval\?"),
+        (lambda _: load("xyzzy"), "known are gsm8k, gsm8k-train, math500"),
+        (lambda _: load("gsm8k", num_prompts=0), "at least 1 prompt"),
+        (lambda _: load("gsm8k", template="{question}"), "a template only for files and Hub sets of your own"),
+        (lambda tmp: load("gsm8k", tmp / "gone"), "a folder as --data-dir"),
+        (lambda tmp: load("gsm8k", tmp), r"the rows of gsm8k in .*, got none of gsm8k\.jsonl, gsm8k/test\.jsonl"),
+        (lambda tmp: load(str(tmp / "gone.jsonl")), "a file of questions"),
+        (lambda _: load("a/b:c:d:e"), "a Hub set as ORG/NAME:CONFIG:SPLIT"),
+        (lambda _: load(str(ROWS / "gsm8k" / "test.jsonl")), r"turns, messages or prompt in line 1.*--template"),
+        (lambda _: load(str(ROWS / "gsm8k" / "test.jsonl"), template="{q}"), "got no 'q' .there are question, answer"),
+        (lambda _: load(str(ROWS / "gsm8k" / "test.jsonl"), template="{question!r}"), "names of columns in braces"),
+        (lambda _: load(str(ROWS / "gsm8k" / "test.jsonl"), template="{}"), "names of columns in braces"),
+        (lambda _: load(str(ROWS / "gsm8k" / "test.jsonl"), template="hello"), "names of columns in braces"),
+        (lambda _: load(str(ROWS / "gsm8k" / "test.jsonl"), template="{question"), "a template such as"),
+        (lambda _: load(str(ROWS / "mt_bench" / "question.jsonl"), template="{turns}"), "a text or a number as turns"),
+    ],
+)
+def test_names_and_options_that_are_refused(make: Callable[[Path], Any], sentence: str, tmp_path: Path) -> None:
+    refused(make, sentence, tmp_path)
+
+
+def test_files_that_are_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": \xff}\n')
+    refused(lambda tmp: load(str(tmp / "a.jsonl")), "JSON in line 2 of", tmp_path)
+    (tmp_path / "b.json").write_text('{"prompt": "a"}', encoding="utf-8")
+    refused(lambda tmp: load(str(tmp / "b.json")), "a list of rows in", tmp_path)
+    (tmp_path / "c.jsonl").write_bytes(b"[" * 100_000)
+    refused(lambda tmp: load(str(tmp / "c.jsonl")), "JSON in line 1 of", tmp_path)
+    (tmp_path / "d.parquet").write_bytes(b"PAR1 or not")
+    refused(lambda tmp: load(str(tmp / "d.parquet")), "expected to read .*d.parquet with datasets", tmp_path)
