@@ -1,9 +1,9 @@
 """How often a text with a draft is plain `generate`'s in half precision, and by how little it is not.
 
 A verify is a wider forward than plain's and rounds in another order, so in bfloat16 a near tie may fall the other way.
-For every text that differs, the target's logits at the first token that does are computed by a forward over what comes
-before: the `margin` is how far the worse of the two tokens lies below the best one, and has to be under 0.25. A graph
-has to give exactly the text of the same step launched eagerly (`static`): the same operations and widths.
+For every text that differs, `dflash_hf.evaluation.agreement` measures the `margin` at the first token that does, by a
+float32 copy of the target: it has to be a tie, and under 0.25. A graph has to give exactly the text of the same step
+launched eagerly (`static`): the same operations and widths.
 
     python benchmarks/identity.py                         # the bundled pair in bfloat16, on CUDA if there is any
     python benchmarks/identity.py --random tiny           # random weights, in seconds: to try the script
@@ -31,6 +31,7 @@ from harness.report import Column, finish, show
 from harness.rows import Row
 
 from dflash_hf import free_buffers
+from dflash_hf.evaluation.agreement import Agreement, agreement, reference_for
 
 MAX_MARGIN = 0.25
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -42,7 +43,7 @@ COLUMNS: list[Column] = [
     ("identical to plain", "num_identical"),
     ("rate", "identity_rate"),
     ("widest margin", "widest_margin"),
-    ("margins < 0.25", "margins_kept"),
+    ("ties < 0.25", "margins_kept"),
     ("as static", "as_static"),
     ("acceptance", "acceptance_length"),
 ]
@@ -53,26 +54,9 @@ def engines_for(device: torch.device) -> tuple[str, ...]:
     return ("static", "eager", "cuda_graph") if device.type == "cuda" else ("static", "eager")
 
 
-def first_difference(ours: list[int], plain: list[int]) -> int | None:
-    """Returns where two answers differ first; `None` if they do not. One that ends earlier differs there."""
-    for index, (a, b) in enumerate(zip(ours, plain, strict=False)):
-        if a != b:
-            return index
-    return None if len(ours) == len(plain) else min(len(ours), len(plain))
-
-
-@torch.inference_mode()
-def margin_at(pair: Pair, prompt: list[int], ours: list[int], plain: list[int], index: int) -> float:
-    """Returns how far the worse of both tokens at `index` lies below the best one, by the target's own logits.
-
-    Args:
-        prompt (`list[int]`): Real tokens of the prompt.
-        ours, plain (`list[int]`): Both answers, alike before `index`.
-    """
-    ids = torch.tensor([[*prompt, *plain[:index]]], device=pair.device)
-    logits = pair.target(input_ids=ids, logits_to_keep=1).logits[0, -1].double()
-    tokens = [answer[index] for answer in (ours, plain) if index < len(answer)]
-    return float(logits.max() - logits[tokens].min())
+def keeps(found: Agreement) -> bool:
+    """Returns whether answers are identical, or part at a tie as narrow as the bundled pair's have to be."""
+    return found.identical or (found.holds and found.margin is not None and found.margin < MAX_MARGIN)
 
 
 def compare(pair: Pair, groups: list[tuple[str, int]], batch: int, settings: Settings) -> list[Row]:
@@ -95,15 +79,16 @@ def compare(pair: Pair, groups: list[tuple[str, int]], batch: int, settings: Set
                 ran_on[name] = pair.draft.last_stats.engine
     free_buffers(pair.draft)
     rows: list[Row] = []
+    reference = reference_for(pair.target)
     for engine in engines:
-        found: list[Row] = []
-        for number, (ours, plain) in enumerate(zip(answers[engine], answers["plain"], strict=True)):
-            if (index := first_difference(ours, plain)) is None:
-                continue
-            margin = margin_at(pair, prompts[number], ours, plain, index)
-            found.append({"text": number, "token": index, "margin": margin})
+        compared = [
+            agreement(pair.target, alone(prompt, pair), plain, ours, reference=reference, do_sample=False)
+            for prompt, plain, ours in zip(prompts, answers["plain"], answers[engine], strict=True)
+        ]
+        found = [{"text": number, **(one.to_dict() or {})} for number, one in enumerate(compared) if not one.identical]
         num = len(prompts)
-        widest = max((row["margin"] for row in found), default=None)
+        # None too where an answer ends early, which has no margin and is no tie.
+        widest = max((one.margin for one in compared if one.margin is not None), default=None)
         rows.append(
             {
                 "engine": engine,
@@ -115,13 +100,19 @@ def compare(pair: Pair, groups: list[tuple[str, int]], batch: int, settings: Set
                 "identity_rate": (num - len(found)) / num,
                 "divergences": found,
                 "widest_margin": widest,
-                "margins_kept": widest is None or widest < MAX_MARGIN,
+                "margins_kept": all(map(keeps, compared)),
                 # Only a graph replays exactly what the static step launches.
                 "as_static": answers[engine] == answers["static"] if engine == "cuda_graph" else None,
                 "acceptance_length": committed[engine][0] / max(committed[engine][1], 1),
             }
         )
     return rows
+
+
+def alone(prompt: list[int], pair: Pair) -> Inputs:
+    """Returns a prompt's tokens as the inputs of one row."""
+    ids = torch.tensor([prompt], device=pair.device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def real_tokens(inputs: Inputs) -> list[list[int]]:

@@ -53,7 +53,7 @@ CLI_OPTIONS: dict[str, list[str]] = {
         "--web",
     ],
     "convert": ["--force", "--target", "--to", "destination", "source"],
-    "demo": ["--json", "--max-new-tokens", "--pair", "--per-kind", "--threads"],
+    "demo": ["--dtype", "--json", "--max-new-tokens", "--pair", "--per-kind", "--threads"],
     "doctor": [
         "--device",
         "--draft",

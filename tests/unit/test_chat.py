@@ -16,6 +16,7 @@ from dflash_hf.chat.image_files import KEPT_PIXELS, MAX_FILE_BYTES, ImageError, 
 from dflash_hf.chat.model import RunStreamer, RunText, Stopped, in_turn
 from dflash_hf.chat.render import find_examples, render
 from dflash_hf.cli.chat import converse
+from dflash_hf.evaluation.agreement import Agreement
 from helpers.processors import picture, qwen_tokenizer
 
 
@@ -197,11 +198,14 @@ def test_nothing_that_was_written_is_markup() -> None:
 def test_race_that_differs_says_where() -> None:
     plain = Answer(drafted=False, block_size=4, ids=[1, 2, 3], seconds=2.0, state="done")
     drafted = Answer(drafted=True, block_size=4, ids=[1, 2, 4], seconds=1.0, state="done")
-    assert "not identical" in render("race", plain, drafted)
-    assert "token 3" in render("race", plain, drafted)
-    drafted.ids = [1, 2]
-    assert plain.first_difference(drafted) == 3
-    drafted.ids = [1, 2, 3]
+    drafted.agreement = Agreement(sentence="differs from token 3 on, where it is wrong", token=2, is_tie=False)
+    page = " ".join(render("race", plain, drafted).split())
+    assert "not identical</em> the answer differs from token 3 on, where it is wrong" in page
+    drafted.agreement = Agreement(sentence="differs from token 3 on, where logits tie", token=2, is_tie=True)
+    page = " ".join(render("race", plain, drafted).split())
+    assert "identical up to a tie</em> the answer differs from token 3 on, where logits tie" in page
+    assert "not identical" not in page
+    drafted.ids, drafted.agreement = [1, 2, 3], Agreement(sentence="identical")
     assert "all 3 tokens are the same" in render("race", plain, drafted)
 
 

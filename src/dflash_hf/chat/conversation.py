@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Generator
@@ -14,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dflash_hf.chat.image_files import ChatImage
+from dflash_hf.evaluation.agreement import Agreement
 from dflash_hf.generation.stats import SpeculativeStats
 
 MAX_SESSIONS = 64
@@ -68,6 +68,7 @@ class Answer:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # of the prompt, that were in the cache already
     stats: SpeculativeStats | None = None  # the run's own, once it has ended with a draft
+    agreement: Agreement | None = None  # with plain `generate`'s, at the end of a race
     error: str = ""  # why it failed
 
     @property
@@ -88,11 +89,6 @@ class Answer:
     def tokens_per_second(self) -> float:
         """Tokens by time since the call, prefill included; 0 before the first."""
         return len(self.ids) / self.seconds if self.seconds else 0.0
-
-    def first_difference(self, other: Answer) -> int:
-        """Number, from 1, of the first token that differs; 0 if they are identical."""
-        pairs = enumerate(itertools.zip_longest(self.ids, other.ids), 1)
-        return next((number for number, (own, their) in pairs if own != their), 0)
 
 
 @dataclass(slots=True, kw_only=True)

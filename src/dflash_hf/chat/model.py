@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from dflash_hf.chat.conversation import Answer, Conversation, Run, Settings, State, Turn
 from dflash_hf.chat.image_files import ChatImage, ImageError
+from dflash_hf.evaluation.agreement import agreement
 from dflash_hf.evaluation.harness import Processor, encode_prompt, tokenizer_of
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
@@ -213,7 +214,8 @@ class ChatModel:
         def run() -> Generator[tuple[Answer, Answer]]:
             for answer in (plain, drafted):
                 settings = Settings(use_draft=answer.drafted, max_new_tokens=max_new_tokens)
-                with closing(self._run(conversation, answer, inputs, settings)) as running:
+                other = plain if answer.drafted else None
+                with closing(self._run(conversation, answer, inputs, settings, other)) as running:
                     for _ in running:
                         yield plain, drafted
                 if answer.state != "done":
@@ -222,9 +224,14 @@ class ChatModel:
         return run()
 
     def _run(
-        self, conversation: Conversation, answer: Answer, inputs: dict[str, Tensor], settings: Settings
+        self,
+        conversation: Conversation,
+        answer: Answer,
+        inputs: dict[str, Tensor],
+        settings: Settings,
+        plain: Answer | None = None,
     ) -> Generator[Answer]:
-        """Fills an answer, that of the newest turn or one of a race, which has no cache."""
+        """Fills an answer, that of the newest turn or one of a race, which has no cache; compares it with `plain`."""
         answer.num_prompt_tokens = inputs["input_ids"].shape[1]
         streamer = RunStreamer(answer, conversation.stop, self.tokenizer)
         is_turn = answer is conversation.turns[-1].answer
@@ -245,6 +252,9 @@ class ChatModel:
                 answer.stats = self.draft.last_stats
             if cache is not None:
                 conversation.cache = cache, ids[:, : cache.get_seq_length()]
+            if plain is not None:  # not in the time of the call
+                own = ids[0, answer.num_prompt_tokens :].tolist()
+                answer.agreement = agreement(self.target, inputs, plain.ids, own, do_sample=False)
 
         return in_turn(self._free, streamer, call, TICK if is_turn else RACE_TICK)
 

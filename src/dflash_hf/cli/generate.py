@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION, load_pair
-from dflash_hf.cli.table import comparison_table, prompt_line
+from dflash_hf.cli.table import prompt_line, show_comparisons
 from dflash_hf.evaluation.prompt_files import with_images
 
 
@@ -35,7 +35,10 @@ def generate(
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Answer a prompt with a draft, stream it, and compare with the same call without the draft."""
+    """Answer a prompt with a draft, stream it, and compare with the same call without the draft.
+
+    Fails if a token differs, unless it does where two tie within rounding: in half precision either may win.
+    """
     console = Console(stderr=as_json)
     asked = with_images(prompt, image or [])
     bundled = BUNDLED_VISION if image else BUNDLED
@@ -63,8 +66,8 @@ def generate(
     if as_json:
         typer.echo(json.dumps(row.to_dict()))
     else:
-        console.print(comparison_table([row]))
-    if not row.identical:
+        show_comparisons(console, [row])
+    if not row.agreement.holds:
         raise typer.Exit(1)
 
 

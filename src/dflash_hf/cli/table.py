@@ -1,10 +1,11 @@
-"""What `generate` and `demo` show: the prompt, and the table at the end."""
+"""What `generate` and `demo` show: the prompt, and at the end the table and where answers differ."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +19,7 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
     """Builds the table: one line per kind of prompt, and one over all of them where there are several kinds."""
     from dflash_hf.evaluation.harness import pool
 
-    table = Table(title="the same answers, with and without the draft")
+    table = Table(title="answers with and without the draft")
     table.add_column("prompts", no_wrap=True)
     for heading in ("same", "tokens", "forwards", "acceptance", "without", "with", "ratio"):
         table.add_column(heading, justify="right")
@@ -30,7 +31,7 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
         total = pool(group)
         table.add_row(
             name,
-            "[green]yes" if total["identical"] else "[bold red]NO",
+            _same(group),
             str(total["num_tokens"]),
             str(total["num_target_forwards"]),
             f"{total['acceptance_length']:.2f}",
@@ -42,6 +43,26 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
     return table
 
 
+def show_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
+    """Prints the table, and a sentence for each answer that differs."""
+    console.print(comparison_table(rows))
+    different = [(number, row) for number, row in enumerate(rows, 1) if not row.identical]
+    for number, row in different:
+        which = "the answer" if len(rows) == 1 else f"answer {number} ({row.kind})"
+        style = "yellow" if row.agreement.holds else "bold red"
+        console.print(f"{which} {row.agreement.sentence}", style=style, markup=False, highlight=False)
+    if any(row.agreement.measured_in for _, row in different):
+        console.print("--dtype float32 compares where hardly anything ties", style="dim", highlight=False)
+
+
+def _same(rows: Sequence[Comparison]) -> str:
+    """Says of a group whether its answers are the same, and if so how many part at a tie."""
+    ties = sum(not row.identical for row in rows)
+    if not all(row.agreement.holds for row in rows):
+        return "[bold red]NO"
+    return "[green]yes" if not ties else f"[yellow]{ties} tie{'s' if ties > 1 else ''}"
+
+
 def prompt_line(prompt: Prompt) -> Text:
     """Returns what is asked: the names of all images so far, and the text of the last message."""
     line = Text()
@@ -50,4 +71,4 @@ def prompt_line(prompt: Prompt) -> Text:
     return line.append(text_of(as_messages(prompt)[-1:]), style="bold")
 
 
-__all__ = ["comparison_table", "prompt_line"]
+__all__ = ["comparison_table", "prompt_line", "show_comparisons"]

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.generation.streamers import BaseStreamer
 
+from dflash_hf.evaluation.agreement import Agreement, agreement
 from dflash_hf.evaluation.prompt_files import Prompt, as_messages, image_names, text_of
 from dflash_hf.generation.stats import SpeculativeStats
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -26,7 +27,7 @@ class Comparison:
     Args:
         kind (`str`): What sort of prompt it was; groups rows of a report.
         text (`str`): The answer with the draft, special tokens removed.
-        identical (`bool`): Whether both answers have the same tokens.
+        agreement (`Agreement`): Whether both answers have the same tokens, and if not, whether they part at a tie.
         num_tokens (`int`): Tokens of the answer.
         plain_seconds, draft_seconds (`float`): Wall time of each `generate` call, prefill included.
         stats (`SpeculativeStats`): Of the run with the draft.
@@ -35,20 +36,28 @@ class Comparison:
 
     kind: str
     text: str
-    identical: bool
+    agreement: Agreement
     num_tokens: int
     plain_seconds: float
     draft_seconds: float
     stats: SpeculativeStats
     images: tuple[str, ...] = ()
 
+    @property
+    def identical(self) -> bool:
+        """Whether both answers have the same tokens."""
+        return self.agreement.identical
+
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything as plain values, for JSON."""
-        own = {column.name: getattr(self, column.name) for column in fields(self) if column.name != "stats"}
+        """Returns everything as plain values, for JSON; `difference` is null where the answers are identical."""
+        names = [column.name for column in fields(self) if column.name not in ("stats", "agreement")]
+        own = {name: getattr(self, name) for name in names}
         # The statistics first: their draft_seconds is a part of the one here.
         return {
             **self.stats.to_dict(),
             **own,
+            "identical": self.identical,
+            "difference": self.agreement.to_dict(),
             "images": list(self.images),
             "pictures": list(self.images),  # the name that images had, for one release
             "ratio": self.plain_seconds / self.draft_seconds,
@@ -163,10 +172,12 @@ def compare(
     torch.manual_seed(seed)
     out, draft_seconds = timed(lambda: model.generate(**inputs, **settings, assistant_model=draft, streamer=streamer))
     assert isinstance(draft.last_stats, SpeculativeStats)
+    answers = plain[0, columns:].tolist(), out[0, columns:].tolist()
+    found = agreement(target, inputs, *answers, seed=seed, **settings)
     return Comparison(
         kind=kind,
         text=str(tokenizer_of(processor).decode(out[0, columns:], skip_special_tokens=True)),
-        identical=torch.equal(plain, out),
+        agreement=found,
         num_tokens=out.shape[1] - columns,
         plain_seconds=plain_seconds,
         draft_seconds=draft_seconds,
@@ -200,7 +211,7 @@ def _one_by_one(
 
 
 def pool(rows: Sequence[Comparison]) -> dict[str, Any]:
-    """Sums up comparisons: all identical or not, tokens, forwards, pooled acceptance length, seconds, ratio.
+    """Sums up comparisons: all identical or not, differences at ties, tokens, forwards, acceptance, seconds, ratio.
 
     Raises:
         ValueError: If there is nothing to sum up.
@@ -213,6 +224,7 @@ def pool(rows: Sequence[Comparison]) -> dict[str, Any]:
     return {
         "prompts": len(rows),
         "identical": all(row.identical for row in rows),
+        "ties": sum(row.agreement.holds and not row.identical for row in rows),
         "num_tokens": sum(row.num_tokens for row in rows),
         "num_target_forwards": sum(row.stats.num_target_forwards for row in rows),
         "acceptance_length": committed / verifies if verifies else 0.0,
