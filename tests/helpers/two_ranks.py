@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +189,34 @@ def widths(rank: Rank) -> int:
     assert draft.last_stats is not None
     assert set(draft.last_stats.verify_widths) == {8}
     return 1
+
+
+def clocks(rank: Rank) -> int:
+    """Ranks that see another time: to the first one a draft is all but free, to the second one fifty times as dear."""
+    shared, settings = rank.target("qwen3"), {**GREEDY, "max_new_tokens": 60}
+    inputs, observe = prompts([4, 9], 3), WidthChooser.observe
+    ref = rank.target("qwen3", whole=True).generate(**inputs, **settings)
+    for setting in ("auto", None):
+        draft = tensor_oracle(shared, truth_of(inputs, ref), 1, 16)
+        draft.generation_config.verify_width = setting
+        seconds, mine = 0.0, list[int]()
+
+        def observed(chooser: WidthChooser, width: int, accepted: Sequence[int], clock: float) -> None:
+            nonlocal seconds
+            seconds += 1.0 if width == 1 else (1.1, 50.0)[rank.number]
+            mine.append(chooser.current)  # noqa: B023
+            observe(chooser, width, accepted, seconds)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(WidthChooser, "observe", observed)
+            rank.check(shared.generate(**inputs, **settings, assistant_model=draft), ref)
+        assert draft.last_stats is not None
+        taken = rank.same(draft.last_stats.verify_widths)
+        found: list[list[int]] = [[], []]
+        distributed.all_gather_object(found, mine)
+        assert taken == found[0], "the first rank's own"
+        assert taken != found[1], "the second rank had chosen otherwise"
+    return 2
 
 
 class Streamer(BaseStreamer):
@@ -413,7 +441,7 @@ def fails_in_a_forward(rank: Rank) -> int:
     return 0
 
 
-CASES = (greedy, greedy_pair, shared_noise, rules, widths, callers, images, kept_caches, other_calls, failures)
+CASES = (greedy, greedy_pair, shared_noise, rules, widths, clocks, callers, images, kept_caches, other_calls, failures)
 
 
 def main(folder: Path, names: list[str]) -> None:

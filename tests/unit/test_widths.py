@@ -148,7 +148,7 @@ def test_a_run_with_known_costs_is_close_to_the_best_width(share: float, knee: f
     chooser = WidthChooser(16)
     chooser.set_costs({width: costs(width) for width in chooser.widths})
     widths = simulate(chooser, shares, costs, steps=300, lag=lag)
-    assert rate_of(widths[20:], shares, costs) > 0.97 * best_rate(shares, costs)
+    assert rate_of(widths[20:], shares, costs) > 0.98 * best_rate(shares, costs)
 
 
 def test_where_nothing_is_cheaper_than_the_whole_block_it_is_verified() -> None:
@@ -158,20 +158,18 @@ def test_where_nothing_is_cheaper_than_the_whole_block_it_is_verified() -> None:
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.02, 0.1, 0.5])
-@pytest.mark.parametrize("share", [0.0, 0.4, 0.79, 0.97])
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.6, 0.79, 0.97])
 def test_a_run_that_times_itself_is_close_to_the_best_width(share: float, slope: float) -> None:
     shares = [share] * 15
 
     def costs(width: int) -> float:
         return 1.0 if width == 1 else 1.4 + slope * width
 
-    # A hiccup in one of the first steps of a width must not rule it out.
-    for hiccups in ({0: 50.0}, {1: 9.0}, {2: 9.0}, {3: 9.0}, {4: 9.0}, {5: 9.0}):
-        widths = simulate(WidthChooser(16), shares, costs, steps=400, hiccups=hiccups)
+    # Neither a hiccup in one of the first steps of a width nor an unlucky start (seed 0 at 0.4) must rule it out.
+    for seed, hiccups in itertools.product(range(2), ({0: 50.0}, {1: 9.0}, {2: 9.0}, {3: 9.0}, {4: 9.0}, {5: 9.0})):
+        widths = simulate(WidthChooser(16), shares, costs, steps=400, hiccups=hiccups, seed=seed)
         assert widths[0] == 16
-        # Where little is to be had, a run may stay without a draft: what it tries is narrow, and rare.
-        least = 0.8 if share == 0.4 else 0.93
-        assert rate_of(widths[20:], shares, costs) > max(least * best_rate(shares, costs), 0.98)
+        assert rate_of(widths[20:], shares, costs) > max(0.97 * best_rate(shares, costs), 0.98)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -235,7 +233,7 @@ def test_a_run_follows_a_text_that_changes() -> None:
     for seed, share in enumerate((0.97, 0.4, 0.97)):
         shares = [share] * 15
         widths = simulate(chooser, shares, costs, steps=150, seed=seed)
-        assert rate_of(widths[60:], shares, costs) > 0.96 * best_rate(shares, costs)
+        assert rate_of(widths[60:], shares, costs) > 0.97 * best_rate(shares, costs)
 
 
 def test_positions_that_were_not_tried_are_not_rejections() -> None:

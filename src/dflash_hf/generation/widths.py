@@ -13,7 +13,8 @@ text is the same at any width. A width follows from tokens that have been commit
 those it is about, so that rejection keeps its distribution too; which text it gives may then depend on the clock.
 
 A choice that is never left learns nothing about the others. So the second best width is tried now and then, each time
-after twice as many steps, as long as the choice stays what it was.
+after twice as many steps, as long as the choice stays what it was. Without a draft it is tried more often where little
+is known or little would be lost: few proposals that were wrong by chance are no reason to stay without.
 
 Nothing here touches a tensor or waits for a device: counts come from what the host reads of a step anyhow, times from
 its clock or, for captured steps, from replays before the first one.
@@ -39,6 +40,9 @@ PRIOR_WEIGHT = 2.0
 NUM_TIMES = 4
 # Steps at one width before another one is tried: at first without a draft, at first with one, and at most.
 FIRST_PAUSE, FIRST_HOLD, LONGEST_HOLD = 2, 16, 128
+# Without a draft so much of the time may go into trying one: the less a try would lose, the sooner it comes. What a
+# try would bring is judged as if each position had been accepted so many times more than it was.
+TRYING, OPTIMISM = 0.005, 0.5
 # A narrower verify that is no cheaper than this is not worth graphs of its own.
 MIN_SAVING = 0.05
 # Steps with a draft that show whether it pays.
@@ -135,7 +139,7 @@ class WidthChooser:
         self.current = widest
         self._measured: dict[int, float] | None = None
         self._times: dict[int, deque[float]] = {}
-        self._clock: float | None = None
+        self._clock = 0.0
         # The width that is held, for how many steps it has been, after how many another one is tried, and whether the
         # last verify brought more than steps without a draft had in its time.
         self._held = widest
@@ -148,7 +152,7 @@ class WidthChooser:
 
     def begin(self) -> None:
         """Begins another run with what earlier ones have shown, which the new text may soon contradict."""
-        self._clock, self._steps, self._pays = None, 0, False
+        self._clock, self._steps, self._pays = 0.0, 0, False
         self._hold = min(self._hold, FIRST_HOLD)
 
     def set_costs(self, costs: Mapping[int, float]) -> None:
@@ -168,6 +172,7 @@ class WidthChooser:
         if best != self._held:
             self._held, self._steps, self._hold = best, 1, FIRST_HOLD if best > 1 else FIRST_PAUSE
         elif len(costs) > 1 and (self._steps > self._hold or (best == 1 and self._pays)):
+            shares = self.conditional_acceptance(OPTIMISM) if best == 1 else shares
             self.current = choose_width(shares, {width: cost for width, cost in costs.items() if width != best})
             self._steps = 0
             if not self._pays or best > 1:
@@ -185,8 +190,7 @@ class WidthChooser:
                 on `current`, the step that was launched last.
         """
         self._num_steps += 1
-        if self._clock is not None:  # the first step also does what is done once
-            self._times.setdefault(self.current, deque(maxlen=NUM_TIMES)).append(max(clock - self._clock, 1e-9))
+        self._times.setdefault(self.current, deque(maxlen=NUM_TIMES)).append(max(clock - self._clock, 1e-9))
         self._clock = clock
         if width == 1 or not accepted:
             return
@@ -198,25 +202,43 @@ class WidthChooser:
         self._num_drafted += 1
         self._num_verifies, self._num_tokens = self._num_verifies + len(accepted), self._num_tokens + num_tokens
         if self._held == 1:
-            costs = self.costs()
-            self._pays = 1 in costs and num_tokens / len(accepted) > costs[width] / costs[1]
+            self._judge(width, num_tokens / len(accepted))
+
+    def _judge(self, width: int, num_tokens: float) -> None:
+        """Decides from a try of `width` that gave so many tokens a row when the next one comes."""
+        costs = self.costs()
+        if 1 not in costs:
+            return
+        drafted = {other: cost / costs[1] for other, cost in costs.items() if other > 1}
+        self._pays = num_tokens > drafted[width]
+        shares = self.conditional_acceptance(OPTIMISM)
+        best = choose_width(shares, drafted)
+        loss = drafted[best] - expected_tokens(shares, best)
+        self._hold = max(min(self._hold, int(loss / TRYING)), FIRST_PAUSE)
 
     def costs(self) -> dict[int, float]:
         """Returns what a step of each width costs that may be chosen, as far as it is known."""
         if self._measured is not None:
             return self._measured
-        return fitted_costs({width: min(times) for width, times in self._times.items()}, self.widths)
+        known = {width: min(times) for width, times in self._times.items()}
+        # One slow step, such as a run's first, is no cost: the others say what it may be at most.
+        sure = {width: cost for width, cost in known.items() if width == 1 or len(self._times[width]) > 1}
+        most = fitted_costs(sure, self.widths)
+        return fitted_costs({width: min(cost, most.get(width, cost)) for width, cost in known.items()}, self.widths)
 
-    def conditional_acceptance(self) -> list[float]:
+    def conditional_acceptance(self, optimism: float = 0.0) -> list[float]:
         """Returns the share of each proposal that is accepted where all before it are.
 
         The less a position was tried lately, the nearer to the share of all positions together, so that a wider
         verify is tried again in time.
+
+        Args:
+            optimism (`float`): How often each is taken to have been accepted beside what was seen.
         """
         all_tried, all_accepted = sum(self._tried), sum(self._accepted)
         pooled = (all_accepted + PRIOR_WEIGHT * PRIOR_SHARE) / (all_tried + PRIOR_WEIGHT)
         return [
-            (accepted + PRIOR_WEIGHT * pooled) / (tried + PRIOR_WEIGHT)
+            (accepted + PRIOR_WEIGHT * pooled + optimism) / (tried + PRIOR_WEIGHT + optimism)
             for accepted, tried in zip(self._accepted, self._tried, strict=True)
         ]
 
