@@ -1,4 +1,4 @@
-"""lm-eval answers with a draft what it answers without one: same texts, same scores, batched, from its own registry."""
+"""lm-eval answers with a draft what it answers without one: same texts, same scores, batched, from its registry."""
 
 from __future__ import annotations
 
