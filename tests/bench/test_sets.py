@@ -261,9 +261,14 @@ def test_rows_in_our_form_and_others(tmp_path: Path) -> None:
 
 
 def test_a_template_asks_of_any_columns(tmp_path: Path) -> None:
-    path = write(tmp_path / "towns.jsonl", {"town": "Bonn", "n": 2}, {"town": "Ulm {x}", "n": 3})
+    rows = [{"town": "Bonn", "n": 2, "score": 4.5, "category": 1}, {"town": "Ulm {x}", "n": 3, "id": "a", "turns": 0}]
+    path = write(tmp_path / "towns.jsonl", *rows)
     asked = load(str(path), None, template="{{{n}}} facts about {town}?")
-    assert [question.turns for question in asked] == [("{2} facts about Bonn?",), ("{3} facts about Ulm {x}?",)]
+    texts = ["{2} facts about Bonn?", "{3} facts about Ulm {x}?"]
+    assert asked == [
+        Question(dataset="towns", question_id=number, category="towns", turns=(text,))
+        for number, text in enumerate(texts)
+    ]
 
 
 COLUMNS = st.dictionaries(
@@ -356,6 +361,11 @@ def test_a_hub_that_is_not_reached() -> None:
         load("gsm8k", None)  # tests/conftest.py sets HF_HUB_OFFLINE
     with pytest.raises(ValueError, match=r"expected to read nobody/nothing .*OfflineModeIsEnabled"):
         load("nobody/nothing:a:b", None)
+    for name in ("livecodebench", "spec-bench"):
+        with pytest.raises(
+            ValueError, match=r"expected to read (livecodebench/code_generation_lite|hemingkx/Spec-Bench)"
+        ):
+            load(name, None)
 
 
 # ---- bad input: one sentence, and nothing written

@@ -194,14 +194,13 @@ def _loaded(called: str, columns: Sequence[str], path: str, **options: Any) -> I
     """The rows that `load_dataset` returns, images as bytes."""
     try:
         import datasets
-        from datasets.exceptions import DatasetsError
     except ModuleNotFoundError as error:
         sentence = f"expected the package datasets to read {called}, got none; pip install 'dflash-hf[bench]'"
         raise ValueError(sentence) from error
     try:
         loaded: Any = datasets.load_dataset(path, **options)
-    except (OSError, ValueError, DatasetsError) as error:
-        # What cannot be reached, found, read or built; OSError has the network's errors and a missing set's.
+    except Exception as error:
+        # The libraries below it, for the network, for addresses and for Parquet, each raise kinds of their own.
         raise ValueError(
             f"expected to read {called} with datasets, got {type(error).__name__} ({one_line(error)}); fix the name, "
             "connect, or run `dflash-hf bench prepare` where there is a network and pass --data-dir"

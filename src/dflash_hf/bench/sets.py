@@ -402,9 +402,9 @@ def _own(rows: Iterable[Row], dataset: str, template: str | None) -> Iterator[Pa
                 f"expected turns, messages or prompt in {row.where}, got {listed(row.values) or 'no column'}; "
                 "say what to ask: --template '{COLUMN}'"
             )
-        if template is not None:
-            row = replace(row, values={**row.values, "turns": [filled(template, row)]})
-        yield normalised(row, dataset), row.images()
+        # Other columns of such a row mean what its set says: they are asked of, not read as ours.
+        asked = row if template is None else replace(row, values={"turns": [filled(template, row)]})
+        yield normalised(asked, dataset), row.images()
 
 
 def filled(template: str, row: Row) -> str:
