@@ -19,7 +19,16 @@ HERE = Path(__file__).parent
 def text_rows(kinds: Sequence[Kind], per_kind: int) -> list[dict[str, Any]]:
     """Return the prompts of a pair of texts."""
     samples = [make_sample(kind, "heldout", index) for kind in kinds for index in range(per_kind)]
-    return [{"kind": s.kind, "messages": list(s.messages), "answer": s.answer} for s in samples]
+    return [
+        {"kind": s.kind, "messages": list(s.messages), "answer": s.answer, **scored(s.kind, s.answer)} for s in samples
+    ]
+
+
+def scored(kind: str, answer: str) -> dict[str, str]:
+    """Return how `dflash-hf bench` tells whether an answer of a kind is right; nothing where many would be."""
+    if kind == "arithmetic":
+        return {"score": "math", "reference": answer.rpartition("\\boxed{")[2].partition("}")[0]}
+    return {} if kind in ("code", "dialogue", "chat", "talk") else {"score": "exact"}
 
 
 def vision_row(sample: VisionSample, folder: Path) -> dict[str, Any]:
@@ -39,7 +48,7 @@ def vision_row(sample: VisionSample, folder: Path) -> dict[str, Any]:
             message["content"] = [
                 {**part, "path": next(left)} if part["type"] == "image" else part for part in message["content"]
             ]
-    return {"kind": sample.kind, "messages": messages, "answer": sample.answer}
+    return {"kind": sample.kind, "messages": messages, "answer": sample.answer, **scored(sample.kind, sample.answer)}
 
 
 def main(

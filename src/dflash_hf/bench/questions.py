@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Score = Literal["math", "code", "letter"]
+Score = Literal["math", "code", "letter", "exact"]
 Key = tuple[str, int | str]
 
 
@@ -28,7 +28,7 @@ class Question:
         images (`tuple[str, ...]`): Paths of images, shown before the text of the first turn.
         history (`tuple[dict, ...]`): Messages that stand before the first turn, in Transformers' form.
         reference: What [`dflash_hf.bench.scores`] compares the answer with; plain JSON.
-        score (`str`, *optional*): How: `"math"`, `"code"` or `"letter"`; `None` where there is no right answer.
+        score (`str`, *optional*): How: `"math"`, `"code"`, `"letter"` or `"exact"`; `None` where there is no right answer.
     """
 
     dataset: str

@@ -1,4 +1,4 @@
-"""Whether answers are right: mathematics by math-verify, code by its tests, choices by their letter.
+"""Whether answers are right: mathematics by math-verify, code by its tests, choices by their letter, texts as they are.
 
 A mark that is not clear counts as wrong. What stands before the last `</think>` is no part of an answer.
 """
@@ -50,7 +50,7 @@ def score(question: Question, answer: Answer, *, run_code: bool = False) -> floa
 
     Args:
         question (`Question`): With a reference: of `"math"` a number or expression as text, LaTeX or not; of
-            `"letter"` a letter; of `"code"` what [`assemble`] takes.
+            `"letter"` a letter; of `"exact"` the text, but for space around it; of `"code"` what [`assemble`] takes.
         answer (`Answer`): To that question; one that failed, or has too few turns, is wrong.
         run_code (`bool`): Runs the program in an answer, on this machine; [`failure`] says what keeps it in.
 
@@ -129,7 +129,9 @@ def _is_right(kind: str, reference: Any, text: str) -> bool:
     require(is_text, f"a text as reference for {kind}", reference, "fix the question's reference")
     if kind == "letter":
         return chosen_letter(text) == str(reference).strip().strip("().").upper()
-    require(kind == "math", 'score "math", "code" or "letter"', kind, "fix the question")
+    if kind == "exact":
+        return text.strip() == str(reference).strip()
+    require(kind == "math", 'score "math", "code", "letter" or "exact"', kind, "fix the question")
     return _MATH.is_right(str(reference), final_answer(text))
 
 

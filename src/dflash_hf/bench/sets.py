@@ -80,7 +80,7 @@ def normalised(row: Row, dataset: str) -> Question:
         subcategory=row.text(*finer) if any(row.values.get(name) for name in finer) else "",
         turns=tuple(text_of([message]) for message in said) or row.turns(*CONVERSATION),
         history=tuple(history),
-        reference=row.values.get("reference"),
+        reference=row.values.get("reference") if score is None else row.value("reference", "answer"),
         score=score,
     )
 
