@@ -113,6 +113,12 @@ class RunSettings:
             require(bool(values), f"at least one value of {option}", values, "give one, or several with commas")
             require(len(set(values)) == len(values), f"every value of {option} once", values, "leave the others out")
         _check_numbers(self)
+        places = (("--target", self.target), ("--draft", self.draft), ("--assistant-model", self.assistant))
+        for option, place in places:
+            if place is not None:
+                check_place(option, place)
+        is_url = self.server is None or self.server.startswith(("http://", "https://"))
+        require(is_url, "a URL as --server", self.server, "give one such as http://127.0.0.1:8000")
         for name, methods in (("target", set(METHODS) - {"server"}), ("draft", set(NEEDS_DRAFT))):
             needing = [method for method in self.methods if method in methods]
             require(
@@ -129,10 +135,6 @@ class RunSettings:
                 f"{option} {getattr(self, name)}" if given else f"--methods {','.join(self.methods)}",
                 f"give both, or leave out the {'option' if given else 'method'}",
             )
-        places = (("--target", self.target), ("--draft", self.draft), ("--assistant-model", self.assistant))
-        for option, place in places:
-            if place is not None:
-                check_place(option, place)
 
     def what_matters(self) -> dict[str, Any]:
         """Returns what makes two runs the same, as plain values: all but the folders, and what to do at the end."""
@@ -217,7 +219,7 @@ def make_cells(settings: RunSettings) -> list[Cell]:
                 name for name in _LOOKS_AT[method] if given["temperature"] or name not in ("top_p", "proposal")
             ]
             values = {name: given[name] for name in swept if name in looks_at}
-            parts = [f"{_WORDS[name]}{'default' if value is None else value}" for name, value in values.items()]
+            parts = [f"{_WORDS[name]}{_shown(value)}" for name, value in values.items()]
             model_id = "-".join([method, *parts])
             options = Options(**{name: given[name] for name in looks_at})
             cells.setdefault(model_id, Cell(model_id=model_id, method=method, options=options, values=values))
@@ -228,6 +230,10 @@ def make_cells(settings: RunSettings) -> list[Cell]:
                 f"expected batch 1 for {cell.method}, which takes one question at a time, got {cell.options.batch}"
             )
     return list(cells.values())
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else "default" if value is None else str(value)
 
 
 def _baseline(cell: Cell, cells: Any) -> str | None:

@@ -21,7 +21,7 @@ from dflash_hf.errors import listed, shown
 
 logger = logging.getLogger(__name__)
 
-RUN, QUESTIONS = "run.json", "questions.jsonl"
+RUN, QUESTIONS, MARGINS = "run.json", "questions.jsonl", "margins.jsonl"
 Asked = tuple[Key, int]  # a question, and how often it had been asked before
 Batch = tuple[int, Sequence[Question]]  # the same of a batch
 
@@ -124,6 +124,10 @@ class RunFolder:
         write_whole(self.answers_file(model_id), "".join(line_of(answer.to_dict()) for answer in answers))
         for part in self._parts(model_id):
             part.unlink()
+
+    def write_margins(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Writes `margins.jsonl`: where answers differ from their baseline's."""
+        write_whole(self.path / MARGINS, "".join(map(line_of, rows)))
 
     def _parts(self, model_id: str) -> list[Path]:
         return sorted(self.path.glob(f"part*-answers-{_safe(model_id)}.jsonl"))

@@ -46,9 +46,6 @@ class Server:
         url (`str`): Where it is; `/v1` may be left out.
         model (`str`, *optional*): What the server calls the model; default the first one that it names.
         template_options (mapping): Sent as `chat_template_kwargs`, which vLLM and SGLang read.
-
-    Raises:
-        ValueError: If the URL is none.
     """
 
     url: str
@@ -58,8 +55,6 @@ class Server:
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/").removesuffix("/v1")
-        is_url = self.url.startswith(("http://", "https://"))
-        require(is_url, "a URL as --server", self.url, "give one such as http://127.0.0.1:8000")
         self.client = httpx.Client(base_url=self.url, timeout=TIMEOUT)
 
     def __call__(self, conversations: Sequence[Conversation], options: Options, seed: int) -> list[Turn]:

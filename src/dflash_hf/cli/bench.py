@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dflash_hf.bench.cells import RunSettings
 
 Value = TypeVar("Value")
-HELD_OUT = BUNDLED / "held_out.jsonl"
+QUESTIONS = BUNDLED / "toy-text.jsonl"
 
 app = typer.Typer(name="bench", help="Measure ways of decoding on sets of questions, and report.")
 
@@ -103,7 +103,7 @@ def read_settings(given: Mapping[str, Any]) -> RunSettings:
 
     return RunSettings(
         **{name: given[name] for name in (*as_they_are, "device", "run_code", "resume")},
-        data=_values(given["data"] or str(HELD_OUT), str, "--data"),
+        data=_values(given["data"] or str(QUESTIONS), str, "--data"),
         methods=methods,
         target=str(BUNDLED / "target") if is_bundled else given["target"],
         draft=str(BUNDLED / "draft") if is_bundled else given["draft"],

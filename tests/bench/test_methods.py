@@ -1,0 +1,151 @@
+"""Every way of decoding gives plain `generate`'s text, and tells its steps as they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_hf.bench.answers import Turn
+from dflash_hf.bench.methods import WAYS, Models, Options, local_method
+from dflash_hf.bench.zlab import zlab_way
+from dflash_hf.evaluation.harness import encode_prompt
+
+NEW = 64
+
+
+def ask(models: Models, name: str, texts: list[str], seed: int = 0, **options: Any) -> list[Turn]:
+    """Asks one way of decoding."""
+    way = zlab_way(models) if name == "zlab" else WAYS[name]
+    conversations = [[{"role": "user", "content": text}] for text in texts]
+    given = Options(**{"batch": len(texts), "max_new_tokens": NEW, **options})
+    return local_method(way, models)(conversations, given, seed)
+
+
+@pytest.fixture(scope="module")
+def truth(models: Models, held_out: list[str]) -> list[list[int]]:
+    """The tokens that plain `generate` answers each question with, asked alone and without the module under test."""
+    found: list[list[int]] = []
+    model: Any = models.target
+    for text in held_out:
+        inputs = encode_prompt(models.processor, text, models.target.device)
+        out = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+        found.append(out[0, inputs["input_ids"].shape[1] :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("name", ["plain", "plain-static", "dflash"])
+def test_batches_are_plain_texts(name: str, models: Models, held_out: list[str], truth: list[list[int]]) -> None:
+    turns = ask(models, name, held_out, verify_width=6 if name == "dflash" else None)
+    assert [turn.token_ids for turn in turns] == truth
+    tokenizer: Any = models.processor
+    ends = {turn.finish_reason for turn in turns}
+    assert ends == {"stop", "length"}, "some answers should end, and some be cut"
+    for turn, ids, text in zip(turns, truth, held_out, strict=True):
+        assert turn.text == tokenizer.decode(ids, skip_special_tokens=True)
+        assert turn.new_tokens == len(ids)
+        assert (turn.finish_reason == "stop") == (ids[-1] == tokenizer.eos_token_id)
+        alone = encode_prompt(models.processor, text, models.target.device)["input_ids"]
+        assert turn.prompt_tokens == alone.shape[1]
+        assert turn.ttft is not None
+        assert 0 < turn.ttft < turn.latency
+        assert turn.wall_time == pytest.approx(turn.latency / len(held_out))
+        assert (turn.committed is None) == (name != "dflash")
+
+
+def test_rows_of_a_batch_have_their_own_steps(models: Models, held_out: list[str], truth: list[list[int]]) -> None:
+    for turn, ids, text in zip(ask(models, "dflash", held_out, verify_width=6), truth, held_out, strict=True):
+        (alone,) = ask(models, "dflash", [text], verify_width=6)
+        assert (turn.committed, turn.accepted, turn.proposed) == (alone.committed, alone.accepted, alone.proposed)
+        assert turn.committed is not None
+        assert turn.accepted is not None
+        assert turn.proposed == [5] * len(turn.committed)
+        assert 1 + sum(turn.committed) == len(ids)
+        assert [count + 1 for count in turn.accepted[:-1]] == turn.committed[:-1]
+        assert turn.draft_time is not None
+        assert turn.verify_time is not None
+        assert turn.draft_time + turn.verify_time < turn.latency
+
+
+def test_widths_that_follow_the_run_say_what_was_proposed(models: Models, held_out: list[str]) -> None:
+    (turn,) = ask(models, "dflash", held_out[:1], verify_width="auto")
+    assert models.draft is not None
+    stats: Any = models.draft.last_stats
+    assert turn.proposed == [width - 1 for width in stats.verify_widths]
+
+
+@pytest.mark.parametrize("name", ["stock", "zlab", "assistant", "lookup"])
+def test_one_row_at_a_time(name: str, models: Models, held_out: list[str], truth: list[list[int]]) -> None:
+    if name == "zlab":
+        pytest.importorskip("dflash", reason="z-lab's package is not installed")
+    for text, ids in zip(held_out, truth, strict=True):
+        (turn,) = ask(models, name, [text])
+        assert turn.token_ids == ids
+        assert turn.ttft is not None
+        assert 0 < turn.ttft < turn.latency
+        assert turn.committed is not None
+        assert turn.accepted is not None
+        assert turn.proposed is not None
+        assert len(turn.committed) == len(turn.accepted) == len(turn.proposed)
+        first = len(ids) - sum(turn.committed)
+        assert first == 1 if name in ("stock", "zlab") else first >= 1
+        for committed, accepted, proposed in zip(turn.committed, turn.accepted, turn.proposed, strict=True):
+            assert committed - 1 <= accepted <= proposed
+        assert [count + 1 for count in turn.accepted[:-1]] == turn.committed[:-1]
+        if name == "assistant" and turn.accepted:  # the target itself: it is right about all that it proposes
+            assert turn.accepted == turn.proposed
+
+
+@pytest.mark.parametrize("name", ["stock", "zlab"])
+def test_peers_run_our_draft(name: str, models: Models, held_out: list[str]) -> None:
+    if name == "zlab":
+        pytest.importorskip("dflash", reason="z-lab's package is not installed")
+    for block_size in (None, 6):
+        (theirs,) = ask(models, name, held_out[:1], block_size=block_size)
+        (ours,) = ask(models, "dflash", held_out[:1], block_size=block_size, verify_width=block_size or 16)
+        assert theirs.committed == ours.committed
+
+
+def test_options_of_the_draft_are_put_back(models: Models, held_out: list[str]) -> None:
+    assert models.draft is not None
+    before = models.draft.generation_config.to_dict(), models.draft.config.to_dict()
+    for name in ("dflash", "stock"):
+        ask(models, name, held_out[:1], block_size=4, verify_width=3, proposal="sample", temperature=0.7)
+    assert (models.draft.generation_config.to_dict(), models.draft.config.to_dict()) == before
+    assert "_get_candidate_generator" not in vars(models.target)
+
+
+@pytest.mark.parametrize("name", ["plain", "dflash", "stock", "lookup"])
+def test_sampling_follows_the_seed_alone(name: str, models: Models, held_out: list[str]) -> None:
+    def sampled(seed: int) -> list[int]:
+        torch.rand(seed + 1)  # whatever was drawn before
+        options = {"verify_width": 4} if name == "dflash" else {}
+        return ask(models, name, held_out[:1], seed, temperature=5.0, top_p=0.95, max_new_tokens=24, **options)[
+            0
+        ].token_ids
+
+    first = sampled(0)
+    assert sampled(0) == first
+    assert any(sampled(seed) != first for seed in (1, 2, 3))
+
+
+def test_several_rows_of_a_method_for_one_are_refused(models: Models, held_out: list[str]) -> None:
+    with pytest.raises(ValueError, match="expected one row, got 2"):
+        ask(models, "lookup", held_out[:2])
+
+
+def test_conversations_that_cannot_be_encoded(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models.processor, "chat_template", "{{ raise_exception('no role system here') }}")
+    with pytest.raises(ValueError, match="that the chat template takes, got: no role system here"):
+        models.encode([[{"role": "system", "content": "x"}]])
+    monkeypatch.setattr(models.processor, "chat_template", None)
+    tokenizer: Any = models.processor
+    inputs = models.encode(
+        [[{"role": "user", "content": "four words stand here"}], [{"role": "user", "content": "x"}]]
+    )
+    for ids, mask, text in zip(
+        inputs["input_ids"], inputs["attention_mask"], ("four words stand here", "x"), strict=True
+    ):
+        assert ids[mask.bool()].tolist() == tokenizer(text).input_ids
+        assert mask[-1] == 1

@@ -1,0 +1,177 @@
+"""A run asks every question of every cell once, cells in turns, and one cell's failure is not another's."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from dflash_hf.bench.cells import Cell, make_cells
+from dflash_hf.bench.methods import Options
+from dflash_hf.bench.questions import Question
+from dflash_hf.bench.run import rounds_of, seed_of
+from helpers.bench_runs import Asked, answers_in, counts_in, settings_in
+
+Pretend = Callable[..., Asked]
+
+
+def run_json(folder: Path) -> Any:
+    return json.loads((folder / "run.json").read_text(encoding="utf-8"))
+
+
+def test_every_question_of_every_cell_once(tmp_path: Path, pretend: Pretend) -> None:
+    settings = settings_in(tmp_path, methods=("plain", "dflash", "lookup"), batch=(1, 2), repeats=2)
+    asked = pretend(settings)
+    cells = make_cells(settings)
+    names = [cell.model_id for cell in cells]
+    assert names == [f"{method}-batch{size}" for method in settings.methods for size in (1, 2)]
+    for cell in cells:
+        mine = [texts for name, texts in asked if name == cell.model_id]
+        if cell.failed is not None:
+            assert (cell.model_id, mine) == ("lookup-batch2", [])
+            continue
+        assert max(map(len, mine)) == cell.options.batch
+        first_turns = Counter(text for texts in mine for text in texts if text != "and then?")
+        assert first_turns == Counter({**{f"one {n}": 2 for n in range(5)}, **{f"two {n}": 2 for n in range(3)}})
+    found = answers_in(settings.out)
+    for cell in cells:
+        answers = found[f"answers-{cell.model_id}.jsonl"]
+        assert len(answers) == (0 if cell.failed else 16)
+        order = [(answer.repeat, answer.question_id) for answer in answers]
+        assert order == sorted(order)
+        assert all(len(answer.turns) == (1 if int(answer.question_id) < 5 else 2) for answer in answers)
+
+
+def test_cells_take_turns_in_being_first(tmp_path: Path, pretend: Pretend) -> None:
+    asked = pretend(settings_in(tmp_path, methods=("plain", "dflash", "stock"), repeats=3))
+    calls = [(name, texts) for name, texts in asked if texts != ["and then?"]]
+    rounds = [calls[start : start + 3] for start in range(0, len(calls), 3)]
+    assert all(len({texts[0] for _, texts in one}) == 1 for one in rounds), "every cell is asked before the next"
+    firsts = Counter(one[0][0] for one in rounds)
+    assert max(firsts.values()) - min(firsts.values()) <= 1
+
+
+def test_replies_are_fed_back_each_cells_own(
+    tmp_path: Path, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[list[str], str | None]] = []
+    real = Question.messages
+
+    def noting(self: Question, answers: Any = (), system: str | None = None) -> Any:
+        seen.append((list(answers), system))
+        return real(self, answers, system)
+
+    monkeypatch.setattr(Question, "messages", noting)
+    settings = settings_in(tmp_path, system="Be brief.")
+    pretend(settings)
+    assert {system for _, system in seen} == {"Be brief."}
+    fed = {answers[0] for answers, _ in seen if answers}
+    first = {a.turns[0].text for rows in answers_in(settings.out).values() for a in rows if len(a.turns) == 2}
+    assert fed == first
+    assert len(fed) == 3, "plain and dflash are made up alike here"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("no"),
+        RuntimeError("no"),
+        torch.OutOfMemoryError("no"),
+        NotImplementedError("no"),
+        AttributeError("no"),
+        httpx.ConnectError("no"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_failure_is_a_row_that_says_why(error: Exception, tmp_path: Path, pretend: Pretend) -> None:
+    def before(name: str, texts: list[str]) -> None:
+        if name == "dflash" and texts[0] in ("one 1", "and then?"):
+            raise error
+
+    settings = settings_in(tmp_path, repeats=1)
+    pretend(settings, before)
+    rows = counts_in(settings.out)
+    wrong = {key[1]: why for key, _, why, _ in rows["answers-dflash.jsonl"] if why is not None}
+    assert wrong == dict.fromkeys((1, 5, 6, 7), f"{type(error).__name__}: no")
+    assert all(why is None for _, _, why, _ in rows["answers-plain.jsonl"])
+    assert len(rows["answers-plain.jsonl"]) == len(rows["answers-dflash.jsonl"]) == 8
+
+
+def test_a_cell_is_given_up_after_three_failures_in_a_row(tmp_path: Path, pretend: Pretend) -> None:
+    def before(name: str, texts: list[str]) -> None:
+        if name == "dflash" and texts[0] != "one 2":
+            raise RuntimeError(f"cannot answer {texts[0]}")
+
+    settings = settings_in(tmp_path)
+    asked = pretend(settings, before)
+    mine = [texts[0] for name, texts in asked if name == "dflash"]
+    assert mine == ["one 0", "one 1", "one 2", "one 3", "one 4", "two 0"]
+    assert Counter(name for name, texts in asked if texts != ["and then?"])["plain"] == 8
+    plain, dflash = run_json(settings.out)["methods"]
+    assert plain["failed"] is None
+    assert dflash["failed"] == "given up after 3 failures in a row, the last one: RuntimeError: cannot answer two 0"
+
+
+def test_an_error_of_our_own_ends_the_run(tmp_path: Path, pretend: Pretend) -> None:
+    class Unknown(Exception):
+        pass
+
+    def before(name: str, texts: list[str]) -> None:
+        raise Unknown
+
+    with pytest.raises(Unknown):
+        pretend(settings_in(tmp_path), before)
+
+
+def test_seeds_are_the_questions_own() -> None:
+    questions = [Question(dataset="a", question_id=number, category="", turns=("x",)) for number in range(3)]
+    seeds = {
+        seed_of(seed, questions[first : first + 2], repeat, turn)
+        for seed in (0, 1)
+        for first in (0, 1)
+        for repeat in (0, 1)
+        for turn in (0, 1)
+    }
+    assert len(seeds) == 16
+    # The same in every process: Python's own hashes are not.
+    assert seed_of(0, questions[:1], 0, 0) == 65682267714995723
+
+
+def test_rounds_are_filled_by_batches_of_every_size() -> None:
+    questions = [
+        Question(dataset=name, question_id=number, category="", turns=("x",) * turns)
+        for name, turns in (("a", 1), ("a", 2), ("b", 1))
+        for number in range(9)
+    ]
+    cells = [
+        Cell(model_id=str(size), method="plain", options=Options(batch=size), values={"batch": size})
+        for size in (2, 3)
+    ]
+    rounds = rounds_of(questions, cells)
+    assert [len(one) for one in rounds] == [6, 3] * 3
+    assert all(len({(q.dataset, len(q.turns)) for q in one}) == 1 for one in rounds)
+    assert [question for one in rounds for question in one] == questions
+
+
+def test_the_record_says_what_was_run(tmp_path: Path, pretend: Pretend) -> None:
+    settings = settings_in(tmp_path, temperature=(0.0, 0.8), seed=3)
+    pretend(settings)
+    run = run_json(settings.out)
+    assert set(run) == {"settings", "methods", "provenance", "sessions"}
+    assert [row["model_id"] for row in run["methods"]] == [
+        "plain-temperature0",
+        "plain-temperature0.8",
+        "dflash-temperature0",
+        "dflash-temperature0.8",
+    ]
+    assert [row["baseline"] for row in run["methods"]] == [None, None, "plain-temperature0", "plain-temperature0.8"]
+    (session,) = run["sessions"]
+    assert session["seconds"] == pytest.approx(session["method_seconds"] + session["harness_seconds"])
+    assert (settings.out / "summary.json").is_file()
+    assert (settings.out / "report.html").is_file()

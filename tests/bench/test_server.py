@@ -1,0 +1,203 @@
+"""A server is asked over HTTP, as vLLM and SGLang are: a real one, which streams, counts, and fails if asked to."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Generator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from dflash_hf.bench.methods import Options
+from dflash_hf.bench.run import run
+from dflash_hf.bench.server import Server
+from helpers.bench_runs import TOY, answers_in, settings_in
+
+HELLO = [{"role": "user", "content": "Hello."}]
+WORDS = ["Good ", "day ", "to ", "you."]
+PNG = next((TOY / "vision" / "pictures").rglob("*.png"))
+
+
+class Small(ThreadingHTTPServer):
+    """A server whose answers are `WORDS`, one token each; what it is asked is in `bodies`."""
+
+    daemon_threads = True
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.kind, self.bodies, self.calls = kind, list[dict[str, Any]](), 0
+        self.at_once, self.most_at_once, self.lock = 0, 0, threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Of one call."""
+
+    protocol_version = "HTTP/1.1"
+    server: Small
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing on the screen."""
+
+    def reply(self, text: str, kind: str = "application/json", status: int = 200) -> None:
+        content = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_GET(self) -> None:
+        kind, calls = self.server.kind, self.server.calls
+        if self.path == "/v1/models":
+            self.reply(json.dumps({"data": [{"id": "small"}]}))
+        elif self.path == "/metrics" and kind == "vllm":
+            names = {"drafts": 3 * calls, "draft_tokens": 21 * calls, "accepted_tokens": 6 * calls}
+            lines = [f'vllm:spec_decode_num_{name}_total{{engine="0"}} {100 + value}' for name, value in names.items()]
+            for position, count in enumerate((3, 2, 1)):
+                label = f'{{engine="0",position="{position}"}}'
+                lines.append(f"vllm:spec_decode_num_accepted_tokens_per_pos_total{label} {count * calls}.0")
+            self.reply("# HELP something\n" + "\n".join(lines), "text/plain")
+        elif self.path == "/get_server_info" and kind == "sglang":
+            self.reply(json.dumps({"internal_states": [{"avg_spec_accept_length": 2.5}]}))
+        elif self.path == "/get_server_info":
+            self.reply("<html>an application of one page</html>", "text/html")
+        else:
+            self.reply("not here", "text/plain", 404)
+
+    def do_POST(self) -> None:
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with server.lock:
+            server.bodies.append(body)
+            server.at_once += 1
+            server.most_at_once = max(server.most_at_once, server.at_once)
+        if server.kind == "broken":
+            self.reply('{"message": "the model is too\\nlarge"}', status=500)
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        words = WORDS[: body["max_tokens"]]
+        for word in words:
+            time.sleep(0.02)
+            self.event({"choices": [{"index": 0, "delta": {"content": word}, "finish_reason": None}]})
+        reason = "length" if len(words) < len(WORDS) else "stop"
+        self.event({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
+        if server.kind == "mute":
+            self.event({"error": {"message": "out of memory"}})
+        if server.kind != "uncounted":
+            self.event({"choices": [], "usage": {"completion_tokens": len(words), "prompt_tokens": 7}})
+        with server.lock:
+            server.calls += 1
+            server.at_once -= 1
+        self.wfile.write(b"data: [DONE]\n\n")
+        self.close_connection = True
+
+    def event(self, event: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        self.wfile.flush()
+
+
+@pytest.fixture
+def small(request: pytest.FixtureRequest) -> Generator[Small]:
+    server = Small(request.param)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("small", ["vllm", "sglang", "plain"], indirect=True)
+def test_an_answer_is_what_the_server_says(small: Small) -> None:
+    server = Server(url=f"{small.url}/v1/", template_options={"enable_thinking": False})
+    options = Options(batch=3, max_new_tokens=3, temperature=0.5, top_p=0.9)
+    turns = server([HELLO] * 3, options, 2**40 + 5)
+    assert small.most_at_once == 3, "a batch is asked at once"
+    for turn in turns:
+        assert (turn.text, turn.new_tokens, turn.prompt_tokens) == ("Good day to ", 3, 7)
+        assert turn.finish_reason == "length"
+        assert turn.ttft is not None
+        assert 0.02 <= turn.ttft < turn.latency
+        assert turn.wall_time < turn.latency
+        assert turn.token_ids == []
+    body = small.bodies[0]
+    assert {name: body[name] for name in ("model", "max_tokens", "temperature", "top_p", "seed")} == {
+        "model": "small",
+        "max_tokens": 3,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "seed": 5,
+    }
+    assert body["messages"] == HELLO
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    counters = {
+        "vllm": {
+            "num_drafts": 9,
+            "num_draft_tokens": 63,
+            "num_accepted_tokens": 18,
+            "num_accepted_tokens_at_pos_0": 9,
+            "num_accepted_tokens_at_pos_1": 6,
+            "num_accepted_tokens_at_pos_2": 3,
+        },
+        "sglang": {"acceptance_length": 2.5},
+        "plain": None,
+    }
+    assert [turn.counters for turn in turns] == [counters[small.kind], None, None]
+    assert server([HELLO], Options(max_new_tokens=9), 0)[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("small", "error", "sentence"),
+    [
+        ("broken", httpx.HTTPStatusError, '500 {"message": "the model is too'),
+        ("uncounted", ValueError, "expected usage at the end"),
+        ("mute", ValueError, "out of memory"),
+    ],
+    indirect=["small"],
+)
+def test_a_server_that_fails(small: Small, error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence.replace("{", r"\{")):
+        Server(url=small.url, model="small")([HELLO], Options(max_new_tokens=4), 0)
+
+
+@pytest.mark.parametrize("small", ["plain"], indirect=True)
+def test_images_are_sent_along(small: Small) -> None:
+    content = [{"type": "image", "path": str(PNG)}, {"type": "text", "text": "What?"}]
+    Server(url=small.url)([[{"role": "user", "content": content}]], Options(max_new_tokens=1), 0)
+    image, text = small.bodies[0]["messages"][0]["content"]
+    assert text == {"type": "text", "text": "What?"}
+    assert image["image_url"]["url"].startswith("data:image/png;base64,iVBORw0KGgo")
+
+
+@pytest.mark.parametrize("small", ["vllm"], indirect=True)
+def test_a_run_over_a_server_loads_nothing(small: Small, tmp_path: Path) -> None:
+    settings = settings_in(
+        tmp_path, methods=("server",), server=small.url, target=None, draft=None, batch=(1, 2), system="Be brief."
+    )
+    run(settings)
+    found = answers_in(settings.out)
+    for name in ("answers-server-batch1.jsonl", "answers-server-batch2.jsonl"):
+        assert [answer.error for answer in found[name]] == [None] * 8
+        assert [len(answer.turns) for answer in found[name]] == [1] * 5 + [2] * 3
+    second = [body["messages"] for body in small.bodies if len(body["messages"]) == 4]
+    assert second[0][0] == {"role": "system", "content": "Be brief."}
+    assert second[0][2] == {"role": "assistant", "content": "".join(WORDS)}
+
+
+def test_a_server_that_is_not_there_is_given_up(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path, methods=("server",), server="http://127.0.0.1:9", target=None, draft=None)
+    run(settings)
+    (row,) = json.loads((settings.out / "run.json").read_text())["methods"]
+    assert row["failed"].startswith("given up after 3 failures in a row, the last one: ConnectError: ")
+    assert len(answers_in(settings.out)["answers-server.jsonl"]) == 3
