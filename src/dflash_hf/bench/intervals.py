@@ -44,12 +44,12 @@ def resample(values: Array, draws: int = DRAWS, seed: int = 0) -> Array:
     return np.concatenate(sums)
 
 
-def interval(drawn: Array) -> tuple[float, float] | tuple[None, None]:
-    """Returns what the middle 95 % of the draws lie between, those left out that are not finite; `None` of none."""
+def interval(drawn: Array, share: float = 0.95) -> tuple[float, float] | tuple[None, None]:
+    """Returns what the middle share of the draws lies between, those left out that are not finite; `None` of none."""
     finite = drawn[np.isfinite(drawn)]
     if not finite.size:
         return None, None
-    low, high = np.percentile(finite, (2.5, 97.5))
+    low, high = np.quantile(finite, ((1 - share) / 2, (1 + share) / 2))
     return float(low), float(high)
 
 
