@@ -453,6 +453,10 @@ def test_intervals() -> None:
     # Newcombe 1998, table I: 81 of 263, 0 of 20, 1 of 29.
     for right, count, expected in ((81, 263, (0.2553, 0.3662)), (0, 20, (0.0, 0.1611)), (1, 29, (0.0061, 0.1718))):
         assert intervals.wilson(right / count, count) == pytest.approx(expected, abs=5e-5)
+    for count in range(1, 40):  # the share itself is never outside, not even by a rounding
+        for right in (0, count):
+            low, high = intervals.wilson(right / count, count)
+            assert low <= right / count <= high
     assert intervals.mcnemar(0, 0) == 1.0
     assert intervals.mcnemar(1, 9) == pytest.approx(22 / 1024)
     assert intervals.mcnemar(5, 5) == 1.0

@@ -63,7 +63,8 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
     centre = mean + Z * Z / (2 * count)
     spread = Z * math.sqrt(mean * (1 - mean) / count + Z * Z / (4 * count * count))
     scale = 1 + Z * Z / count
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+    # The share lies between both, but for rounding at 0 and 1.
+    return max(0.0, min(mean, (centre - spread) / scale)), min(1.0, max(mean, (centre + spread) / scale))
 
 
 def mcnemar(lost: int, won: int) -> float:
