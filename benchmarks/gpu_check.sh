@@ -37,7 +37,7 @@ fi
 PYTHON="${PYTHON:-python3}"
 OUT="${OUT:-benchmarks/results}"
 T_STEP="${T_STEP:-125}" T_CHECKS="${T_CHECKS:-145}" T_SAMPLED="${T_SAMPLED:-45}" T_FAMILIES="${T_FAMILIES:-45}"
-T_TRAIN="${T_TRAIN:-25}" T_KERNELS="${T_KERNELS:-60}" T_COMPILED="${T_COMPILED:-60}"
+T_TRAIN="${T_TRAIN:-25}" T_KERNELS="${T_KERNELS:-64}" T_COMPILED="${T_COMPILED:-60}"
 GRACE="${GRACE:-3}" # seconds between Ctrl-C and the end
 SITE="${SITE:-/tmp/dflash-gpu-site}"
 if [[ -n "$TINY" ]]; then

@@ -27,7 +27,7 @@ from harness.roofline import verdict
 from harness.rows import Row, percentiles
 from harness.sweep import sweep
 
-TINY = Sizes(heads=4, groups=2, size=16, width=4, layers=2, vocab=4100)
+TINY = Sizes(heads=4, groups=2, size=16, width=4, layers=2, hidden=48, mlp=80, vocab=4100)
 # Several times what an H200 keeps in its cache.
 COLD_BYTES = 256 * 2**20
 CALLS = 20

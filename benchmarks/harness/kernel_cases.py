@@ -15,10 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import rms_norm as rms_norm_of_torch
 
 import dflash_kernels
 from dflash_hf.attention import RaggedBlock, attend, mask_repeats
-from dflash_kernels import accept_and_prepare, argmax, block_attention, context_kv, norm_rope_write
+from dflash_kernels import (
+    accept_and_prepare,
+    add_norm,
+    argmax,
+    block_attention,
+    context_kv,
+    gumbel_argmax,
+    norm_rope_write,
+    rms_norm,
+    silu_mul,
+)
 from dflash_kernels.accept_and_prepare import NUM_FIGURES
 
 Inputs = dict[str, Any]
@@ -28,13 +39,15 @@ EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Sizes of a model: query and key heads, head size, block, draft layers, vocabulary."""
+    """Sizes of a model: query and key heads, head size, block, draft layers, width, MLP, vocabulary."""
 
     heads: int = 32
     groups: int = 8
     size: int = 128
     width: int = 16
     layers: int = 5
+    hidden: int = 4096
+    mlp: int = 12288
     vocab: int = 151936
 
 
@@ -242,6 +255,52 @@ def argmax_case(sizes: Sizes, batch: int, dtype: torch.dtype, device: torch.devi
     )
 
 
+def pointwise_cases(sizes: Sizes, batch: int, dtype: torch.dtype, device: torch.device) -> list[Case]:
+    """Norms and activation of one layer over a verify's tokens, and a sample of its logits."""
+    tokens, hidden, item = batch * sizes.width, sizes.hidden, dtype.itemsize
+
+    def case(operation: Any, num_bytes: int, make: Callable[[Callable[..., Tensor]], list[Any]], **more: Way) -> Case:
+        name = operation.reference.__name__
+        if device.type == "cuda":
+            compiled: Any = torch.compile(operation.reference)
+            more["torch.compile"] = lambda x: compiled(*x["all"])
+        return Case(
+            kernel=name,
+            batch=batch,
+            context=None,
+            make=lambda seed: {"all": make(_normal(seed, dtype, device))},
+            num_bytes=num_bytes,
+            ways={
+                "kernel": lambda x: getattr(dflash_kernels, name)(*x["all"]),
+                "reference": lambda x: operation.reference(*x["all"]),
+                **more,
+            },
+            results=lambda out, x: [out],
+        )
+
+    def states(normal: Callable[..., Tensor], size: int) -> Tensor:
+        return normal(batch, sizes.width, size)
+
+    def drawn(normal: Callable[..., Tensor]) -> list[Any]:
+        positions = torch.arange(tokens, device=device).view(batch, sizes.width)
+        return [states(normal, sizes.vocab), torch.tensor(7, device=device), positions, None, 0.7]
+
+    def library_norm(x: Inputs) -> Tensor:
+        return rms_norm_of_torch(x["all"][0], [hidden], *x["all"][1:])
+
+    return [
+        case(
+            rms_norm,
+            item * 2 * tokens * hidden,
+            lambda n: [states(n, hidden), n(hidden), EPS],
+            **{"F.rms_norm": library_norm},
+        ),
+        case(add_norm, item * 4 * tokens * hidden, lambda n: [*(states(n, hidden) for _ in "xy"), n(hidden), EPS]),
+        case(silu_mul, item * 3 * tokens * sizes.mlp, lambda n: [states(n, sizes.mlp) for _ in "xy"]),
+        case(gumbel_argmax, item * tokens * sizes.vocab, drawn),
+    ]
+
+
 def accept_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
     """What follows a verify. Rows are done, so that calls can be repeated: the work is the same."""
     width = sizes.width
@@ -284,7 +343,8 @@ def all_cases(
         for context in contexts:
             cases += [attention_case(sizes, batch, context, dtype, device, causal) for causal in (True, False)]
         cases += [make(sizes, batch, contexts[0], dtype, device) for make in (norm_rope_case, context_case)]
-        cases += [argmax_case(sizes, batch, dtype, device), accept_case(sizes, batch, device)]
+        cases += [*pointwise_cases(sizes, batch, dtype, device), argmax_case(sizes, batch, dtype, device)]
+        cases.append(accept_case(sizes, batch, device))
     return cases
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from dflash_hf.bench.images import store_images
 from dflash_hf.bench.prepare import prepare
@@ -260,10 +261,38 @@ def test_rows_in_our_form_and_others(tmp_path: Path) -> None:
     ]
 
 
+def test_of_a_conversation_the_last_message_is_asked_behind_the_others(tmp_path: Path) -> None:
+    image = tmp_path / "images" / "red.png"
+    image.parent.mkdir()
+    Image.new("RGB", (4, 4), "red").save(image)
+    said: list[dict[str, Any]] = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello!"}]
+    seen = {
+        "role": "user",
+        "content": [{"type": "image", "path": "images/red.png"}, {"type": "text", "text": "What?"}],
+    }
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps({"kind": "talk", "messages": [*said, seen]}) + "\n", encoding="utf-8")
+    (question,) = load_questions(str(path), data_dir=None, num_prompts=None, seed=0)
+    asked = {"role": "user", "content": [{"type": "image", "path": str(image)}, {"type": "text", "text": "What?"}]}
+    assert (question.category, question.turns, question.images) == ("talk", ("What?",), (str(image),))
+    assert question.messages() == [*said, asked]
+    prepared = tmp_path / "prepared.jsonl"
+    prepared.write_text(json.dumps(question.to_dict()) + "\n", encoding="utf-8")
+    assert load_questions(str(prepared), data_dir=None, num_prompts=None, seed=0)[0].messages() == question.messages()
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi."}, seen]}) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="images in the first turn alone in line 1"):
+        load_questions(str(path), data_dir=None, num_prompts=None, seed=0)
+
+
 def test_a_template_asks_of_any_columns(tmp_path: Path) -> None:
-    path = write(tmp_path / "towns.jsonl", {"town": "Bonn", "n": 2}, {"town": "Ulm {x}", "n": 3})
+    rows = [{"town": "Bonn", "n": 2, "score": 4.5, "category": 1}, {"town": "Ulm {x}", "n": 3, "id": "a", "turns": 0}]
+    path = write(tmp_path / "towns.jsonl", *rows)
     asked = load(str(path), None, template="{{{n}}} facts about {town}?")
-    assert [question.turns for question in asked] == [("{2} facts about Bonn?",), ("{3} facts about Ulm {x}?",)]
+    texts = ["{2} facts about Bonn?", "{3} facts about Ulm {x}?"]
+    assert asked == [
+        Question(dataset="towns", question_id=number, category="towns", turns=(text,))
+        for number, text in enumerate(texts)
+    ]
 
 
 COLUMNS = st.dictionaries(
@@ -356,6 +385,11 @@ def test_a_hub_that_is_not_reached() -> None:
         load("gsm8k", None)  # tests/conftest.py sets HF_HUB_OFFLINE
     with pytest.raises(ValueError, match=r"expected to read nobody/nothing .*OfflineModeIsEnabled"):
         load("nobody/nothing:a:b", None)
+    for name in ("livecodebench", "spec-bench"):
+        with pytest.raises(
+            ValueError, match=r"expected to read (livecodebench/code_generation_lite|hemingkx/Spec-Bench)"
+        ):
+            load(name, None)
 
 
 # ---- bad input: one sentence, and nothing written
@@ -386,7 +420,12 @@ BAD: list[tuple[str, str, Sequence[object], str]] = [
         [{"turns": ["a"], "question_id": 1}] * 2,
         "ids of mt-bench without repetition, got 1",
     ),
-    ("mt-bench", "mt-bench.jsonl", [{"messages": [{"role": "assistant", "content": "a"}]}], "messages of the user's"),
+    (
+        "mt-bench",
+        "mt-bench.jsonl",
+        [{"messages": [{"role": "assistant", "content": "a"}]}],
+        "a last message of the user's",
+    ),
     ("mt-bench", "mt-bench.jsonl", [{"turns": ["a"], "images": ["gone.png"]}], "an image file in line 1 .*'gone.png'"),
     (
         "speed-bench",

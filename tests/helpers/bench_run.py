@@ -165,7 +165,7 @@ def write_run(
     (folder / "questions.jsonl").write_text(_lines(asked), encoding="utf-8")
     for number, (name, given) in enumerate(answers.items()):
         safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name) or str(number)
-        (folder / f"answers-{safe}.jsonl").write_text(_lines(given), encoding="utf-8")
+        (folder / f"answers-{safe[:60]}.jsonl").write_text(_lines(given), encoding="utf-8")
     return folder
 
 

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from dflash_hf.errors import listed, one_line, require, shown
+from dflash_hf.evaluation.prompt_files import Message, image_names, prompt_of
 
 FIX = "fix the row, or take the upstream file"
 # NVIDIA publishes more than half of SPEED-Bench's rows without their text.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+# Where a row of no form of its own says what is asked.
+CONVERSATION = ("turns", "messages", "prompt")
 ImageSource = bytes | Path
 
 
@@ -60,19 +63,15 @@ class Row:
         return tuple(self._checked(text, " and ".join(names)) for text in value)
 
     def turns(self, *names: str) -> tuple[str, ...]:
-        """Returns what the user says, from one of some columns: a text, texts, or messages of the user's alone.
+        """Returns what the user says, from one of some columns: a text or texts.
 
         Raises:
-            ValueError: If it is none of these, or what NVIDIA puts in place of a text.
+            ValueError: If it is neither, or what NVIDIA puts in place of a text.
         """
         value: Any = self.value(*names)
         if isinstance(value, str):
             value = [value]
         require(isinstance(value, Sequence) and len(value) > 0, f"turns in {self.where}", value, FIX)
-        if all(isinstance(turn, Mapping) for turn in value):
-            theirs = all(turn.get("role") == "user" for turn in value)
-            require(theirs, f"messages of the user's alone in {self.where}", value, FIX)
-            value = [turn.get("content") for turn in value]
         turns = tuple(self._checked(turn, "turn") for turn in value)
         if any(PLACEHOLDER in turn for turn in turns):
             raise ValueError(
@@ -81,6 +80,32 @@ class Row:
                 "and pass what it writes"
             )
         return turns
+
+    def messages(self) -> tuple[list[Message], list[Message]]:
+        """Returns a row's conversation in two parts: what stands before, and what the user is to ask, turn by turn.
+
+        Only the last message is asked, unless all are the user's; both parts are empty where the row has texts only.
+
+        Raises:
+            ValueError: If it is malformed, does not end with the user's, or has an image behind its first turn.
+        """
+        value = next((self.values[name] for name in CONVERSATION if self.values.get(name) is not None), None)
+        if not isinstance(value, list | tuple) or not value or not isinstance(value[0], Mapping):
+            return self._checked_messages(self.values.get("history")), []
+        found = self._checked_messages(value)
+        require(found[-1]["role"] == "user", f"a last message of the user's in {self.where}", found[-1], FIX)
+        first = 0 if all(message["role"] == "user" for message in found) else len(found) - 1
+        later = image_names(found[first + 1 :])
+        require(not later, f"images in the first turn alone in {self.where}", later, FIX)
+        return found[:first], found[first:]
+
+    def _checked_messages(self, value: Any) -> list[Message]:
+        """Messages in Transformers' form, with relative paths of images taken from the row's folder."""
+        if not value:
+            return []
+        require(isinstance(value, list | tuple), f"a list of messages in {self.where}", value, FIX)
+        found = prompt_of({"messages": list(value)}, self.where, (self.folder or Path()).resolve())
+        return [message for message in found if isinstance(message, Mapping)]
 
     def name(self, *names: str) -> int | str:
         """Returns an id from one of some columns; the row's number where it has none of them."""
@@ -97,7 +122,10 @@ class Row:
             ValueError: If a column `image` or `images` has something else in it, or a file is not there.
         """
         value = next((self.values[name] for name in ("images", "image") if self.values.get(name) is not None), [])
-        values = value if isinstance(value, list | tuple) else [value]
+        values = list(value) if isinstance(value, list | tuple) else [value]
+        for message in self.messages()[1][:1]:
+            parts = [] if isinstance(message["content"], str) else message["content"]
+            values += [part.get("path") for part in parts if part["type"] == "image"]
         return [self._image(source) for source in values]
 
     def _image(self, source: Any) -> ImageSource:
@@ -194,14 +222,13 @@ def _loaded(called: str, columns: Sequence[str], path: str, **options: Any) -> I
     """The rows that `load_dataset` returns, images as bytes."""
     try:
         import datasets
-        from datasets.exceptions import DatasetsError
     except ModuleNotFoundError as error:
         sentence = f"expected the package datasets to read {called}, got none; pip install 'dflash-hf[bench]'"
         raise ValueError(sentence) from error
     try:
         loaded: Any = datasets.load_dataset(path, **options)
-    except (OSError, ValueError, DatasetsError) as error:
-        # What cannot be reached, found, read or built; OSError has the network's errors and a missing set's.
+    except Exception as error:
+        # The libraries below it, for the network, for addresses and for Parquet, each raise kinds of their own.
         raise ValueError(
             f"expected to read {called} with datasets, got {type(error).__name__} ({one_line(error)}); fix the name, "
             "connect, or run `dflash-hf bench prepare` where there is a network and pass --data-dir"
@@ -219,4 +246,4 @@ def _loaded(called: str, columns: Sequence[str], path: str, **options: Any) -> I
     yield from loaded
 
 
-__all__ = ["ImageSource", "Row", "file_rows", "hub_rows"]
+__all__ = ["CONVERSATION", "ImageSource", "Row", "file_rows", "hub_rows"]

@@ -22,8 +22,9 @@ from typing import Final, get_args
 
 from dflash_hf.bench.images import store_images
 from dflash_hf.bench.questions import Question, Score
-from dflash_hf.bench.rows import FIX, ImageSource, Row, file_rows, hub_rows
+from dflash_hf.bench.rows import CONVERSATION, FIX, ImageSource, Row, file_rows, hub_rows
 from dflash_hf.errors import listed, require, shown
+from dflash_hf.evaluation.prompt_files import text_of
 
 FILES: Final = (".jsonl", ".json", ".parquet")
 STEP_BY_STEP: Final = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -70,13 +71,15 @@ def normalised(row: Row, dataset: str) -> Question:
     """Makes a question of a row of the JSONL form, of Spec-Bench, MT-Bench or SPEED-Bench, or of one with `prompt`."""
     score = row.values.get("score")
     require(score is None or score in get_args(Score), f"one of {get_args(Score)} as score in {row.where}", score, FIX)
-    finer = ("subcategory", "sub_category")
+    kind, finer = ("category", "kind"), ("subcategory", "sub_category")
+    history, said = row.messages()
     return Question(
         dataset=dataset,
         question_id=row.name("question_id", "prompt_id", "id"),
-        category=row.text("category") if row.values.get("category") else dataset,
+        category=row.text(*kind) if any(row.values.get(name) for name in kind) else dataset,
         subcategory=row.text(*finer) if any(row.values.get(name) for name in finer) else "",
-        turns=row.turns("turns", "messages", "prompt"),
+        turns=tuple(text_of([message]) for message in said) or row.turns(*CONVERSATION),
+        history=tuple(history),
         reference=row.values.get("reference"),
         score=score,
     )
@@ -397,14 +400,14 @@ def _rows(known: QuestionSet, data_dir: Path | None) -> Iterator[Row]:
 
 def _own(rows: Iterable[Row], dataset: str, template: str | None) -> Iterator[Pair]:
     for row in rows:
-        if template is None and not {"turns", "messages", "prompt"} & set(row.values):
+        if template is None and not set(CONVERSATION) & set(row.values):
             raise ValueError(
                 f"expected turns, messages or prompt in {row.where}, got {listed(row.values) or 'no column'}; "
                 "say what to ask: --template '{COLUMN}'"
             )
-        if template is not None:
-            row = replace(row, values={**row.values, "turns": [filled(template, row)]})
-        yield normalised(row, dataset), row.images()
+        # Other columns of such a row mean what its set says: they are asked of, not read as ours.
+        asked = row if template is None else replace(row, values={"turns": [filled(template, row)]})
+        yield normalised(asked, dataset), row.images()
 
 
 def filled(template: str, row: Row) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 MISSING = "expected {name} for this, got no module of that name; pip install 'dflash-hf[research]'"
@@ -46,6 +47,30 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def svg(draw: Callable[[Any], None], width: float, height: float, style: Mapping[str, Any]) -> str:
+    """Returns a figure as an SVG element whose text is text, in the fonts of whoever shows it.
+
+    Args:
+        draw (callable): Draws on the `matplotlib.figure.Figure` that it is given. No text is read as a formula.
+        width, height (`float`): In inches.
+        style (mapping): Of matplotlib's `rcParams`.
+
+    Raises:
+        ImportError: Without matplotlib.
+    """
+    new_figure(width, height)  # which says what is missing
+    import matplotlib
+
+    fixed = {"svg.fonttype": "none", "svg.hashsalt": "dflash-hf", "text.parse_math": False}
+    with matplotlib.rc_context({**style, **fixed}):
+        figure = new_figure(width, height)
+        draw(figure)
+        written = io.StringIO()
+        figure.savefig(written, format="svg", transparent=True)
+    text = written.getvalue()
+    return text[text.index("<svg") :]  # without the head of a file
+
+
 def acceptance_figure(
     joint: Sequence[float], conditional: Sequence[float], histogram: Sequence[int], acceptance_length: float
 ) -> Any:
@@ -73,4 +98,4 @@ def acceptance_figure(
     return figure
 
 
-__all__ = ["acceptance_figure", "new_figure", "verify_frame"]
+__all__ = ["acceptance_figure", "new_figure", "svg", "verify_frame"]

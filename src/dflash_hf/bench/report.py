@@ -1,0 +1,164 @@
+"""`report.html`: what a run came to, as one page without a network, from the run's files alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_hf.bench.plots import Figure, figures
+from dflash_hf.bench.run_files import Run, read_run, write_whole
+from dflash_hf.bench.summary import read_scores, summarize
+
+MAX_DIFFERING = 50  # rows
+MAX_TEXT = 4000  # characters of an answer that is shown
+MIN_VERIFIES = 8  # of the text that is shown verify by verify
+
+logger = logging.getLogger(__name__)
+
+
+def write_report(folder: str | os.PathLike[str]) -> Path:
+    """Writes `report.html` into a run's folder, whole or not at all; its `summary.json` too, where there is none.
+
+    Without matplotlib the page has no figures, and says so.
+
+    Args:
+        folder: The run's; see [`dflash_hf.bench.run_files.read_run`].
+
+    Returns:
+        `Path`: Of the page.
+
+    Raises:
+        ValueError: If the folder holds no run.
+        ImportError: Without jinja2.
+    """
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    except ImportError as error:
+        sentence = "expected jinja2 for the report, got no module of that name; pip install 'dflash-hf[bench]'"
+        raise ImportError(sentence) from error
+    run = read_run(folder)
+    path = run.folder / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else summarize(folder)
+    main = _main(summary)
+    notes = list(summary["notes"])
+    drawn: dict[str, Figure] = {}
+    try:
+        drawn = figures(summary, _one_text(run, main))
+    except ImportError as error:
+        logger.warning("The report has no figures: %s", error)
+        notes.append(f"There are no figures: {error}")
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "number": _number,
+        "percent": _percent,
+        "ms": _milliseconds,
+        "rate": _rate,
+        "words": _words,
+    }
+    page = environment.get_template("report.html.jinja").render(
+        summary=summary,
+        main=main,
+        base=next((m for m in summary["methods"] if main and m["model_id"] == main["baseline"]), None),
+        num_alike=sum(m["method"] == main["method"] for m in summary["methods"]) if main else 0,
+        answering=[method for method in summary["methods"] if method["all"]["texts"]],
+        failing=[m for m in summary["methods"] if m["failed"] or m["all"]["failures"] or not m["all"]["texts"]],
+        figures=drawn,
+        notes=notes,
+        examples=_examples(run, main),
+        max_differing=MAX_DIFFERING,
+        harness=_harness_share(summary["sessions"]),
+    )
+    return write_whole(run.folder / "report.html", page)
+
+
+def _main(summary: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The method that the report is about: the fastest with our draft, else with any, else the fastest at all."""
+    answering = [method for method in summary["methods"] if method["all"]["texts"]]
+
+    def order(method: Mapping[str, Any]) -> tuple[bool, bool, float, float]:
+        block = method["all"]
+        speed = (block["speedup"] or {}).get("ratio") or 0.0
+        return method["method"] == "dflash", bool(block["acceptance"]), speed, block["tokens_per_second"] or 0.0
+
+    return max(answering, key=order, default=None)
+
+
+def _one_text(run: Run, main: Mapping[str, Any] | None) -> tuple[str, list[int]] | None:
+    """A text whose verifies commit about as much as those of all, and what each of them did."""
+    if main is None or not main["all"]["acceptance"] or not main["all"]["acceptance"]["acceptance_length"]:
+        return None
+    mean = main["all"]["acceptance"]["acceptance_length"]
+    found = [
+        (abs(sum(turn.committed) / len(turn.committed) - mean), -len(turn.committed), answer, turn.committed)
+        for answer in run.answers[main["model_id"]].values()
+        for turn in answer.turns
+        if turn.committed
+    ]
+    long = [row for row in found if -row[1] >= MIN_VERIFIES] or found
+    _, _, answer, committed = min(long, key=lambda row: row[:2])
+    return f"{answer.dataset} {answer.question_id}, {answer.model_id}", committed
+
+
+def _examples(run: Run, main: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The first question of each set with what the method answered, and how that was scored."""
+    if main is None:
+        return []
+    scores = read_scores(run.folder)
+    found: dict[str, dict[str, Any]] = {}
+    for which, answer in run.answers[main["model_id"]].items():
+        if answer.error is None and answer.dataset not in found:
+            said = [turn.text if len(turn.text) <= MAX_TEXT else f"{turn.text[:MAX_TEXT]} …" for turn in answer.turns]
+            found[answer.dataset] = {
+                "question": run.questions[answer.key],
+                "turns": list(zip(run.questions[answer.key].turns, said, strict=True)),
+                "score": scores.get((main["model_id"], which)),
+            }
+    return list(found.values())
+
+
+def _harness_share(sessions: Sequence[Mapping[str, float]]) -> float | None:
+    seconds = sum(session["seconds"] for session in sessions)
+    return sum(session["harness_seconds"] for session in sessions) / seconds if seconds else None
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def _percent(value: float | None, digits: int = 1) -> str:
+    return "–" if value is None else f"{100 * value:.{digits}f} %"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    value = 1000 * seconds
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def _rate(value: float | None) -> str:
+    return _number(value, 1 if value is not None and value < 1000 else 0)
+
+
+def _words(value: object) -> str:
+    """A value of a record, in one line: names and values of what is nested, nothing of what is not known."""
+    if isinstance(value, Mapping):
+        items: Any = value.items()
+        return ", ".join(f"{name}: {_words(one)}" for name, one in items if one not in (None, [], {}, ""))
+    if isinstance(value, list | tuple):
+        rows: Any = value
+        return ", ".join(map(_words, rows))
+    return str(value)
+
+
+__all__ = ["write_report"]

@@ -1,0 +1,133 @@
+"""lm-eval answers with a draft what it answers without one: same texts, same scores, batched, from its registry."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import lm_eval.__main__
+import pytest
+import torch
+import yaml
+from lm_eval.api.registry import get_model
+from lm_eval.tasks import TaskManager
+
+from dflash_hf import load_draft
+from dflash_hf.bench.lm_eval import DFlashLM
+from helpers.source_tree import ROOT
+
+TOY = ROOT / "demos" / "toy"
+ROWS = 5
+TASK: dict[str, Any] = {
+    "task": "toy",
+    "dataset_path": "json",
+    "output_type": "generate_until",
+    "test_split": "test",
+    "doc_to_text": "{{question}}",
+    "doc_to_target": "{{answer}}",
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    "metadata": {"version": 1.0},
+}
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> TaskManager:
+    """Tasks over a few held-out prompts of the bundled pair, whose answers' first lines are right."""
+    rows = [json.loads(line) for line in (TOY / "held_out.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if len(row["messages"]) == 1]
+    rows = rows[:: len(rows) // ROWS]
+    data = tmp_path / "rows.jsonl"
+    questions = [
+        {"question": row["messages"][0]["content"], "answer": row["answer"].split("\n")[0]} for row in rows[:ROWS]
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in questions))
+    for name, until in (("toy", []), ("toy_until", ["\n", "; "])):
+        task = TASK | {
+            "task": name,
+            "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(tmp_path / "cache")},
+            "generation_kwargs": {"until": until, "do_sample": False, "max_gen_toks": 40},
+        }
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(task))
+    return TaskManager(include_path=str(tmp_path), include_defaults=False)
+
+
+def evaluated(model: Any, tasks: TaskManager, task: str, **settings: Any) -> tuple[list[str], dict[str, Any]]:
+    """The answers of a run in the order of the rows, and its scores."""
+    results = lm_eval.simple_evaluate(
+        model=model, tasks=[task], task_manager=tasks, apply_chat_template=True, bootstrap_iters=0, **settings
+    )
+    assert results is not None
+    samples = sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
+    scores = {key: value for key, value in results["results"][task].items() if key.startswith("exact_match")}
+    return [sample["resps"][0][0] for sample in samples], scores
+
+
+@pytest.mark.parametrize("task", ["toy", "toy_until"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_answers_and_scores_are_those_without_a_draft(
+    batch: int, task: str, tasks: TaskManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts: list[Any] = []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        drafts.append(load_draft(*args, **kwargs))
+        return drafts[-1]
+
+    monkeypatch.setattr("dflash_hf.bench.lm_eval.load_draft", recorded)
+    shared: dict[str, Any] = {"batch_size": batch, "device": "cpu"}
+    target = f"pretrained={TOY / 'target'},dtype=float32"
+    expected, expected_scores = evaluated("hf", tasks, task, model_args=target, **shared)
+    answers, scores = evaluated("dflash-hf", tasks, task, model_args=f"{target},draft={TOY / 'draft'}", **shared)
+    assert answers == expected
+    assert scores == expected_scores
+    assert len(set(answers)) == ROWS
+    (draft,) = drafts
+    assert draft.dtype == torch.float32
+    assert draft.last_stats.acceptance_length > 1.5, "the draft was not used"
+    assert (scores["exact_match,none"] > 0) == (task == "toy_until"), "a score that no text changes shows nothing"
+
+
+def test_models_that_are_loaded_already_and_none(tasks: TaskManager) -> None:
+    lm = DFlashLM(str(TOY / "target"), draft=load_draft(TOY / "draft"), dtype="float32", device="cpu")
+    answers, _ = evaluated(lm, tasks, "toy")
+    assert lm.draft.last_stats.num_verifies > 0
+    lm.draft, verifies = None, lm.draft.last_stats.num_verifies
+    assert evaluated(lm, tasks, "toy")[0] == answers
+    assert verifies
+
+
+def test_a_draft_that_is_not_the_target_s_is_refused(tasks: TaskManager) -> None:
+    draft = load_draft(TOY / "hybrid" / "draft")
+    lm = DFlashLM(str(TOY / "target"), draft=draft, dtype="float32", device="cpu")
+    with pytest.raises(ValueError, match=r"expected .*got .*; "):
+        evaluated(lm, tasks, "toy")
+    with pytest.raises(ValueError, match=r"expected .*got .*; "):
+        DFlashLM(str(TOY / "target"), draft=str(TOY / "target"), dtype="float32", device="cpu")
+
+
+def test_the_registry_has_it() -> None:
+    assert get_model("dflash-hf") is DFlashLM
+    group = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["lm_eval.models"]
+    assert EntryPoint("dflash-hf", group["dflash-hf"], "lm_eval.models").load() is DFlashLM
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_the_command_line_is_lm_eval_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", lambda: found.append((sys.argv[1:], get_model("dflash-hf"))))
+    monkeypatch.setattr(sys, "argv", ["dflash_hf.bench.lm_eval", "--model", "dflash-hf"])
+    runpy.run_module("dflash_hf.bench.lm_eval", run_name="__main__", alter_sys=False)
+    assert found == [(["--model", "dflash-hf"], DFlashLM)]
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_without_lm_eval_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval.models", None)
+    with pytest.raises(ImportError, match=r"expected lm-eval .*pip install 'dflash-hf\[lm-eval\]'"):
+        runpy.run_module("dflash_hf.bench.lm_eval", run_name="again")
