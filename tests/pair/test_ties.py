@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import Qwen3ForCausalLM, Qwen3VLForConditionalGeneration
 from typer.testing import CliRunner, Result
 
 from dflash_hf.chat.conversation import Conversation, Settings
 from dflash_hf.chat.model import ChatModel
-from dflash_hf.cli import demo, generate, pair
 from dflash_hf.cli.main import app
+from dflash_hf.cli.pair import load_pair
 from dflash_hf.evaluation.agreement import agreement
 from dflash_hf.evaluation.harness import encode_prompt
 
@@ -26,40 +25,37 @@ UNUSED = 1000  # a token that no answer here has
 GENERATE = ("generate", PROMPT, "--max-new-tokens", "24")
 DEMO = ("demo", "--per-kind", "1", "--max-new-tokens", "16", "--dtype", "bfloat16")
 
-Load = Callable[..., tuple[PreTrainedModel, Any, Any]]
+
+def let_drafts_differ(monkeypatch: pytest.MonkeyPatch, ties: bool) -> None:
+    """Has answers with a draft another token in one place, which is as good as plain's if it ties."""
+    for model_class in (Qwen3ForCausalLM, Qwen3VLForConditionalGeneration):
+        monkeypatch.setattr(model_class, "generate", differing(model_class.generate, ties))
 
 
-def with_a_draft_that_differs(load: Load, ties: bool) -> Load:
-    """Loads pairs whose answers with the draft have another token in one place, which may be as good as plain's."""
+def differing(whole: Any, ties: bool) -> Any:
+    """`generate`, but for that token. Of the class, so that a copy of a model has it too."""
 
-    def loaded(*arguments: Any) -> tuple[PreTrainedModel, Any, Any]:
-        target, draft, processor = load(*arguments)
-        whole: Any = target.generate
-        head: Any = target.get_output_embeddings()
+    def generate(model: Any, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
+        if assistant_model is None:
+            return whole(model, *args, **kwargs)
+        out = whole(model, *args, assistant_model=assistant_model, **kwargs)
+        column = kwargs["input_ids"].shape[1] + INDEX
+        if out.shape[1] > column:  # not a warm-up
+            if ties:  # of equal logits the first is taken, which is plain's
+                with torch.no_grad():
+                    head = model.get_output_embeddings()
+                    head.weight[UNUSED] = head.weight[out[0, column]]
+            out[0, column] = UNUSED
+        return out
 
-        def changed(*args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
-            if assistant_model is None:
-                return whole(*args, **kwargs)
-            out = whole(*args, assistant_model=assistant_model, **kwargs)
-            column = kwargs["input_ids"].shape[1] + INDEX
-            if out.shape[1] > column:  # not a warm-up
-                if ties:  # of equal logits the first is taken, which is plain's
-                    with torch.no_grad():
-                        head.weight[UNUSED] = head.weight[out[0, column]]
-                out[0, column] = UNUSED
-            return out
-
-        target.generate = changed  # pyright: ignore[reportAttributeAccessIssue]
-        return target, draft, processor
-
-    return loaded
+    return generate
 
 
 def run(monkeypatch: pytest.MonkeyPatch, ties: bool, *arguments: str) -> Result:
-    """Runs a command in this process, on such pairs."""
-    for command in (generate, demo):
-        monkeypatch.setattr(command, "load_pair", with_a_draft_that_differs(pair.load_pair, ties))
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    """Runs a command in this process, with such drafts."""
+    with monkeypatch.context() as patch:
+        let_drafts_differ(patch, ties)
+        return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
 
 
 def first_prompts(folder: Path, place: Path, count: int) -> str:
@@ -126,9 +122,9 @@ def test_demo_counts_ties_and_fails_on_others_with_images_too(
 
 
 @pytest.mark.parametrize("ties", [True, False])
-def test_race_of_the_chat_says_the_same(ties: bool) -> None:
-    load = with_a_draft_that_differs(pair.load_pair, ties)
-    model = ChatModel(*load(str(TOY / "target"), str(TOY / "draft"), "bfloat16"))
+def test_race_of_the_chat_says_the_same(monkeypatch: pytest.MonkeyPatch, ties: bool) -> None:
+    model = ChatModel(*load_pair(str(TOY / "target"), str(TOY / "draft"), "bfloat16"))
+    let_drafts_differ(monkeypatch, ties)
     conversation = Conversation()
     *_, asked = model.ask(conversation, PROMPT, [], Settings(max_new_tokens=4))
     assert asked.agreement is None
@@ -139,7 +135,7 @@ def test_race_of_the_chat_says_the_same(ties: bool) -> None:
 
 
 def test_margin_with_images_is_that_of_the_logits_in_decoding() -> None:
-    target, _, processor = pair.load_pair(str(TOY / "vision" / "target"), str(TOY / "vision" / "draft"))
+    target, _, processor = load_pair(str(TOY / "vision" / "target"), str(TOY / "vision" / "draft"))
     parts = [{"type": "image", "path": str(TOY / "vision" / "pictures" / "describe-0.png")}]
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "What is in this picture?"}]}]
     inputs = encode_prompt(processor, messages, target.device)

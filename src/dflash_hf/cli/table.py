@@ -51,7 +51,7 @@ def show_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
         which = "the answer" if len(rows) == 1 else f"answer {number} ({row.kind})"
         style = "yellow" if row.agreement.holds else "bold red"
         console.print(f"{which} {row.agreement.sentence}", style=style, markup=False, highlight=False)
-    if any(row.agreement.measured_in for _, row in different):
+    if any(row.agreement.holds for _, row in different):
         console.print("--dtype float32 compares where hardly anything ties", style="dim", highlight=False)
 
 
