@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from transformers import PreTrainedModel
 
 from dflash_hf.bench import margins as module
 from dflash_hf.bench.answers import Answer, Turn
-from dflash_hf.bench.margins import margins
+from dflash_hf.bench.margins import margins, write_margins
 from dflash_hf.bench.questions import Question
+from dflash_hf.bench.summary import summarize
 from tiny import VOCAB, tiny_target
 
 QUESTIONS = [Question(dataset="s", question_id=n, category="c", turns=("one", "two")) for n in range(4)]
@@ -107,3 +109,43 @@ def test_nothing_is_copied_where_nothing_differs_or_is_told(monkeypatch: pytest.
     server = named(QUESTIONS[0], "server", [untold, untold])
     monkeypatch.setattr(module, "reference_for", None)
     assert margins([(plain, plain), (server, plain)], {QUESTIONS[0].key: QUESTIONS[0]}, models) == []
+
+
+def test_margins_of_a_run_are_what_its_summary_says(tmp_path: Path) -> None:
+    """Each dtype is measured by its own target; sampled cells and failed answers are not, and a stale file goes."""
+    models = {name: Models(target=tiny_target("qwen3").to(getattr(torch, name))) for name in ("bfloat16", "float32")}
+    cells: list[dict[str, Any]] = []
+    for dtype in models:
+        plain = [replace(answer(models[dtype], question), model_id=f"plain-{dtype}") for question in QUESTIONS]
+        drafted = [replace(one, model_id=f"dflash-{dtype}") for one in plain]
+        turns = [plain[0].turns[0], other_than(plain[0].turns[1], 3, 0)]
+        drafted[0] = named(QUESTIONS[0], f"dflash-{dtype}", turns)
+        drafted[1] = named(QUESTIONS[1], f"dflash-{dtype}", [], error="no room")
+        sampled = [named(q, f"warm-{dtype}", [other_than(turn, 0, 5) for turn in plain[2].turns]) for q in QUESTIONS]
+        for answers, temperature in ((plain, 0.0), (drafted, 0.0), (sampled, 1.0)):
+            name = answers[0].model_id
+            lines = "".join(json.dumps(one.to_dict()) + "\n" for one in answers)
+            (tmp_path / f"answers-{name}.jsonl").write_text(lines, encoding="utf-8")
+            options = {"dtype": dtype, "temperature": temperature}
+            baseline = None if answers is plain else f"plain-{dtype}"
+            method = name.partition("-")[0]
+            cells.append({"model_id": name, "method": method, "options": options, "values": {}, "baseline": baseline})
+    record = {"methods": cells, "settings": {"system": None}, "provenance": {}, "sessions": []}
+    (tmp_path / "run.json").write_text(json.dumps(record), encoding="utf-8")
+    asked = "".join(json.dumps(question.to_dict()) + "\n" for question in QUESTIONS)
+    (tmp_path / "questions.jsonl").write_text(asked, encoding="utf-8")
+    (tmp_path / "margins.jsonl").write_text("of another time", encoding="utf-8")
+
+    written = write_margins(tmp_path, models)
+    rows = [json.loads(line) for line in written.read_text(encoding="utf-8").splitlines()]
+    assert written == tmp_path / "margins.jsonl"
+    assert [(row["model_id"], row["question_id"], row["turn"], row["token"]) for row in rows] == [
+        (f"dflash-{dtype}", 0, 1, 3) for dtype in models
+    ]
+    assert all(row["margin"] > row["tolerance"] for row in rows)
+    assert rows[0]["tolerance"] > 100 * rows[1]["tolerance"], "each by its own dtype"
+    told = {one["model_id"]: one["all"]["agreement"] for one in summarize(tmp_path)["methods"]}
+    for row in rows:
+        found = told[row["model_id"]]
+        assert (found["compared"], found["identical"], found["beyond_ties"]) == (3, 2, 1)
+        assert found["max_margin"] == row["margin"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -10,6 +12,8 @@ from transformers import PreTrainedModel
 
 from dflash_hf.bench.answers import Answer
 from dflash_hf.bench.questions import Key, Question
+from dflash_hf.bench.run_files import read_run, write_whole
+from dflash_hf.bench.summary import baseline_pairs
 from dflash_hf.evaluation.agreement import agreement, first_difference, reference_for
 from dflash_hf.evaluation.prompt_files import Message
 
@@ -25,6 +29,25 @@ class Encodes(Protocol):
     def encode(self, conversations: Sequence[Sequence[Message]]) -> dict[str, Tensor]:
         """Returns the inputs of conversations, one per row."""
         ...
+
+
+def write_margins(folder: Path, models: Mapping[str, Encodes]) -> Path:
+    """Writes `margins.jsonl`, whole or not at all, for a run whose answers are all there.
+
+    Sampled answers have other noise than their baseline's and are left out.
+
+    Args:
+        folder (`Path`): Of the run.
+        models (mapping): What it has loaded, by the name that `--dtype` gave.
+    """
+    run = read_run(folder)
+    rows: list[dict[str, Any]] = []
+    for dtype, loaded in models.items():
+        cells = [cell for cell in run.cells if cell.options["dtype"] == dtype and not cell.is_sampled]
+        pairs = [pair for cell in cells for pair in baseline_pairs(run, cell)]
+        rows += margins(pairs, run.questions, loaded, run.settings["system"])
+    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+    return write_whole(folder / "margins.jsonl", "".join(lines))
 
 
 def margins(
@@ -76,4 +99,4 @@ def _first_turn(answer: Answer, plain: Answer) -> int | None:
     return None
 
 
-__all__ = ["Encodes", "margins"]
+__all__ = ["Encodes", "margins", "write_margins"]

@@ -87,9 +87,11 @@ def run(settings: RunSettings) -> None:
     processes.wait()
     if processes.rank == 0:
         _end(asker, models, session)
+        from dflash_hf.bench.margins import write_margins
         from dflash_hf.bench.report import write_report
         from dflash_hf.bench.summary import summarize
 
+        write_margins(settings.out, models)
         summarize(settings.out)
         write_report(settings.out)
     processes.end()
