@@ -40,6 +40,8 @@ CLI_OPTIONS: dict[str, list[str]] = {
         "--top-p",
         "--verify-width",
     ],
+    "bench compare": ["after", "before"],
+    "bench prepare": ["--data-dir", "--num-prompts", "--out", "--seed", "--template", "names"],
     "chat": [
         "--device",
         "--draft",

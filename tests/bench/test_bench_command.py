@@ -32,6 +32,8 @@ def done(held_out: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple
     words += ["--target", TOY / "target", "--draft", TOY / "draft", "--dtype", "float32", "--threads", 1]
     result = bench(*words)
     assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1] == str(folder / "out" / "report.html")
+    assert "stock-batch2: expected batch 1 for stock" in result.output
     return folder / "out", words
 
 

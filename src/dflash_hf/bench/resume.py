@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from dflash_hf.errors import listed, shown
 logger = logging.getLogger(__name__)
 
 RUN, QUESTIONS, MARGINS = "run.json", "questions.jsonl", "margins.jsonl"
+SECONDS_BETWEEN_SYNCS = 1.0
 Asked = tuple[Key, int]  # a question, and how often it had been asked before
 Batch = tuple[int, Sequence[Question]]  # the same of a batch
 
@@ -36,6 +38,7 @@ class RunFolder:
 
     def __init__(self, path: Path, rank: int = 0) -> None:
         self.path, self.rank = path, rank
+        self._synced: dict[str, float] = {}
 
     def check(self, resume: bool, what_matters: Mapping[str, Any]) -> bool:
         """Refuses a folder that is not this run's, and leaves it as it was.
@@ -99,11 +102,16 @@ class RunFolder:
         return self.path / f"{part}answers-{_safe(model_id)}.jsonl"
 
     def append(self, model_id: str, answers: Sequence[Answer]) -> None:
-        """Writes a batch's answers, so that they are there whatever happens next."""
+        """Writes a batch's answers, so that they are there whatever happens to the process next.
+
+        Where the machine may fail, those of the last second are asked again: waiting for the disk takes milliseconds.
+        """
         with self.answers_file(model_id).open("ab") as file:
             file.write("".join(line_of(answer.to_dict()) for answer in answers).encode())
             file.flush()
-            os.fsync(file.fileno())
+            if time.monotonic() - self._synced.get(model_id, 0.0) >= SECONDS_BETWEEN_SYNCS:
+                os.fsync(file.fileno())
+                self._synced[model_id] = time.monotonic()
 
     def read(self, model_id: str) -> dict[Asked, Answer]:
         """Returns all answers of a cell that can be read, of whatever process."""

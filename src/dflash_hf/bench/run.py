@@ -55,13 +55,16 @@ WARM_UP_TOKENS = 16  # on a CPU; on an accelerator graphs are captured for the w
 logger = logging.getLogger(__name__)
 
 
-def run(settings: RunSettings) -> None:
+def run(settings: RunSettings) -> Path | None:
     """Runs a benchmark and leaves all that there is to say about it in `settings.out`.
 
     Under `accelerate launch` every process loads the models and asks its share.
 
     Args:
         settings (`RunSettings`): What to ask of what.
+
+    Returns:
+        `Path`, *optional*: The report, of the first process.
 
     Raises:
         ValueError: If something cannot be run, or the folder is another run's; before anything is written.
@@ -85,6 +88,7 @@ def run(settings: RunSettings) -> None:
     asker = Asker(settings, cells, methods, folder, processes, folder.read_questions())
     session = asker.ask_all()
     processes.wait()
+    report = None
     if processes.rank == 0:
         _end(asker, models, session)
         from dflash_hf.bench.margins import write_margins
@@ -93,8 +97,9 @@ def run(settings: RunSettings) -> None:
 
         write_margins(settings.out, models)
         summarize(settings.out)
-        write_report(settings.out)
+        report = write_report(settings.out)
     processes.end()
+    return report
 
 
 class Processes:

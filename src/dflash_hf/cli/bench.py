@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from rich.console import Console
 
 from dflash_hf.cli.pair import BUNDLED
 
@@ -76,7 +77,43 @@ def bench(
         settings = read_settings(ctx.params)
         from dflash_hf.bench.run import run
 
-        run(settings)
+        report = run(settings)
+        if report is not None:
+            record: Any = json.loads((settings.out / "run.json").read_text(encoding="utf-8"))
+            for row in record["methods"]:
+                if row["failed"] is not None:
+                    typer.secho(f"{row['model_id']}: {row['failed']}", err=True, fg="red")
+            typer.echo(report)
+
+
+@app.command()
+def prepare(
+    names: Annotated[str, typer.Argument(help="Sets, with commas: gsm8k,math500,...", metavar="SETS")],
+    out: Annotated[Path, typer.Option(help="Folder to write: the --data-dir of a machine without a network.")],
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the sets' files; default the Hub.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="Questions of each set; default all.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Of the questions that are drawn.")] = 0,
+    template: Annotated[str | None, typer.Option(help="As bench has it.")] = None,
+) -> None:
+    """Write sets of questions into a folder, for machines that have no network."""
+    from dflash_hf.bench.prepare import prepare
+
+    every = _values(names, str, "SETS")
+    for path in prepare(every, out, data_dir=data_dir, num_prompts=num_prompts, seed=seed, template=template):
+        typer.echo(path)
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    after: Annotated[Path, typer.Argument(help="Folder of another one.")],
+) -> None:
+    """Say what changed between two runs beyond the noise of which questions were asked."""
+    from dflash_hf.bench.compare import compare, comparison_tables
+
+    console = Console()
+    for table in comparison_tables(compare(before, after)):
+        console.print(table)
 
 
 def read_settings(given: Mapping[str, Any]) -> RunSettings:
@@ -155,4 +192,4 @@ def _template_options(text: str) -> dict[str, Any]:
     return found
 
 
-__all__ = ["app", "bench", "read_settings"]
+__all__ = ["app", "bench", "compare", "prepare", "read_settings"]
