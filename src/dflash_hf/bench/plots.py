@@ -150,7 +150,8 @@ def _speedups(methods: Sequence[dict[str, Any]], pen: Pen) -> Figure | None:
         labels, y = list[str](), 0
         largest = max(row[1]["high"] or row[1]["ratio"] for _, rows in groups for row in rows)
         for name, rows in groups:
-            axes.text(0.0, y, short(name), weight="bold", va="center", transform=axes.get_yaxis_transform())
+            here = {"transform": axes.get_yaxis_transform(), "va": "center"}
+            axes.text(0.0, y, short(name), weight="bold", backgroundcolor=PAPER, **here)
             labels.append("")
             for method, speed in rows:
                 y += 1

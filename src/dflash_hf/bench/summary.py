@@ -41,7 +41,7 @@ def summarize(folder: str | os.PathLike[str], score: Score | None = None) -> dic
         ValueError: If the folder holds no run, or not only one.
     """
     run = read_run(folder)
-    notes: list[str] = []
+    notes = _unfinished(run)
     scores = _score_all(run, score, notes)
     longest = max((turn.new_tokens for a in _every(run) for turn in a.turns), default=0)
     bin_tokens = 16
@@ -73,6 +73,16 @@ def read_scores(folder: Path) -> Scores:
     path = folder / "scores.jsonl"
     rows = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.is_file() else ()
     return {(row["model_id"], ((row["dataset"], row["question_id"]), row["repeat"])): row["score"] for row in rows}
+
+
+def _unfinished(run: Run) -> list[str]:
+    """Says which method has the fewest answers, if one that has not failed lacks some."""
+    asked = len(run.questions) * run.settings.get("repeats", 1)
+    counts = {cell.model_id: len(run.answers[cell.model_id]) for cell in run.cells if cell.failed is None}
+    name = min(counts, key=lambda name: counts[name], default=None)
+    if name is None or counts[name] >= asked:
+        return []
+    return [f"The run is not finished: {name} has {counts[name]} of {asked} answers."]
 
 
 def _every(run: Run) -> Iterable[Answer]:
