@@ -86,7 +86,7 @@ def runs(draw: st.DrawFn) -> dict[str, list[Answer]]:
 
 
 def score(question: Question, answer: Answer) -> float | None:
-    return {"right": 1.0, "wrong": 0.0}.get(answer.turns[-1].text)
+    return {"right": 1.0, "wrong": 0.0}.get(answer.turns[-1].text) if answer.turns else 0.0
 
 
 # ---- the recount: from the lines as they stand in the files
@@ -201,9 +201,9 @@ def recount_pairs(lines: list[dict[str, Any]], base: list[dict[str, Any]]) -> tu
 def recount_accuracy(lines: list[dict[str, Any]]) -> Any:
     scores: dict[Any, list[int]] = {}
     for line in lines:
-        said = column([line], "turns")[-1:]
-        if line["dataset"] == "sums" and said in (["right"], ["wrong"]):
-            scores.setdefault(line["question_id"], []).append(said == ["right"])
+        said = "wrong" if "error" in line else column([line], "turns")[-1]
+        if line["dataset"] == "sums" and said in ("right", "wrong"):
+            scores.setdefault(line["question_id"], []).append(said == "right")
     if not scores:
         return None
     p, n, z = (
@@ -331,7 +331,8 @@ def test_margins_scores_and_failures_are_told(tmp_path: Path) -> None:
     summary = summarize(folder, simple_score)
     assert summary["notes"][0] == "The run is not finished: plain has 93 of 96 answers."
     scores = read_scores(folder)
-    assert {name for name, _ in scores} == {"plain", "plain-static", "dflash", "stock", "lookup"}
+    assert {name for name, _ in scores} == {"plain", "plain-static", "dflash", "stock", "lookup", "zlab"}
+    assert methods["zlab"]["all"]["accuracy"]["mean"] == 0, "what failed is not right"
     assert set(methods["plain"]["sets"]["mmstar"]["subcategories"]) == {"a", "b", "c"}
 
 

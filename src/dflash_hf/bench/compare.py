@@ -123,7 +123,7 @@ class _Pairing:
     def __init__(
         self, runs: tuple[Run, Run], scores: tuple[Scores, Scores], name: str, keys: set[Key], dataset: str
     ) -> None:
-        self.runs, self.scores, self.name, self.dataset = runs, scores, name, dataset
+        self.runs, self.scores, self.name, self.dataset, self.asked = runs, scores, name, dataset, keys
         self.answers = [self._of(run, name, keys) for run in runs]
         self.keys = [key for key in self.answers[0] if key in self.answers[1]]
 
@@ -192,9 +192,7 @@ class _Pairing:
 
     def _accuracy(self) -> list[Change]:
         """By McNemar's test on questions, whose repeats are averaged."""
-        means = [
-            {key: float(np.mean(found)) for key in self.keys if (found := self._scores(run, key))} for run in (0, 1)
-        ]
+        means = [self._means(run) for run in (0, 1)]
         keys = [key for key in means[0] if key in means[1]]
         if not keys:
             return []
@@ -206,9 +204,14 @@ class _Pairing:
         lost = int((values[:, 1] < values[:, 0]).sum())
         return [replace(change, is_beyond_noise=mcnemar(lost, won) < 1 - CERTAIN)]
 
-    def _scores(self, run: int, key: Key) -> list[float]:
-        every = [self.scores[run].get((self.name, (key, answer.repeat))) for answer in self.answers[run][key]]
-        return [score for score in every if score is not None]
+    def _means(self, run: int) -> dict[Key, float]:
+        """The mean score of each question, failed answers too: they are not right."""
+        found: dict[Key, list[float]] = {}
+        for key, repeat in self.runs[run].answers[self.name]:
+            score = self.scores[run].get((self.name, (key, repeat)))
+            if key in self.asked and score is not None:
+                found.setdefault(key, []).append(score)
+        return {key: float(np.mean(scores)) for key, scores in found.items()}
 
     def _texts(self) -> list[Change]:
         """How many answers are the other run's; of drawn ones, which may differ, nothing is said."""

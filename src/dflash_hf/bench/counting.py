@@ -37,7 +37,8 @@ DEFINITIONS = {
     "its tokens).",
     "margin": "At the first token that differs: how far the worse of the two lies below the best one in the target's "
     "own logits in float32, over the same tokens before it. Near 0 it is a tie that rounding decides.",
-    "accuracy": "Share of questions answered right, the mean over repeats, with Wilson's 95 % interval.",
+    "accuracy": "Share of questions answered right, the mean over repeats, with Wilson's 95 % interval; what failed "
+    "is not right.",
 }
 
 

@@ -91,7 +91,7 @@ def _every(run: Run) -> Iterable[Answer]:
 
 def _score_all(run: Run, score: Score | None, notes: list[str]) -> Scores:
     """Scores every answer; the same texts to the same question once, for code takes seconds to run."""
-    wanted = [answer for answer in _every(run) if answer.error is None and run.questions[answer.key].score]
+    wanted = [answer for answer in _every(run) if run.questions[answer.key].score]
     if score is None and wanted:
         from dflash_hf.bench.scores import score as score_one
 
