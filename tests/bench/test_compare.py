@@ -119,6 +119,16 @@ def test_acceptance_accuracy_and_texts(before: Path, tmp_path: Path) -> None:
     assert not accuracy.is_beyond_noise
 
 
+def test_answers_that_fail_are_not_right(before: Path, tmp_path: Path) -> None:
+    answers = answers_of(ASKED, repeats=1)
+    answers["dflash"] = [
+        a if i % 2 else replace(a, turns=(), error="no room") for i, a in enumerate(answers["dflash"])
+    ]
+    found = compare(before, run(tmp_path / "after", answers))
+    assert find(found.changes, "dflash", "accuracy").is_beyond_noise
+    assert find(found.changes, "dflash", "tokens/s").count == 40
+
+
 def test_the_tables_say_it_and_what_else_differs(before: Path, tmp_path: Path) -> None:
     def other(record: dict[str, Any]) -> None:
         record["settings"] = {**record["settings"], "seed": 7}

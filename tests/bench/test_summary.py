@@ -86,7 +86,7 @@ def runs(draw: st.DrawFn) -> dict[str, list[Answer]]:
 
 
 def score(question: Question, answer: Answer) -> float | None:
-    return {"right": 1.0, "wrong": 0.0}.get(answer.turns[-1].text)
+    return {"right": 1.0, "wrong": 0.0}.get(answer.turns[-1].text) if answer.turns else 0.0
 
 
 # ---- the recount: from the lines as they stand in the files
@@ -201,9 +201,9 @@ def recount_pairs(lines: list[dict[str, Any]], base: list[dict[str, Any]]) -> tu
 def recount_accuracy(lines: list[dict[str, Any]]) -> Any:
     scores: dict[Any, list[int]] = {}
     for line in lines:
-        said = column([line], "turns")[-1:]
-        if line["dataset"] == "sums" and said in (["right"], ["wrong"]):
-            scores.setdefault(line["question_id"], []).append(said == ["right"])
+        said = "wrong" if "error" in line else column([line], "turns")[-1]
+        if line["dataset"] == "sums" and said in ("right", "wrong"):
+            scores.setdefault(line["question_id"], []).append(said == "right")
     if not scores:
         return None
     p, n, z = (
@@ -325,8 +325,14 @@ def test_margins_scores_and_failures_are_told(tmp_path: Path) -> None:
     assert methods["zlab"]["all"]["failures"] == sum(methods["zlab"]["all"]["failure_reasons"].values()) > 0
     assert methods["zlab"]["all"]["tokens_per_second"] is None
     assert summary["notes"] == ["Not every answer to humaneval is scored."]
+    for name in ("plain", "dflash"):
+        path = folder / f"answers-{name}.jsonl"
+        path.write_text("".join(path.open().readlines()[:-3]))
+    summary = summarize(folder, simple_score)
+    assert summary["notes"][0] == "The run is not finished: plain has 93 of 96 answers."
     scores = read_scores(folder)
-    assert {name for name, _ in scores} == {"plain", "plain-static", "dflash", "stock", "lookup"}
+    assert {name for name, _ in scores} == {"plain", "plain-static", "dflash", "stock", "lookup", "zlab"}
+    assert methods["zlab"]["all"]["accuracy"]["mean"] == 0, "what failed is not right"
     assert set(methods["plain"]["sets"]["mmstar"]["subcategories"]) == {"a", "b", "c"}
 
 
@@ -441,15 +447,20 @@ def test_intervals() -> None:
     rng = np.random.default_rng(1)
     base = rng.uniform(1, 9, size=50)
     values = np.stack([base * 2 + rng.normal(0, 0.1, 50), base], axis=1)
-    low, high = intervals.interval((drawn := intervals.resample(values))[:, 0] / drawn[:, 1])
+    drawn = intervals.resample(values, ["one"] * 50)
+    low, high = intervals.interval(drawn[:, 0] / drawn[:, 1])
     index = rng.integers(50, size=(4000, 50))
     own = np.percentile(values[index, 0].sum(1) / values[index, 1].sum(1), (2.5, 97.5))
     assert (low, high) == pytest.approx(tuple(own), abs=0.003)
     assert low is not None
     assert high is not None
     assert high - low < 0.03, "pairs were torn apart"
-    assert intervals.interval(intervals.resample(values[:1])[:, 0]) == (None, None)
-    np.testing.assert_array_equal(intervals.resample(values), drawn)
+    assert intervals.interval(intervals.resample(values[:1], ["one"])[:, 0]) == (None, None)
+    np.testing.assert_array_equal(intervals.resample(values, ["one"] * 50), drawn)
+    # Two sets, one twice as fast: their shares of a draw are fixed, so that their difference widens nothing.
+    values = np.concatenate([np.full((20, 2), (2.0, 1.0)), np.full((20, 2), (1.0, 1.0))])
+    drawn = intervals.resample(values, ["fast"] * 20 + ["slow"] * 20)
+    assert intervals.interval(drawn[:, 0] / drawn[:, 1]) == (1.5, 1.5)
     # Newcombe 1998, table I: 81 of 263, 0 of 20, 1 of 29.
     for right, count, expected in ((81, 263, (0.2553, 0.3662)), (0, 20, (0.0, 0.1611)), (1, 29, (0.0061, 0.1718))):
         assert intervals.wilson(right / count, count) == pytest.approx(expected, abs=5e-5)

@@ -134,7 +134,9 @@ def _as_dict(made: Turn) -> dict[str, Any]:
 
 def simple_score(question: Question, answer: Answer) -> float | None:
     """1 for the reference somewhere in the last text; code is not run."""
-    return None if question.score in (None, "code") else float(str(question.reference) in answer.turns[-1].text)
+    if question.score in (None, "code"):
+        return None
+    return float(any(str(question.reference) in turn.text for turn in answer.turns[-1:]))
 
 
 def write_run(

@@ -123,7 +123,7 @@ class _Pairing:
     def __init__(
         self, runs: tuple[Run, Run], scores: tuple[Scores, Scores], name: str, keys: set[Key], dataset: str
     ) -> None:
-        self.runs, self.scores, self.name, self.dataset = runs, scores, name, dataset
+        self.runs, self.scores, self.name, self.dataset, self.asked = runs, scores, name, dataset, keys
         self.answers = [self._of(run, name, keys) for run in runs]
         self.keys = [key for key in self.answers[0] if key in self.answers[1]]
 
@@ -141,20 +141,26 @@ class _Pairing:
         if not self.keys:
             return []
         rates = np.stack([_rates(self.answers[run], self.keys) for run in (0, 1)], axis=1)
-        found = [self._change("tokens/s", rates.reshape(len(self.keys), 4), _speed, is_ratio=True)]
+        found = [self._change("tokens/s", self.keys, rates.reshape(len(self.keys), 4), _speed, is_ratio=True)]
         found += self._speedup()
         verifies = [[_verifies(self.answers[run][key]) for run in (0, 1)] for key in self.keys]
         sums = np.array(verifies, dtype=np.float64).reshape(len(self.keys), 4)
         if sums[:, 1].any() and sums[:, 3].any():
-            found.append(self._change("acceptance length", sums, _speed, is_ratio=False))
+            found.append(self._change("acceptance length", self.keys, sums, _speed, is_ratio=False))
         return [*found, *self._accuracy(), *self._texts()]
 
     def _change(
-        self, quantity: str, values: Any, numbers: Callable[[Any], tuple[Any, Any]], is_ratio: bool, count: int = 0
+        self,
+        quantity: str,
+        keys: Sequence[Key],
+        values: Any,
+        numbers: Callable[[Any], tuple[Any, Any]],
+        is_ratio: bool,
     ) -> Change:
         """A change with its interval, from what is summed of each question."""
         before, after = (float(number) for number in numbers(values.sum(axis=0)))
-        drawn = numbers(resample(values))
+        sets = [dataset for dataset, _ in keys]
+        drawn = numbers(resample(values, sets))
         with np.errstate(divide="ignore", invalid="ignore"):
             low, high = interval(drawn[1] / drawn[0] if is_ratio else drawn[1] - drawn[0], CERTAIN)
         same = 1.0 if is_ratio else 0.0
@@ -166,7 +172,7 @@ class _Pairing:
             after=after,
             low=low,
             high=high,
-            count=count or len(values),
+            count=len(values),
             is_beyond_noise=low is not None and high is not None and not low <= same <= high,
         )
 
@@ -180,25 +186,32 @@ class _Pairing:
             return []
         parts = [_rates(answers[run], keys) for run in (0, 1) for answers in (self.answers, theirs)]
         values = np.concatenate(parts, axis=1)
-        return [self._change("speed-up", values, lambda s: (ratios(s[..., :4]), ratios(s[..., 4:])), is_ratio=True)]
+        return [
+            self._change("speed-up", keys, values, lambda s: (ratios(s[..., :4]), ratios(s[..., 4:])), is_ratio=True)
+        ]
 
     def _accuracy(self) -> list[Change]:
         """By McNemar's test on questions, whose repeats are averaged."""
-        means = [
-            {key: float(np.mean(found)) for key in self.keys if (found := self._scores(run, key))} for run in (0, 1)
-        ]
+        means = [self._means(run) for run in (0, 1)]
         keys = [key for key in means[0] if key in means[1]]
         if not keys:
             return []
         values = np.array([[means[0][key], means[1][key], 1.0] for key in keys])
-        change = self._change("accuracy", values, lambda s: (s[..., 0] / s[..., 2], s[..., 1] / s[..., 2]), False)
+        change = self._change(
+            "accuracy", keys, values, lambda s: (s[..., 0] / s[..., 2], s[..., 1] / s[..., 2]), False
+        )
         won = int((values[:, 1] > values[:, 0]).sum())
         lost = int((values[:, 1] < values[:, 0]).sum())
         return [replace(change, is_beyond_noise=mcnemar(lost, won) < 1 - CERTAIN)]
 
-    def _scores(self, run: int, key: Key) -> list[float]:
-        every = [self.scores[run].get((self.name, (key, answer.repeat))) for answer in self.answers[run][key]]
-        return [score for score in every if score is not None]
+    def _means(self, run: int) -> dict[Key, float]:
+        """The mean score of each question, failed answers too: they are not right."""
+        found: dict[Key, list[float]] = {}
+        for key, repeat in self.runs[run].answers[self.name]:
+            score = self.scores[run].get((self.name, (key, repeat)))
+            if key in self.asked and score is not None:
+                found.setdefault(key, []).append(score)
+        return {key: float(np.mean(scores)) for key, scores in found.items()}
 
     def _texts(self) -> list[Change]:
         """How many answers are the other run's; of drawn ones, which may differ, nothing is said."""

@@ -32,12 +32,13 @@ DEFINITIONS = {
     "acceptance_at_pos_i). Conditional: share of those accepted up to the position before that also were here; a "
     "draft that was too short to check a position does not count.",
     "speed-up": "Ratio of tokens/s to the baseline's over the questions that both answered, with the 95 % interval of "
-    "a paired bootstrap over questions.",
+    "a paired bootstrap over questions, drawn within each set.",
     "same text": "Share of answers whose tokens all equal the baseline's (their text, where a server does not tell "
     "its tokens).",
     "margin": "At the first token that differs: how far the worse of the two lies below the best one in the target's "
     "own logits in float32, over the same tokens before it. Near 0 it is a tie that rounding decides.",
-    "accuracy": "Share of questions answered right, the mean over repeats, with Wilson's 95 % interval.",
+    "accuracy": "Share of questions answered right, the mean over repeats, with Wilson's 95 % interval; what failed "
+    "is not right.",
 }
 
 
@@ -190,7 +191,7 @@ def speedup(pairs: Sequence[Pair]) -> dict[str, Any] | None:
     if not pairs:
         return None
     sums = per_question(pairs)
-    drawn = resample(sums)
+    drawn = resample(sums, [dataset for dataset, _ in dict.fromkeys(answer.key for answer, _ in pairs)])
 
     def one(column: int) -> dict[str, float | None]:
         low, high = interval(ratios(drawn[:, column : column + 4]))
@@ -201,7 +202,7 @@ def speedup(pairs: Sequence[Pair]) -> dict[str, Any] | None:
 
 
 def per_question(pairs: Sequence[Pair]) -> Any:
-    """Returns sums over the repeats of each question, a float array of `(questions, 8)`.
+    """Returns sums over the repeats of each question, in their order, a float array of `(questions, 8)`.
 
     Columns: tokens and seconds of the method, of the baseline; then the same without their prefills.
     """
@@ -218,9 +219,11 @@ def per_question(pairs: Sequence[Pair]) -> Any:
 
 
 def ratios(sums: Any) -> Any:
-    """Returns the ratios of tokens per second, of `(..., 4)` sums of tokens and seconds of two methods."""
+    """Returns the ratios of tokens per second, of `(..., 4)` sums of tokens and seconds of two methods; not finite
+    where one took no time or made no tokens to compare with."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return sums[..., 0] / sums[..., 1] / (sums[..., 2] / sums[..., 3])
+        mine, theirs = sums[..., 0] / sums[..., 1], sums[..., 2] / sums[..., 3]
+        return np.where(np.isfinite(theirs), mine / theirs, np.nan)
 
 
 def _sum(values: Iterable[float]) -> float:

@@ -7,6 +7,7 @@ measured they do not say.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,31 +18,35 @@ DRAWS = 2000
 Z = 1.959963984540054  # of the normal distribution, two-sided 95 %
 
 
-def resample(values: Array, draws: int = DRAWS, seed: int = 0) -> Array:
-    """Draws as many questions as there are, with replacement, many times, and returns the sums over each draw.
+def resample(values: Array, sets: Sequence[str], draws: int = DRAWS, seed: int = 0) -> Array:
+    """Draws as many questions of each set as there are, with replacement, many times, and returns the sums.
 
     What is compared stands in one row of `values`, so that a question that is drawn is drawn for both.
 
     Args:
         values (array of `(questions, n)`): What is summed of each question.
+        sets (sequence of `str`): The set of each: its share of a sum over several sets is no matter of chance.
         draws (`int`): How often.
         seed (`int`): Of the draws.
 
     Returns:
         array of `(draws, n)`; no draws of fewer than two questions, which say nothing about a choice of them.
     """
-    count = len(values)
-    if count < 2:
+    if len(values) < 2:
         return np.empty((0, values.shape[1]))
     rng = np.random.default_rng(seed)
-    sums: list[Array] = []
-    step = max(1, 2**15 // count)  # draws at a time: memory stays small whatever the set
-    for start in range(0, draws, step):
-        size = min(step, draws - start)
-        chosen = rng.integers(count, size=(size, count)) + np.arange(size)[:, None] * count
-        times = np.bincount(chosen.ravel(), minlength=size * count).reshape(size, count)
-        sums.append(times @ values)
-    return np.concatenate(sums)
+    names = np.asarray(sets)
+    total = np.zeros((draws, values.shape[1]))
+    for name in dict.fromkeys(sets):
+        part = values[names == name]
+        count = len(part)
+        step = max(1, 2**15 // count)  # draws at a time: memory stays small whatever the set
+        for start in range(0, draws, step):
+            size = min(step, draws - start)
+            chosen = rng.integers(count, size=(size, count)) + np.arange(size)[:, None] * count
+            times = np.bincount(chosen.ravel(), minlength=size * count).reshape(size, count)
+            total[start : start + size] += times @ part
+    return total
 
 
 def interval(drawn: Array, share: float = 0.95) -> tuple[float, float] | tuple[None, None]:

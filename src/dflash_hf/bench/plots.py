@@ -88,7 +88,11 @@ def figures(summary: dict[str, Any], text: tuple[str, list[int]] | None) -> dict
     """
     methods = [method for method in summary["methods"] if method["all"]["texts"]]
     colours = {method["model_id"]: SERIES[number % len(SERIES)] for number, method in enumerate(methods)}
-    markers = {method["model_id"]: MARKERS[number % len(MARKERS)] for number, method in enumerate(methods)}
+    # Beyond eight methods a colour comes again with the next marker.
+    markers = {
+        method["model_id"]: MARKERS[(number + number // len(SERIES)) % len(MARKERS)]
+        for number, method in enumerate(methods)
+    }
     pen = Pen(colours=colours, markers=markers)
     drawn = [
         _speedups(methods, pen),
@@ -115,8 +119,8 @@ class Pen:
 
 
 def short(name: str) -> str:
-    """Returns a name, its end left out where it is long."""
-    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…"
+    """Returns a name, its middle left out where it is long: cells of a sweep differ at the end."""
+    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME // 2]}…{name[1 - MAX_NAME // 2 :]}"
 
 
 def figure(name: str, title: str, caption: str, height: float, draw: Callable[[Any], None]) -> Figure:
@@ -150,7 +154,8 @@ def _speedups(methods: Sequence[dict[str, Any]], pen: Pen) -> Figure | None:
         labels, y = list[str](), 0
         largest = max(row[1]["high"] or row[1]["ratio"] for _, rows in groups for row in rows)
         for name, rows in groups:
-            axes.text(0.0, y, short(name), weight="bold", va="center", transform=axes.get_yaxis_transform())
+            here = {"transform": axes.get_yaxis_transform(), "va": "center"}
+            axes.text(0.0, y, short(name), weight="bold", backgroundcolor=PAPER, **here)
             labels.append("")
             for method, speed in rows:
                 y += 1
@@ -282,6 +287,7 @@ def _accuracies(methods: Sequence[dict[str, Any]], pen: Pen) -> Figure | None:
         return None
 
     def draw(drawing: Any) -> None:
+        shown: dict[str, Any] = {}
         panels = list(drawing.subplots(len(names), 1, squeeze=False)[:, 0])
         for axes, name in zip(panels, names, strict=True):
             for method in methods:
@@ -289,25 +295,16 @@ def _accuracies(methods: Sequence[dict[str, Any]], pen: Pen) -> Figure | None:
                 if not block or not block["accuracy"]:
                     continue
                 found = block["accuracy"]
-                ends = [[found["mean"] - found["low"]], [found["high"] - found["mean"]]]
-                axes.errorbar(
-                    block["tokens_per_second"],
-                    found["mean"],
-                    ends,
-                    label=short(method["model_id"]),
-                    elinewidth=0.9,
-                    linestyle="",
-                    **pen.of(method),
-                )
+                ends = [[max(0.0, sign * (found[end] - found["mean"]))] for end, sign in (("low", -1), ("high", 1))]
+                look: dict[str, Any] = {"elinewidth": 0.9, "linestyle": "", **pen.of(method)}
+                shown[method["model_id"]] = axes.errorbar(block["tokens_per_second"], found["mean"], ends, **look)
             axes.set_title(short(name), loc="left")
             axes.set(ylim=(-0.03, 1.03), ylabel="accuracy")
             axes.set_xlim(left=0)
             axes.grid()
         panels[-1].set_xlabel("tokens/s")
-        labels: dict[str, Any] = {}
-        for axes in panels:
-            labels |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        drawing.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=2)
+        labels = [short(name) for name in shown]
+        drawing.legend(list(shown.values()), labels, loc="outside lower center", ncols=2)
 
     caption = (
         "Share of questions answered right over tokens/s, with Wilson's 95 % interval: fast and wrong is low right."

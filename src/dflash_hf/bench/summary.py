@@ -41,7 +41,7 @@ def summarize(folder: str | os.PathLike[str], score: Score | None = None) -> dic
         ValueError: If the folder holds no run, or not only one.
     """
     run = read_run(folder)
-    notes: list[str] = []
+    notes = _unfinished(run)
     scores = _score_all(run, score, notes)
     longest = max((turn.new_tokens for a in _every(run) for turn in a.turns), default=0)
     bin_tokens = 16
@@ -75,13 +75,23 @@ def read_scores(folder: Path) -> Scores:
     return {(row["model_id"], ((row["dataset"], row["question_id"]), row["repeat"])): row["score"] for row in rows}
 
 
+def _unfinished(run: Run) -> list[str]:
+    """Says which method has the fewest answers, if one that has not failed lacks some."""
+    asked = len(run.questions) * run.settings.get("repeats", 1)
+    counts = {cell.model_id: len(run.answers[cell.model_id]) for cell in run.cells if cell.failed is None}
+    name = min(counts, key=lambda name: counts[name], default=None)
+    if name is None or counts[name] >= asked:
+        return []
+    return [f"The run is not finished: {name} has {counts[name]} of {asked} answers."]
+
+
 def _every(run: Run) -> Iterable[Answer]:
     return (answer for answers in run.answers.values() for answer in answers.values())
 
 
 def _score_all(run: Run, score: Score | None, notes: list[str]) -> Scores:
     """Scores every answer; the same texts to the same question once, for code takes seconds to run."""
-    wanted = [answer for answer in _every(run) if answer.error is None and run.questions[answer.key].score]
+    wanted = [answer for answer in _every(run) if run.questions[answer.key].score]
     if score is None and wanted:
         from dflash_hf.bench.scores import score as score_one
 

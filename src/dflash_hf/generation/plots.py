@@ -62,7 +62,8 @@ def svg(draw: Callable[[Any], None], width: float, height: float, style: Mapping
     import matplotlib
 
     fixed = {"svg.fonttype": "none", "svg.hashsalt": "dflash-hf", "text.parse_math": False}
-    with matplotlib.rc_context({**style, **fixed}):
+    settings: Any = {**style, **fixed}
+    with matplotlib.rc_context(settings):
         figure = new_figure(width, height)
         draw(figure)
         written = io.StringIO()
