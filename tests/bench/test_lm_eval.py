@@ -17,13 +17,14 @@ import torch
 import yaml
 from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
+from transformers import AutoTokenizer
 
-from dflash_hf import load_draft
-from dflash_hf.bench.lm_eval import DFlashLM
+from dflash_hf import SpeculativeStats, load_draft
+from dflash_hf.bench.lm_eval import DFlashLM, StopTexts
 from helpers.source_tree import ROOT
 
 TOY = ROOT / "demos" / "toy"
-ROWS = 5
+ROWS = 3
 TASK: dict[str, Any] = {
     "task": "toy",
     "dataset_path": "json",
@@ -51,7 +52,7 @@ def tasks(tmp_path: Path) -> TaskManager:
         task = TASK | {
             "task": name,
             "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(tmp_path / "cache")},
-            "generation_kwargs": {"until": until, "do_sample": False, "max_gen_toks": 40},
+            "generation_kwargs": {"until": until, "do_sample": False, "max_gen_toks": 24},
         }
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(task))
     return TaskManager(include_path=str(tmp_path), include_defaults=False)
@@ -69,7 +70,7 @@ def evaluated(model: Any, tasks: TaskManager, task: str, **settings: Any) -> tup
 
 
 @pytest.mark.parametrize("task", ["toy", "toy_until"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [1, 2])
 def test_answers_and_scores_are_those_without_a_draft(
     batch: int, task: str, tasks: TaskManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +92,38 @@ def test_answers_and_scores_are_those_without_a_draft(
     assert draft.dtype == torch.float32
     assert draft.last_stats.acceptance_length > 1.5, "the draft was not used"
     assert (scores["exact_match,none"] > 0) == (task == "toy_until"), "a score that no text changes shows nothing"
+
+
+def advanced_together(stats: SpeculativeStats) -> bool:
+    """Whether all rows committed as many tokens in every verify but a row's last."""
+    first, *others = stats.num_committed
+    return all(a == b for row in others for a, b in zip(first[:-1], row[:-1], strict=False))
+
+
+def test_rows_of_a_batch_do_not_wait_for_each_other(tasks: TaskManager) -> None:
+    lm = DFlashLM(str(TOY / "target"), draft=str(TOY / "draft"), dtype="float32", device="cpu", batch_size=ROWS)
+    answers, _ = evaluated(lm, tasks, "toy", gen_kwargs="max_gen_toks=64")
+    assert not advanced_together(lm.draft.last_stats)
+    lm.think_end_token = "<nothing says this>"
+    assert evaluated(lm, tasks, "toy", gen_kwargs="max_gen_toks=64")[0] == answers
+    assert advanced_together(lm.draft.last_stats), "lm-eval's own criteria see the whole batch"
+
+
+def test_stop_texts() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TOY / "target")
+    prompt, answer = (tokenizer.encode(text, add_special_tokens=False) for text in ("Stop here.", "So it is 12; then"))
+    ids = torch.tensor([[*prompt, *answer]])
+    ends = {text: StopTexts(tokenizer, [text, ""], len(prompt)) for text in ("; ", "Stop", "is 12", "13")}
+    stops = {
+        text: [bool(criterion(ids[:, : len(prompt) + n], None)) for n in range(1, len(answer) + 1)]
+        for text, criterion in ends.items()
+    }
+    said = [tokenizer.decode(answer[:n]) for n in range(1, len(answer) + 1)]
+    for text in ("; ", "is 12"):
+        first = [text in part for part in said].index(True)
+        assert stops[text].index(True) == first, "a row stops at the token that ends the text"
+    assert not any(stops["Stop"]), "what the prompt says ends nothing"
+    assert not any(stops["13"])
 
 
 def test_models_that_are_loaded_already_and_none(tasks: TaskManager) -> None:

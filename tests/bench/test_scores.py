@@ -43,6 +43,8 @@ MATH = [
     ("5", "it begins \\boxed{5", 0),
     ("5", "", 0),
     ("5", "nothing to count", 0),
+    ("5", "#### Step 1: add 2 and 3\nThat makes 5.", 1),
+    ("5", "#### 1. Add\n2 + 3 = 5\n#### Result\nThe answer is 5.", 1),
     ("5", "<think>It is 7.</think>The answer is 5.", 1),
     ("5", "<think>It may be 5", 0),
 ]
@@ -58,7 +60,8 @@ LETTERS = {
           "**Answer:** A", "**Answer: A**", "Answer:\nA", "<answer>A</answer>", "The answer is \\textbf{(A)}",
           "the answer is $A$.", "A: red", "A. red\n\nB is wrong because it is blue.", "The correct option is A: red",
           "Options B and C do not fit, so option A is correct.", "Not (B)?\nThe answer is B. Wait. The answer is A.",
-          "I choose **A** as it is red.", "The best choice is (A), because (B) is wrong.", "(B) is wrong. So (A)."],
+          "I choose **A** as it is red.", "The best choice is (A), because (B) is wrong.", "(B) is wrong. So (A).",
+          "#### B\nis what most say.\n#### Answer: A", "#### Conclusion\nThe answer is A."],
     None: ["", "E5", "A red car.", "The answer is a red car", "The answer is A or B", "The answer is (A) and (B).",
            "(A) or (B)", "A. red\nB. blue", "The answer is Amber", "That is the answer. I think so.",
            "The answer is I am not sure", "I think so", "It is \\boxed{A", "\\boxed{AB}"],
@@ -108,7 +111,9 @@ def test_pieces() -> None:
     assert said("\n<think>a") == ""
     assert said("a") == "a"
     assert final_answer("\\boxed{1} \\boxed{\\frac{1}{\\}2}}, x") == "\\boxed{\\frac{1}{\\}2}}"
-    assert final_answer("a\n#### 5 apples\nb") == "5 apples"
+    assert final_answer("a\n#### $-5,000.\nb 6") == "$-5,000"
+    assert final_answer("a\n#### 5 apples\nb") == "a\n#### 5 apples\nb"
+    assert final_answer("it is \\boxed{5") == ""
     assert final_answer("a 5") == "a 5"
 
 

@@ -16,6 +16,7 @@ from transformers import (
 )
 from transformers.generation import BaseStreamer
 
+from dflash_hf import SpeculativeStats
 from tiny import oracle_draft, prompts, tiny_target, truth_of
 
 NEW = 24
@@ -143,3 +144,35 @@ def test_rejection_sampling_in_step_stops_where_a_row_is_refused() -> None:
     assert out.shape == (2, 7 + NEW)
     stats = draft.last_stats
     assert stats.num_committed[0] == stats.num_committed[1]
+
+
+def advanced_together(stats: SpeculativeStats) -> bool:
+    """Whether all rows committed as many tokens in every verify but a row's last."""
+    first, *others = stats.num_committed
+    return all(a == b for row in others for a, b in zip(first[:-1], row[:-1], strict=False))
+
+
+class RowByRow(StoppingCriteria):
+    """Stops a row after three even numbers in a row."""
+
+    is_row_wise = True
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return (input_ids[:, -3:] % 2 == 0).all(dim=1)
+
+
+@pytest.mark.parametrize("eos", [None, EOS], ids=["no eos", "eos"])
+def test_a_criterion_that_looks_at_rows_alone_keeps_none_of_them_back(eos: list[int] | None) -> None:
+    target = tiny_target("qwen3")
+    num_stopped, is_apart = 0, False
+    for seed in range(6):
+        inputs = prompts([7, 4, 6], seed)
+        settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+        settings |= {"stopping_criteria": StoppingCriteriaList([RowByRow()])}
+        ref = target.generate(**inputs, **settings)
+        draft = oracle_draft(target, truth_of(inputs, ref), seed, 8)
+        assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
+        num_stopped += sum(row[-1] == 0 for row in ref.tolist())
+        is_apart |= not advanced_together(draft.last_stats)
+    assert is_apart == (eos is not None), "without an end token stopped rows go on, so that all advance together"
+    assert num_stopped or eos is None

@@ -8,9 +8,11 @@ their own; later ones find this one by its entry point, so that there `lm_eval -
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from dflash_hf.drafts import load_draft
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -26,12 +28,45 @@ except ModuleNotFoundError as error:
 HFLM: Any = huggingface.HFLM  # for type checkers its decorator leaves no more than lm-eval's interface
 
 
+class StopTexts(StoppingCriteria):
+    """Stops a row once it has said one of some texts.
+
+    lm-eval's own criteria keep a list of rows that have stopped and end the call with the last of them; what a row
+    says behind a text is cut off afterwards. This one needs no such list, so rows need not wait for each other.
+
+    Args:
+        tokenizer: What decodes.
+        texts (`list[str]`): The texts.
+        num_columns (`int`): Columns of the prompts, which are not looked at.
+    """
+
+    is_row_wise = True
+
+    def __init__(self, tokenizer: Any, texts: list[str], num_columns: int) -> None:
+        self.tokenizer, self.texts, self.num_columns = tokenizer, [text for text in texts if text], num_columns
+        lengths = [len(tokenizer.encode(text, add_special_tokens=False)) for text in self.texts]
+        self.num_last = 2 + max(lengths, default=0)  # two more: a text may be written in other tokens than its own
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        """Returns which rows stop `[B]`; `input_ids` are the tokens so far `[B, T]`."""
+        stops = [self._is_said(row) for row in input_ids[:, self.num_columns :].tolist()]
+        return cast(torch.BoolTensor, torch.tensor(stops, device=input_ids.device))
+
+    def _is_said(self, ids: list[int]) -> bool:
+        # The last tokens alone may be decoded otherwise than behind what comes before them.
+        return self._has_text(ids[-self.num_last :]) and self._has_text(ids)
+
+    def _has_text(self, ids: list[int]) -> bool:
+        decoded = self.tokenizer.decode(ids)
+        return any(text in decoded for text in self.texts)
+
+
 class DFlashLM(HFLM):
     """lm-eval's model of Transformers, which answers `generate_until` with a draft.
 
-    What is only scored (`loglikelihood`) the target does alone. lm-eval's stopping criteria look at all rows of a
-    at once, so rows advance together: the texts are those of `hf`, and a batch accepts less per verify than each row
-    alone would.
+    What is only scored (`loglikelihood`) the target does alone. Texts are those of `hf`, at every batch size. With
+    `think_end_token`, where `hf` stops depends on the other rows of a batch: there lm-eval's own criteria are used,
+    under which rows advance together, and a batch accepts less per verify.
 
     Args:
         pretrained (`str` or `PreTrainedModel`): The target.
@@ -50,9 +85,25 @@ class DFlashLM(HFLM):
         self.draft = draft
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
-        if self.draft is not None:
-            generation_kwargs["assistant_model"] = self.draft
-        return super()._model_generate(context, max_length, stop, **generation_kwargs)
+        if self.draft is None:
+            return super()._model_generate(context, max_length, stop, **generation_kwargs)
+        generation_kwargs["assistant_model"] = self.draft
+        if self.think_end_token is not None:
+            return super()._model_generate(context, max_length, stop, **generation_kwargs)
+        if not generation_kwargs.get("do_sample"):
+            generation_kwargs["do_sample"] = False
+            generation_kwargs.pop("temperature", None)  # lm-eval says 0 for greedy, Transformers warns of it
+        criteria = StoppingCriteriaList([StopTexts(self.tokenizer, stop, context.shape[1])])
+        dtype = self.mixed_precision_dtype
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+            return self.model.generate(
+                input_ids=context,
+                max_length=max_length,
+                stopping_criteria=criteria,
+                pad_token_id=self.tokenizer.pad_token_id,
+                use_cache=True,
+                **generation_kwargs,
+            )
 
 
 def main() -> None:
@@ -62,7 +113,7 @@ def main() -> None:
     cli_evaluate()
 
 
-__all__ = ["DFlashLM", "main"]
+__all__ = ["DFlashLM", "StopTexts", "main"]
 
 if __name__ == "__main__":
     # The registry takes one class under a name, and that is this module's, not its second one in __main__.

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds for one answer. math-verify has limits of 5 seconds of its own, for parsing and for each comparison.
 MATH_SECONDS = 40.0
+# GSM8K's own end of an answer; in Markdown the same mark begins a heading, which has words.
+_BEHIND_MARK = re.compile(r"####[ \t]*([-$]*[\d.,]*\d)[ \t]*%?\.?[ \t]*$", re.MULTILINE)
 # Formatting goes before a letter is looked for; bold type becomes brackets, since it marks one as well.
 _BOLD = re.compile(r"\*\*\s*\(?([A-Z])[.:)]*\s*\*\*")
 _STYLED = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\{([^{}]*)\}")
@@ -85,20 +87,13 @@ def said(text: str) -> str:
 def final_answer(text: str) -> str:
     r"""Returns the part of a text that mathematics is read from.
 
-    It is the last `\boxed{...}`, else the line behind the last `####`, as GSM8K has it, else the whole text, of which
-    math-verify takes what follows "the answer is", or the last number or expression.
+    It is the last `\boxed{...}`, else the number behind the last `####`, as GSM8K has it, else the whole text, of
+    which math-verify takes what follows "the answer is", or the last number or expression.
     """
-    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
-    if start >= 0:
-        depth = 0
-        for index in range(text.index("{", start), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[index], 0) if text[index - 1] != "\\" else 0
-            if depth == 0:
-                return "\\boxed" + text[text.index("{", start) : index + 1]
-        return ""  # cut off within it
-    if "####" in text:
-        return text.rpartition("####")[2].strip().partition("\n")[0]
-    return text
+    if (boxed := _boxed(text)) is not None:
+        return f"\\boxed{{{boxed}}}" if boxed else ""
+    marked = _BEHIND_MARK.findall(text)
+    return marked[-1] if marked else text
 
 
 def chosen_letter(text: str) -> str | None:
@@ -109,8 +104,8 @@ def chosen_letter(text: str) -> str | None:
     another behind it ("B or C"); the one letter that is marked as an option, by brackets, bold type, or a mark behind
     it at the beginning of a line.
     """
-    text = final_answer(text)
-    text = text[len("\\boxed{") : -1] if text.startswith("\\boxed") else text
+    boxed = _boxed(text)
+    text = text if boxed is None else boxed
     text = _STYLE.sub("", _STYLED.sub(r"\1", _BOLD.sub(r"(\1)", text)))
     if alone := _ALONE.fullmatch(text):
         return alone.group(1).upper()
@@ -119,6 +114,19 @@ def chosen_letter(text: str) -> str | None:
     else:
         letters = {next(filter(None, groups)) for groups in _MARKED.findall(text)}
     return letters.pop() if len(letters) == 1 else None
+
+
+def _boxed(text: str) -> str | None:
+    r"""What stands in the last `\boxed{...}`, which is nothing where the text ends within it; None without one."""
+    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
+    if start < 0:
+        return None
+    start, depth = text.index("{", start), 0
+    for index in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0) if text[index - 1] != "\\" else 0
+        if depth == 0:
+            return text[start + 1 : index]
+    return ""
 
 
 def _is_right(kind: str, reference: Any, text: str) -> bool:

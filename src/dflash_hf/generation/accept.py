@@ -147,6 +147,8 @@ def accept_matching(proposals: Tensor, tokens_BW: Tensor) -> Tensor:
 
 # Transformers' own processors look at nothing but each row's prefix and scores; SynthID keeps state.
 TOKEN_LOCAL_PROCESSORS = "transformers.generation.logits_process"
+# These decide for a row by its own tokens; so do criteria of the user's that say `is_row_wise = True`.
+ROW_WISE_CRITERIA = (MaxTimeCriteria, StopStringCriteria)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -194,7 +196,7 @@ class SynchronizedRows:
             for p in processors.processors
         )
         has_eos = state.eos_ids is not None
-        foreign = any(type(c) not in (MaxTimeCriteria, StopStringCriteria) for c in criteria)
+        foreign = any(type(c) not in ROW_WISE_CRITERIA and not getattr(c, "is_row_wise", False) for c in criteria)
         if state.ids.shape[0] == 1:
             needed = stateful or bool(criteria)
         else:
