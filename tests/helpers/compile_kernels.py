@@ -150,6 +150,9 @@ def launches() -> dict[str, Callable[[], Any]]:
         "norm_rope_write": launch(
             norm_rope_write, *heads, zeros(size), zeros(size), *angles, lengths, buffers()[0], buffers()[0], 1e-6
         ),
+        "norm_rope_write, no norm": launch(
+            norm_rope_write, *heads, None, None, *angles, lengths, buffers()[0], buffers()[0], 0.0
+        ),
         "rms_norm": launch(rms_norm, zeros(1, width, 4096), zeros(4096), 1e-6),
         "rms_norm of heads": launch(rms_norm, heads[0], zeros(size), 1e-6),
         "add_norm": launch(add_norm, zeros(1, width, 4096), zeros(1, width, 4096), zeros(4096), 1e-6),

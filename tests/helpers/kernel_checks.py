@@ -139,7 +139,7 @@ def find_out(target: Any) -> None:
 def calls_of(draft: Any, num_fused: int = 0) -> Counter[str]:
     """How often each operation must have run in the last call of a draft's target of four layers, greedy or sampled.
 
-    Of those, `num_fused` have attention like Qwen3's, in a dtype in which it is known by what it computes.
+    Of those, `num_fused` have attention like Qwen3's or Llama's, in a dtype in which it is known by what it computes.
 
     A step has context to write from the first one on; the prefill chooses and commits a token too; a selector chooses
     among candidates, not over the vocabulary. Samples are drawn from logits, but for those behind a rejection.

@@ -51,7 +51,8 @@ class Inputs:
         self.projected = normal(batch, width, len(rings) * 2 * groups * size).view(
             batch, width, len(rings), 2, groups, size
         )
-        self.weights = normal(2, size)
+        # No weights: heads that are not normed.
+        self.weights: Any = normal(2, size)
         self.weight_LE = normal(len(rings), size)
         # As the draft computes them: [B, W, 1, E] with an extra dimension.
         self.cos, self.sin = normal(batch, width, 1, size)[:, :, 0], normal(batch, width, 1, size)[:, :, 0]
@@ -101,6 +102,8 @@ def test_kernels_write_what_the_references_write(shape: str, dtype: torch.dtype,
     inputs = Inputs(SHAPES[shape], dtype, device)
     inputs.check_block()
     inputs.check_context()
+    inputs.weights = (None, None)
+    inputs.check_block()
 
 
 @pytest.mark.parametrize("device", [CUDA])
@@ -110,6 +113,8 @@ def test_kernels_write_what_the_references_write_at_real_sizes(shape: str, dtype
     inputs = Inputs(REAL[shape], dtype, device)
     inputs.check_block()
     inputs.check_context()
+    inputs.weights = (None, None)
+    inputs.check_block()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -215,6 +220,7 @@ def test_one_operation_each_with_a_true_schema(device: str) -> None:
     keys, values = ([t.nan_to_num() for t in side] for side in inputs.buffers(inputs.cache))
     block = (*inputs.states, *inputs.weights, inputs.cos, inputs.sin, inputs.lengths, keys[0], values[0], EPS)
     torch.library.opcheck(norm_rope_write.op, block)
+    torch.library.opcheck(norm_rope_write.op, (*block[:3], None, None, *block[5:]))
     context = (inputs.projected, inputs.weight_LE, inputs.cos, inputs.sin, inputs.lengths, keys, values, EPS)
     torch.library.opcheck(context_kv.op, context)
 
@@ -236,6 +242,7 @@ def test_bad_input() -> None:
         (1, block[1][:, :2], "key_BWGE"),
         (3, block[3][:8], "query_weight_E"),
         (4, block[4].half(), "float16"),
+        (4, None, "one weight"),
         (7, block[7][:2], "lengths_B"),
         (8, keys[0][:, :2], "value_buffer_BRGE"),
     ):

@@ -19,7 +19,7 @@ NUM_KERNELS = {
     "argmax": 2,
     "gumbel": 4,
     "context_kv": 1,
-    "norm_rope_write": 1,
+    "norm_rope_write": 2,
     "rms_norm": 2,
     "add_norm": 1,
     "silu_mul": 1,

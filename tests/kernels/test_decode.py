@@ -20,6 +20,9 @@ SMALL: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
 # A draft with every kind of layer: full and sliding, causal and not, window from the anchor.
 SLIDING: dict[str, Any] = {**SMALL, "sliding_window": 5, "window_from_anchor": True}
 
+# Families whose attention is fused.
+FUSED = ("qwen3", "llama", "mistral")
+
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
@@ -46,7 +49,7 @@ def check(family: str, device: str, engine: Any, lengths: list[int], draft_optio
         # A captured step launches without us; capturing it does not.
         assert calls.kernels.keys() == calls_of(draft).keys()
     else:
-        assert calls.kernels == calls_of(draft, 4 if family.startswith("qwen3") else 0)
+        assert calls.kernels == calls_of(draft, 4 if family.startswith(FUSED) else 0)
 
 
 @pytest.mark.parametrize("device", DEVICES)

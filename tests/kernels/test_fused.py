@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
 
 import dflash_kernels
@@ -47,7 +49,10 @@ def kinds_of(target: Any) -> set[str]:
     [
         ("qwen3", {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention", "Qwen3DecoderLayer"}),
         ("qwen3-sliding", {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention", "Qwen3DecoderLayer"}),
-        ("llama3-rope", {"LlamaRMSNorm", "LlamaMLP", "LlamaDecoderLayer"}),
+        ("llama3-rope", {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "LlamaDecoderLayer"}),
+        ("mistral", {"MistralRMSNorm", "MistralMLP", "MistralAttention", "MistralDecoderLayer"}),
+        ("qwen2", {"Qwen2RMSNorm", "Qwen2MLP", "Qwen2Attention", "Qwen2DecoderLayer"}),
+        ("gpt-oss", set()),  # its norms multiply in float32, its scores have sinks
         ("phi3", {"Phi3RMSNorm"}),
         ("gemma3", set()),  # its norms add one to their weights, its activation is another
     ],
@@ -97,6 +102,32 @@ class SwappedAttention(Qwen3Attention):
         return out
 
 
+class ClippedAttention(LlamaAttention):
+    """Clips its values."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        project = self._modules["v_proj"]
+        self._modules["v_proj"] = lambda states: project(states).clamp(-30, 30)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._modules["v_proj"] = project
+
+
+class UnrotatedAttention(LlamaAttention):
+    """Rotates nothing."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, *args: Any, **kwargs: Any) -> Any:
+        cos, sin = position_embeddings
+        return super().forward(hidden_states, (torch.ones_like(cos), torch.zeros_like(sin)), *args, **kwargs)
+
+
+class BlindAttention(MistralAttention):
+    """Has a window in its config and looks beyond it."""
+
+    forward = LlamaAttention.forward
+
+
 class AnotherLayer(Qwen3DecoderLayer):
     """Scales what attention adds."""
 
@@ -115,12 +146,17 @@ class ForgetfulLayer(Qwen3DecoderLayer):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [AnotherNorm, AnotherMLP, AnotherAttention, ScaledAttention, SwappedAttention, AnotherLayer, ForgetfulLayer],
+    ("family", "kind"),
+    [
+        *(("qwen3", kind) for kind in (AnotherNorm, AnotherMLP, AnotherAttention, ScaledAttention, SwappedAttention)),
+        *(("qwen3", kind) for kind in (AnotherLayer, ForgetfulLayer)),
+        *(("llama", kind) for kind in (ClippedAttention, UnrotatedAttention)),
+        ("mistral", BlindAttention),
+    ],
 )
-def test_modules_that_compute_something_else_are_not(kind: type[nn.Module]) -> None:
+def test_modules_that_compute_something_else_are_not(family: str, kind: type[nn.Module]) -> None:
     base = kind.__mro__[1]
-    target = tiny_target("qwen3")
+    target = tiny_target(family)
     module: Any = next(m for m in target.modules() if type(m) is base)
     assert _forward_of(module, torch.float32) is not None
     module.__class__ = kind
@@ -140,7 +176,7 @@ def decode(target: Any, lengths: list[int], width: int = 6, dtype: torch.dtype =
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "llama3-rope", "phi3"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "llama3-rope", "mistral", "qwen2", "phi3"])
 def test_texts_stay(family: str, dtype: torch.dtype, calls: Calls) -> None:
     """By references. In float64 the kernel's norm before attention is float64, and that of Qwen3 float32."""
     decode(tiny_target(family), [4, 11, 7], dtype=dtype)
@@ -149,7 +185,8 @@ def test_texts_stay(family: str, dtype: torch.dtype, calls: Calls) -> None:
     assert num["rms_norm"] > drafts * (2 * draft_layers + 2)
     assert (num["add_norm"] > 0) == (num["silu_mul"] > drafts * draft_layers) == (family != "phi3")
     is_attention_fused = num["norm_rope_write"] > drafts * draft_layers + 2 * LAYERS  # two to find out
-    assert is_attention_fused == (family.startswith("qwen3") and dtype == torch.float32)
+    has_norms = family.startswith("qwen3")
+    assert is_attention_fused == (dtype == torch.float32 if has_norms else family != "phi3")
 
 
 def attached(target: Any) -> list[str]:

@@ -90,7 +90,7 @@ TARGETS: dict[str, Callable[[], PreTrainedConfig]] = {
     "granite-4.0-h-tiny": _granite,
 }
 # All of whose norms, and what comes before whose attention, kernels compute.
-LIKE_QWEN3 = ("qwen3", "qwen3_moe", "qwen3_vl_text")
+FUSED = ("qwen3", "qwen3_moe", "qwen3_vl_text", "llama")
 WARPERS: dict[str, Callable[[], list[Any]]] = {
     "greedy": list,
     "plain": list,
@@ -204,11 +204,11 @@ def check(run: Run, step: Step, uses_kernels: bool) -> None:
     if uses_kernels:
         assert step.num("block_attention") == attending
         depth = run.target.config.num_hidden_layers
-        is_fused = run.target.config.model_type in LIKE_QWEN3
+        is_fused = run.target.config.model_type in FUSED
         assert step.num("::norm_rope_write") == DRAFT_LAYERS + depth * is_fused
         # The draft's: two a layer, those of the context and of the end.
         assert step.num("::rms_norm") >= 2 * DRAFT_LAYERS + 2 + (depth + 1) * is_fused
-        assert step.num("::add_norm") == depth * (is_fused or run.target.config.model_type == "llama")
+        assert step.num("::add_norm") == depth * is_fused
         if is_fused:
             assert step.num("aten::rsqrt") == 0
         assert step.num("::context_kv") == 1

@@ -154,7 +154,9 @@ def run_kernel(kernel: Any, grid: tuple[int, ...], given: Given, **own: Any) -> 
     taken = _taken_by(kernel.fn, tuple(given))
     arguments: Given = {bare: given[name] for name, bare, _ in taken}
     for name, _, strides in taken:
-        if strides:
+        if strides and given[name] is None:
+            arguments.update({parameter: None for parameter, _ in strides})
+        elif strides:
             of_tensor = given[name].stride()
             arguments.update({parameter: of_tensor[dim] for parameter, dim in strides})
     kernel[grid](**arguments | own)

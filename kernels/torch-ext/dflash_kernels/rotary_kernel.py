@@ -22,7 +22,8 @@ def norm_and_rotate(
 ):
     """`y = weight * x / sqrt(mean(x^2) + eps)`, then the halves `y1 * cos1 - y2 * sin1` and `y2 * cos2 + y1 * sin2`.
 
-    `states` and the rest point at `E` values each; returns both halves in float32, `BLOCK >= E / 2` lanes each.
+    `states` and the rest point at `E` values each; returns both halves in float32, `BLOCK >= E / 2` lanes each. Where
+    `weight` is `None`, `y = x`.
     """
     HALF: tl.constexpr = E // 2
     dtype: tl.constexpr = states.dtype.element_ty
@@ -30,11 +31,12 @@ def norm_and_rotate(
     inside = lane < HALF
     first = tl.load(states + lane * stride_e, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(states + (lane + HALF) * stride_e, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(first * first + second * second, axis=0) / E + eps)
-    first = rounded(first * scale, dtype)
-    second = rounded(second * scale, dtype)
-    first = rounded(first * tl.load(weight + lane * stride_w, mask=inside, other=0.0).to(tl.float32), dtype)
-    second = rounded(second * tl.load(weight + (lane + HALF) * stride_w, mask=inside, other=0.0).to(tl.float32), dtype)
+    if weight is not None:
+        scale = tl.rsqrt(tl.sum(first * first + second * second, axis=0) / E + eps)
+        weight1 = tl.load(weight + lane * stride_w, mask=inside, other=0.0).to(tl.float32)
+        weight2 = tl.load(weight + (lane + HALF) * stride_w, mask=inside, other=0.0).to(tl.float32)
+        first = rounded(rounded(first * scale, dtype) * weight1, dtype)
+        second = rounded(rounded(second * scale, dtype) * weight2, dtype)
     cos1 = tl.load(cos + lane * stride_c, mask=inside, other=0.0).to(tl.float32)
     cos2 = tl.load(cos + (lane + HALF) * stride_c, mask=inside, other=0.0).to(tl.float32)
     sin1 = tl.load(sin + lane * stride_s, mask=inside, other=0.0).to(tl.float32)

@@ -39,7 +39,8 @@ _MARK = "_dflash_fused"
 # What is checked, beside the dtype that is asked for.
 DTYPES = (torch.float32, *ops.HALF)
 _GATED = {"gate_proj", "up_proj", "down_proj"}
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 # What a forward raises that is not called as it expects.
 _ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -143,9 +144,10 @@ def _forward_of(module: Any, dtype: torch.dtype) -> Forward | None:
         return functools.partial(_norm_forward, eps)
     if children - {"act_fn"} == _GATED and _is_gated(module, dtype):
         return _gated_forward
-    if children == _ATTENTION:
-        eps = norm_eps(module.q_norm, dtype)
-        if eps is not None and eps == norm_eps(module.k_norm, dtype) and _is_attention(module, eps, dtype):
+    if children in (_ATTENTION, _ATTENTION | _HEAD_NORMS) and {"head_dim", "config"} <= vars(module).keys():
+        epsilons = {norm_eps(norm, dtype) for norm in _head_norms(module)} or {0.0}
+        eps = epsilons.pop()
+        if eps is not None and not epsilons and _is_attention(module, eps, dtype):
             return functools.partial(_attention_forward, eps)
     if children == _LAYER:
         eps = norm_eps(module.post_attention_layernorm, dtype)
@@ -181,8 +183,9 @@ def _attention_forward(eps: float, plain: Forward, module: Any, *args: Any, **kw
     angles: Any = kwargs.get("position_embeddings")
     cache: Any = kwargs.get(KEYWORD)
     is_verify = isinstance(cache, RaggedCache) and cache is kwargs.get("past_key_values")
-    if is_verify and not args and hidden is not None and angles is not None:
-        buffers, norms = cache.buffers_of(module.layer_idx), (module.q_norm, module.k_norm)
+    # Of heads that are rotated in part there are fewer angles.
+    if is_verify and not args and hidden is not None and angles is not None and angles[0].shape[-1] == module.head_dim:
+        buffers, norms = cache.buffers_of(module.layer_idx), _head_norms(module)
         taken = [hidden, *(norm.weight for norm in norms), *angles]
         if all(map(_is_bare, norms)) and ops.writes(taken, buffers):
             return _attend(module, eps, hidden, angles, cache, kwargs, ops.norm_rope_write)
@@ -205,7 +208,7 @@ def _attend(
     cos, sin = (part.expand(len(hidden), -1, -1) for part in angles)
     buffers = cache.buffers_of(index)
     lengths = cache.block.on(hidden.device).lengths
-    weights = (module.q_norm.weight, module.k_norm.weight)
+    weights = [norm.weight for norm in _head_norms(module)] or [None, None]
     query = write(*heads, *weights, cos, sin, lengths, *buffers, eps)
     out, _ = ragged_block(
         module,
@@ -214,10 +217,15 @@ def _attend(
         kwargs.get("attention_mask"),
         module.scaling,
         module.attention_dropout if module.training else 0.0,
-        getattr(module, "sliding_window", None),
+        getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
         ragged=cache,
     )
     return module.o_proj(out.flatten(2)), None
+
+
+def _head_norms(module: Any) -> list[Any]:
+    """The norms of queries and keys, of an attention that has them."""
+    return [module.q_norm, module.k_norm] if "q_norm" in module._modules else []
 
 
 def _layer_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -273,19 +281,22 @@ def _is_gated(module: Any, dtype: torch.dtype) -> bool:
 
 
 def _is_attention(module: Any, eps: float, dtype: torch.dtype) -> bool:
-    size, width, groups = len(module.q_norm.weight), 4, 2
+    size, width, groups = module.head_dim, 4, 2
 
     def both(draw: Draw) -> tuple[Any, Any]:
         sizes = {"q_proj": (2 * groups * size, 16), "k_proj": (groups * size, 16), "v_proj": (groups * size, 16)}
         sizes |= {"o_proj": (16, 2 * groups * size)}
-        projections = {name: _linear(draw(*pair)) for name, pair in sizes.items()}
-        norms = {name: _clone(module._modules[name], weight=draw(size)) for name in ("q_norm", "k_norm")}
-        clone = _clone(module, **projections, **norms)
+        weights = {name: draw(*pair) for name, pair in sizes.items()}
+        weights["v_proj"] *= 16  # some models clip what is large
+        projections = {name: _linear(weight) for name, weight in weights.items()}
+        norms = [_clone(norm, weight=draw(len(norm.weight))) for norm in _head_norms(module)]
+        clone = _clone(module, **projections, **dict(zip(("q_norm", "k_norm"), norms, strict=False)))
         clone.config = copy.copy(module.config)
         clone.config._attn_implementation_internal = RAGGED_BLOCK
         clone.layer_idx = 0
-        if getattr(module, "sliding_window", None) is not None:
-            clone.sliding_window = 3
+        for settings in (clone, clone.config):
+            if getattr(settings, "sliding_window", None) is not None:
+                settings.sliding_window = 3
         hidden, angles = draw(2, width, 16), (draw(2, width, size), draw(2, width, size))
         lengths, found = torch.tensor([3, 7], device="cpu"), []
         for is_ours in (False, True):
@@ -296,15 +307,15 @@ def _is_attention(module: Any, eps: float, dtype: torch.dtype) -> bool:
             given: dict[str, Any] = {"attention_mask": None, "past_key_values": cache, KEYWORD: cache}
             if is_ours:
                 write = ops.norm_rope_write.reference
-                out, weights = _attend(clone, eps, hidden, angles, cache, given, write)
+                out, shares = _attend(clone, eps, hidden, angles, cache, given, write)
             else:
                 given |= {"hidden_states": hidden, "position_embeddings": angles, "use_cache": True}
-                out, weights = type(module).forward(clone, **given)
+                out, shares = type(module).forward(clone, **given)
             cache.check_passed()
-            found.append((out, weights, *cache.buffers_of(0)))
+            found.append((out, shares, *cache.buffers_of(0)))
         return found[0], found[1]
 
-    return _agrees(("attention", size, eps, *_facts(module)), dtype, both)
+    return _agrees(("attention", size, eps, *_facts(module), *_facts(module.config)), dtype, both)
 
 
 def _is_layer(module: Any, eps: float, dtype: torch.dtype) -> bool:
@@ -362,8 +373,8 @@ def _same(first: Any, second: Any) -> bool:
     return type(first) is type(second) and bool(first == second)
 
 
-def _facts(module: nn.Module) -> tuple[object, ...]:
-    """A class, and the settings of a module that its forward may look at."""
+def _facts(module: object) -> tuple[object, ...]:
+    """A class, and the settings of a module or a config that a forward may look at."""
     plain = (bool, int, float, str, type(None))
     settings = {n: v for n, v in vars(module).items() if isinstance(v, plain) and n not in ("layer_idx", "training")}
     return type(module), *sorted(settings.items())

@@ -1,4 +1,4 @@
-"""Norm, RoPE and cache write of a block's heads, in one launch."""
+"""RoPE and cache write of a block's heads, and their norm where they have one, in one launch."""
 
 # No `from __future__ import annotations`: torch.library reads the annotations.
 
@@ -12,6 +12,9 @@ from ..rotary import norm_and_rotate, write_slots
 def _check(given: Given, size: Sizes) -> None:
     alike = ("key_BWGE", "value_BWGE", "query_weight_E", "key_weight_E", "cos_BWE", "sin_BWE")
     check_dtype(given, [given["query_BWHE"].dtype], *alike)
+    has_norm = [given[name] is not None for name in ("query_weight_E", "key_weight_E")]
+    if any(has_norm) != all(has_norm):
+        raise ValueError("expected norms of queries and keys or of neither, got one weight; pass both or None twice")
     if size["E"] % 2 or size["R"] < size["W"]:
         raise ValueError(
             f"expected an even E and R >= W, got E {size['E']}, R {size['R']}, W {size['W']}; the cache must hold it"
@@ -27,8 +30,8 @@ def norm_rope_write(
     query_BWHE: Tensor,
     key_BWGE: Tensor,
     value_BWGE: Tensor,
-    query_weight_E: Tensor,
-    key_weight_E: Tensor,
+    query_weight_E: Tensor | None,
+    key_weight_E: Tensor | None,
     cos_BWE: Tensor,
     sin_BWE: Tensor,
     lengths_B: Tensor,
@@ -36,7 +39,7 @@ def norm_rope_write(
     value_buffer_BRGE: Tensor,
     eps: float,
 ) -> Tensor:
-    """Norms and rotates queries and keys, writes keys and values into the cache; no host sync.
+    """Norms (where asked to) and rotates queries and keys, writes keys and values into the cache; no host sync.
 
     With `p = lengths[b] + i`, `norm(x) = weight * x / sqrt(mean(x^2) + eps)` and, for halves `[x1, x2]`,
     `rope(x) = x * cos[b, i] + [-x2, x1] * sin[b, i]`:
@@ -45,18 +48,19 @@ def norm_rope_write(
         key_buffer[b, p mod R]        = rope(norm(key[b, i]))
         value_buffer[b, p mod R]      = value[b, i]
 
-    A token at a negative `p` is written nowhere. Rounding is that of the draft's modules: the norm in float32, then
-    each product and sum in the dtype of the states.
+    Without weights `norm(x) = x`, as in Llama. A token at a negative `p` is written nowhere. Rounding is that of the
+    draft's modules: the norm in float32, then each product and sum in the dtype of the states.
 
     Args:
         query_BWHE, key_BWGE, value_BWGE (`torch.Tensor`): Outputs of the projections, any strides (views of one fused
             product, say); one dtype, `E` even.
-        query_weight_E, key_weight_E (`torch.Tensor` of shape `[E]`): Of the norms, of the same dtype.
+        query_weight_E, key_weight_E (`torch.Tensor` of shape `[E]`, *optional*): Of the norms, of the same dtype; both
+            or neither.
         cos_BWE, sin_BWE (`torch.Tensor` of shape `[B, W, E]`): Of the tokens' positions, of the same dtype.
         lengths_B (`torch.Tensor` of shape `[B]`, integer): Index of each row's first token.
         key_buffer_BRGE, value_buffer_BRGE (`torch.Tensor` of shape `[B, R, G, E]`): One layer of the cache, `R >= W`.
             Written in place, in its own dtype.
-        eps (`float`): Of the norms.
+        eps (`float`): Of the norms; without any it is not looked at.
 
     Returns:
         `torch.Tensor` of shape `[B, W, H, E]`, contiguous.

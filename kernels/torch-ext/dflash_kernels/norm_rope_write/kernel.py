@@ -66,7 +66,7 @@ def _norm_rope_write_kernel(
     E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """For token `i` of row `b`, at `p = lengths[b] + i`: `out = rope(norm(query))`,
+    """For token `i` of row `b`, at `p = lengths[b] + i`, `norm(x) = x` without weights: `out = rope(norm(query))`,
 
     `key_buffer[b, p mod R] = rope(norm(key))` and `value_buffer[b, p mod R] = value`, the last two only for `p >= 0`.
     """
