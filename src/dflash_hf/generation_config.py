@@ -72,9 +72,10 @@ class DFlashGenerationConfig(GenerationConfig):
             `"argmax"`, measured better than `"shared_noise"` on the same texts of the bundled pair (docs/log.md). With
             a DFlash 2 draft each rule chooses among the selector's candidates, behind the tokens proposed so far.
         compile_layers (`bool`, defaults to `False`): Fuse the pointwise parts of the target's layers (norms, RoPE,
-            activations, residuals) with `torch.compile` during a verify, under the engine `"cuda_graph"`. The first
-            call of a shape compiles, which takes a while; nothing of the model stays changed, and what cannot be
-            compiled runs as it is, with the reason in the log. Not measured on a GPU yet.
+            activations, residuals) with `torch.compile` during a verify, under the engine `"cuda_graph"`, but for
+            layers whose attention the package's kernels compute. The first call of a shape compiles, which takes a
+            while; nothing of the model stays changed, and what cannot be compiled runs as it is, with the reason in
+            the log. Not measured on a GPU yet.
         synchronize (`bool`, defaults to `False`): Wait for the accelerator before each reading of the clock, so that
             the times in [`SpeculativeStats`] are each part's own. It slows decoding; a CPU has nothing to wait for.
         kwargs: Fields of [`~transformers.GenerationConfig`].

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash_hf import ops
 from dflash_hf.generation import compiled, static_step
 from dflash_hf.generation.compiled import compiled_layers
 from dflash_hf.target.hidden_states import Taps
@@ -72,6 +73,21 @@ def test_every_family_gives_the_plain_text_from_a_few_graphs(family: str, graphs
     assert 3 <= num_graphs <= 5, "norm and rest of a layer, RoPE, norms of queries and keys: not one per layer"
     assert len(graphs) == num_graphs, "compiled once"
     assert max(graphs) > 15, "the MLP with what stands around it"
+
+
+@pytest.mark.parametrize(("family", "is_left"), [("llama", True), ("qwen3-moe", True), ("phi3", False)])
+def test_layers_whose_attention_kernels_compute_are_left_to_them(
+    family: str, is_left: bool, graphs: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """By references, in float32. Of the others nothing is fused inside of what is compiled."""
+    target, draft, inputs, _ = pair(family)
+    target, draft = target.float(), draft.float()
+    ref = target.generate(**inputs, **GREEDY)
+    with ops.kernels(True):
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    assert bool(graphs) != is_left
+    assert "cannot compile" not in caplog.text
+    assert not own_forwards(target)
 
 
 def test_taps_hold_what_they_hold_without(graphs: list[int]) -> None:

@@ -41,6 +41,11 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> None:
     use_tapes(monkeypatch)
 
 
+def num_fused(target: Any) -> int:
+    """Layers whose attention kernels compute in float64, where the norms of queries and keys keep Qwen3's out."""
+    return 4 if target.config.model_type in ("llama", "mistral") else 0
+
+
 def check_greedy(target: Any, inputs: dict[str, Tensor], calls: Calls, engine: Any, width: int, **options: Any) -> Any:
     """Two calls, the second one over kept buffers, give the plain text; returns the draft."""
     wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
@@ -57,7 +62,7 @@ def check_greedy(target: Any, inputs: dict[str, Tensor], calls: Calls, engine: A
         assert draft.last_stats.engine == engine
         assert draft.last_stats.acceptance_length > 1
         if engine != "cuda_graph":
-            assert calls.all() == calls_of(draft)
+            assert calls.all() == calls_of(draft, num_fused(target))
         else:
             assert calls.all().keys() == calls_of(draft).keys()
             assert Tape.num_replays > 0
@@ -209,7 +214,7 @@ def test_nothing_moves_and_every_step_is_the_same_whatever_is_accepted(
         target.generate(**inputs, **settings, assistant_model=draft)
     accepted = {count for row in draft.last_stats.num_accepted for count in row}
     assert len(accepted) > 2, "blocks of which different numbers are right"
-    assert calls.all() == calls_of(draft)
+    assert calls.all() == calls_of(draft, num_fused(target))
     watched.check()
 
 

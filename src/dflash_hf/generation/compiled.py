@@ -4,6 +4,8 @@ A layer's forward is compiled from its beginning to its attention, and from behi
 itself runs as it is, because keys, values and the ragged block's notes are changed there by Python code; its norms and
 its RoPE are compiled on their own. So every layer of a kind shares a few small graphs, none for each `layer_idx`.
 
+Layers whose attention kernels compute (`target/fused.py`) run by those: compiled they would be more launches.
+
 Nothing of the model is changed but for an attribute `forward` on these modules while a verify runs, which acts in the
 verifying thread only. Hooks are called outside of `forward`, so taps fire as ever.
 """
@@ -23,11 +25,11 @@ from torch import nn
 
 from dflash_hf.scopes import undoing
 from dflash_hf.target.code import attention_modules
+from dflash_hf.target.fused import COMPILED, fused_attention
 from dflash_hf.target.parts import Target
 
 # Tests compile with one that is quick.
 backend = "inductor"
-_MARK = "_dflash_switched"
 Shape = tuple[int, int]  # rows, tokens
 
 
@@ -46,8 +48,8 @@ _users: weakref.WeakKeyDictionary[nn.Module, set[object]] = weakref.WeakKeyDicti
 def compiled_layers(target: Target, shape: Shape) -> Generator[None]:
     """Runs the target's decoder layers compiled, in this thread only.
 
-    Recurrent layers, and those that carry hooks inside or a forward of their own, run as they are. The first verify of
-    a shape compiles.
+    Recurrent layers, those whose attention kernels compute, and those that carry hooks inside or a forward of their
+    own run as they would without. The first verify of a shape compiles.
 
     Args:
         target (`Target`): The target.
@@ -86,10 +88,11 @@ def compile_errors() -> type[Exception]:
 
 def _attach(target: Target) -> None:
     """Gives the layers, their attention and its norms a forward that asks which thread calls it."""
+    by_kernels = set(fused_attention(target))
     for layer in target.layers:
         attentions = attention_modules(layer)
         # A recurrent layer's cache keeps notes in Python code too, and all through the layer.
-        if not attentions or layer in attentions or not _is_plain(layer):
+        if not attentions or layer in attentions or not by_kernels.isdisjoint(attentions) or not _is_plain(layer):
             continue
         for attention in attentions:
             own: Any = attention
@@ -106,7 +109,7 @@ def _detach(target: Target) -> None:
     for layer in target.layers:
         for module in layer.modules():
             own = vars(module)
-            if hasattr(_innermost(own.get("forward")), _MARK):
+            if hasattr(_innermost(own.get("forward")), COMPILED):
                 del module.forward
 
 
@@ -133,7 +136,7 @@ def _switched(module: nn.Module, change: Callable[[Any, Shape], Callable[..., An
         chosen = plain if _here.scope is None else change(plain, _here.scope[0])
         return chosen(weak(), *args, **kwargs)
 
-    setattr(forward, _MARK, True)
+    setattr(forward, COMPILED, True)
     return forward
 
 

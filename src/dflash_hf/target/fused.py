@@ -36,6 +36,8 @@ from dflash_hf.target.reentry import KEYWORD, RAGGED_BLOCK, ragged_block
 
 logger = logging.getLogger(__name__)
 _MARK = "_dflash_fused"
+# On a forward that is compiled: what torch.compile traces is its classes' own.
+COMPILED = "_dflash_compiled"
 # What is checked, beside the dtype that is asked for.
 DTYPES = (torch.float32, *ops.HALF)
 _GATED = {"gate_proj", "up_proj", "down_proj"}
@@ -103,12 +105,21 @@ def fused_modules(target: Target) -> Generator[None]:
         with _patching:
             users = _users.setdefault(target.model, set())
             users.add(user)
+            compiled = [layer for layer in target.layers if hasattr(vars(layer).get("forward"), COMPILED)]
+            traced = {part for layer in compiled for part in layer.modules()}
             for weak, forward in forwards:
                 module = weak()
-                if module is not None:
+                if module is not None and module not in traced:
                     vars(module).setdefault("forward", forward)  # one that is there already stays
         _here.is_on = True
         yield
+
+
+def fused_attention(target: Target) -> list[nn.Module]:
+    """Returns the attention modules that a verify runs by kernels, in no order; none where no kernels run."""
+    weight: Any = target.embedding.weight
+    modules = [module() for module, _ in _plan(target, weight.dtype).forwards] if ops.fuses(weight) else []
+    return [module for module in modules if module is not None and module._modules.keys() >= _ATTENTION]
 
 
 def _plan(target: Target, dtype: torch.dtype) -> _Plan:
@@ -399,4 +410,4 @@ def _linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
     return functools.partial(nn.functional.linear, weight=weight)
 
 
-__all__ = ["fused_modules", "norm_eps"]
+__all__ = ["COMPILED", "fused_attention", "fused_modules", "norm_eps"]
