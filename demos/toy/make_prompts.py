@@ -1,10 +1,8 @@
-"""Writes held-out prompts, with their pictures: `held_out.jsonl` for the demo, the benchmarks and the tests, and the
-same as a set of questions, `toy-PAIR.jsonl`, for `dflash-hf bench`."""
+"""Writes `held_out.jsonl`: held-out prompts for the demo, the benchmarks and the tests, with their pictures."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -53,30 +51,6 @@ def vision_row(sample: VisionSample, folder: Path) -> dict[str, Any]:
     return {"kind": sample.kind, "messages": messages, "answer": sample.answer, **scored(sample.kind, sample.answer)}
 
 
-def question_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return prompts as questions: what the user says, turn by turn, and what is right where that is a number."""
-    questions: list[dict[str, Any]] = []
-    for row in rows:
-        asked = [message["content"] for message in row["messages"] if message["role"] == "user"]
-        parts = [[{"type": "text", "text": turn}] if isinstance(turn, str) else turn for turn in asked]
-        question: dict[str, Any] = {
-            "question_id": f"{row['kind']}-{sum(one['category'] == row['kind'] for one in questions)}",
-            "category": row["kind"],
-            "turns": ["".join(part["text"] for part in turn if part["type"] == "text") for turn in parts],
-        }
-        if images := [part["path"] for turn in parts for part in turn if part["type"] == "image"]:
-            question["images"] = images
-        if found := re.search(r"\\boxed\{(.*?)\}", row["answer"]):
-            question |= {"reference": found.group(1), "score": "math"}
-        questions.append(question)
-    return questions
-
-
-def json_lines(rows: Sequence[dict[str, Any]]) -> str:
-    """Return rows as the text of a file."""
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
 def main(
     pair: Annotated[Literal["text", "vision", "hybrid"], typer.Option(help="Which of the pairs.")] = "text",
     per_kind: Annotated[int, typer.Option(help="Prompts of each kind.", min=1)] = 12,
@@ -93,8 +67,7 @@ def main(
             for kind in VISION_KINDS
             for index in range(per_kind)
         ]
-    out.write_text(json_lines(rows))
-    out.with_name(f"toy-{pair}.jsonl").write_text(json_lines(question_rows(rows)))
+    out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     typer.echo(f"{len(rows)} prompts in {out}")
 
 

@@ -1,4 +1,4 @@
-"""Whether answers are right: mathematics by math-verify, code by its tests, choices by their letter, texts as they are.
+"""Whether answers are right: mathematics by math-verify, code by its tests, choices by their letter, or word for word.
 
 A mark that is not clear counts as wrong. What stands before the last `</think>` is no part of an answer.
 """

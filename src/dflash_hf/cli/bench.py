@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dflash_hf.bench.cells import RunSettings
 
 Value = TypeVar("Value")
-QUESTIONS = BUNDLED / "toy-text.jsonl"
+QUESTIONS = BUNDLED / "held_out.jsonl"
 
 app = typer.Typer(name="bench", help="Measure ways of decoding on sets of questions, and report.")
 
