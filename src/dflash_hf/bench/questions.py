@@ -28,7 +28,7 @@ class Question:
         images (`tuple[str, ...]`): Paths of images, shown before the text of the first turn.
         history (`tuple[dict, ...]`): Messages that stand before the first turn, in Transformers' form.
         reference: What [`dflash_hf.bench.scores`] compares the answer with; plain JSON.
-        score (`str`, *optional*): How, `"math"`, `"code"`, `"letter"` or `"exact"`; `None` if nothing is right or wrong.
+        score (`str`, *optional*): How, `"math"`, `"code"`, `"letter"` or `"exact"`; `None` where nothing is right.
     """
 
     dataset: str
