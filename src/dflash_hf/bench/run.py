@@ -388,8 +388,8 @@ class Asker:
             error = one_line(f"{type(failure).__name__}: {failure}")
             logger.warning("%s: %s", cell.model_id, error)
             self.method_seconds += time.perf_counter() - started - _seconds_of(turns)
-            if torch.accelerator.is_available():
-                torch.accelerator.empty_cache()
+            if torch.cuda.is_available():  # where it was memory, the next method should not find it in pieces
+                torch.cuda.empty_cache()
         self.method_seconds += _seconds_of(turns)
         self.failures[cell.model_id] = 0 if error is None else self.failures.get(cell.model_id, 0) + 1
         return [
