@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import time
@@ -40,6 +41,10 @@ def test_definitions_by_hand() -> None:
     assert HAND.acceptance_histogram(row=1) == [0, 0, 2, 0, 0]
     # vLLM's mean is one more than the sum of its joint shares per position.
     assert HAND.acceptance_length_as("vllm") == pytest.approx(1 + sum(HAND.acceptance_per_position()))
+    # A token decoded without a draft is a verify of ours, and no draft of vLLM's.
+    plain = dataclasses.replace(HAND, num_committed=[[4, 1]], num_accepted=[[3, 0]], verify_widths=[4, 1])
+    assert plain.acceptance_length == 2.5
+    assert plain.acceptance_length_as("vllm") == 4.0
     with pytest.raises(ValueError, match=r"expected a definition in .* got 'eagle'"):
         HAND.acceptance_length_as("eagle")  # type: ignore[arg-type]
 

@@ -18,11 +18,12 @@ from typing import Any
 
 from dflash_hf.bench.answers import Answer
 from dflash_hf.bench.questions import Key, Question
+from dflash_hf.bench.run_files import write_whole
 from dflash_hf.errors import listed, shown
 
 logger = logging.getLogger(__name__)
 
-RUN, QUESTIONS, MARGINS = "run.json", "questions.jsonl", "margins.jsonl"
+RUN, QUESTIONS = "run.json", "questions.jsonl"
 SECONDS_BETWEEN_SYNCS = 1.0
 Asked = tuple[Key, int]  # a question, and how often it had been asked before
 Batch = tuple[int, Sequence[Question]]  # the same of a batch
@@ -133,10 +134,6 @@ class RunFolder:
         for part in self._parts(model_id):
             part.unlink()
 
-    def write_margins(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Writes `margins.jsonl`: where answers differ from their baseline's."""
-        write_whole(self.path / MARGINS, "".join(map(line_of, rows)))
-
     def _parts(self, model_id: str) -> list[Path]:
         return sorted(self.path.glob(f"part*-answers-{_safe(model_id)}.jsonl"))
 
@@ -161,18 +158,8 @@ def line_of(row: Mapping[str, Any]) -> str:
     return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, whenever the process is killed."""
-    part = path.with_name(f".{path.name}.part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-
-
 def _safe(model_id: str) -> str:
     return re.sub(r"[^\w.-]", "_", model_id)
 
 
-__all__ = ["Asked", "Batch", "RunFolder", "line_of", "whole_batches", "write_whole"]
+__all__ = ["Asked", "Batch", "RunFolder", "line_of", "whole_batches"]

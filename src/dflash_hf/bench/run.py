@@ -90,12 +90,15 @@ def run(settings: RunSettings) -> Path | None:
     processes.wait()
     report = None
     if processes.rank == 0:
-        _end(asker, models, session)
+        _end(asker, session)
         from dflash_hf.bench.margins import write_margins
         from dflash_hf.bench.report import write_report
         from dflash_hf.bench.summary import summarize
 
-        write_margins(settings.out, models)
+        try:
+            write_margins(settings.out, models)
+        except FAILURES as error:
+            logger.warning("margins.jsonl is left out (%s): the report does not say which differences are ties", error)
         summarize(settings.out)
         report = write_report(settings.out)
     processes.end()
@@ -428,40 +431,18 @@ def _seconds_of(turns: Sequence[Sequence[Turn]]) -> float:
     return sum(turn.wall_time for row in turns for turn in row)
 
 
-def _end(asker: Asker, models: Mapping[str, Models], session: Mapping[str, float]) -> None:
+def _end(asker: Asker, session: Mapping[str, float]) -> None:
     """Puts the answers of all processes together, in the questions' order, and says which cells were given up."""
     order = {question.key: number for number, question in enumerate(asker.questions)}
-    every: dict[str, dict[Asked, Answer]] = {}
     for cell in asker.cells:
         answers = asker.folder.read(cell.model_id)
         sequence = sorted(answers, key=lambda asked: (asked[1], order[asked[0]]))
-        every[cell.model_id] = {asked: answers[asked] for asked in sequence}
-        asker.folder.merge(cell.model_id, every[cell.model_id].values())
+        asker.folder.merge(cell.model_id, [answers[asked] for asked in sequence])
         errors = [answer.error for answer in answers.values() if answer.error is not None]
         if cell.failed is None and errors and len(answers) < len(order) * asker.settings.repeats:
             cell.failed = f"given up after {MAX_FAILURES} failures in a row, the last one: {errors[-1]}"
     run = asker.folder.read_run()
     _write_run(asker.folder, run["settings"], asker.cells, run["provenance"], [*run["sessions"], dict(session)])
-    try:
-        asker.folder.write_margins(_margins(asker, models, every))
-    except FAILURES as error:
-        logger.warning("margins.jsonl is left out (%s): the report does not say which differences are ties", error)
-
-
-def _margins(
-    asker: Asker, models: Mapping[str, Models], every: Mapping[str, Mapping[Asked, Answer]]
-) -> Iterator[dict[str, Any]]:
-    """By how little greedy answers of local methods differ from their baseline's."""
-    from dflash_hf.bench.margins import margins
-
-    questions = {question.key: question for question in asker.questions}
-    for cell in asker.cells:
-        if cell.baseline is None or cell.options.temperature or cell.options.dtype not in models:
-            continue
-        plain = every[cell.baseline]
-        pairs = [(answer, plain[asked]) for asked, answer in every[cell.model_id].items() if asked in plain]
-        pairs = [pair for pair in pairs if pair[0].error is None and pair[1].error is None]
-        yield from margins(pairs, questions, models[cell.options.dtype], asker.settings.system)
 
 
 __all__ = ["FAILURES", "MAX_FAILURES", "Asker", "Processes", "batches_of", "rounds_of", "run", "seed_of"]

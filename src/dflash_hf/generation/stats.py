@@ -12,7 +12,7 @@ same counts, row by row a *response* or *request* of theirs:
 | who | acceptance length | differs from ours in |
 |---|---|---|
 | z-lab `dflash` 0.1.0 | mean over responses of the mean committed per verify | short answers weigh the same |
-| vLLM | `1 + accepted / drafts`, over all verifies | accepted tokens beyond the end of the answer count |
+| vLLM | `1 + accepted / drafts` | accepted tokens beyond the end count, verifies without proposals do not |
 | SGLang | `completion_tokens / verify_ct` | the prefill's token counts, its forward does not |
 """
 
@@ -124,8 +124,10 @@ class SpeculativeStats:
             return 0.0
         if definition == "zlab":  # dflash/benchmark.py::_print_decode_summary
             return _mean([_mean(row) for row in self.num_committed if row])
-        if definition == "vllm":  # vllm/v1/spec_decode/metrics.py
-            return 1.0 + _mean([count for row in self.num_accepted for count in row])
+        if definition == "vllm":  # vllm/v1/spec_decode/metrics.py; a width of 1 proposes nothing and is no draft
+            tried = [self._num_tried(row) for row in range(len(self.num_accepted))]
+            pairs = [pair for row in zip(self.num_accepted, tried, strict=True) for pair in zip(*row, strict=True)]
+            return 1.0 + _mean([count for count, checked in pairs if checked])
         return self.num_new_tokens / self.num_verifies
 
     def acceptance_per_position(self, conditional: bool = False, row: int | None = None) -> list[float]:
