@@ -145,6 +145,19 @@ def test_images_need_a_target_that_sees_them(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_an_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    words = ["--out", tmp_path / "out", "--num-prompts", 1, "--max-new-tokens", 8]
+    with monkeypatch.context() as patch:
+        patch.setattr("dflash_hf.bench.run.Asker._ask", interrupted)
+        result = bench(*words)
+    assert result.exit_code == 130
+    assert "the same command with --resume goes on" in said(result)
+    assert bench(*words, "--resume").exit_code == 0
+
+
 def test_defaults_are_the_bundled_pairs(tmp_path: Path) -> None:
     result = bench("--out", tmp_path / "out", "--num-prompts", 1, "--max-new-tokens", 8)
     assert result.exit_code == 0, result.output

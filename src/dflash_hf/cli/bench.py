@@ -77,7 +77,11 @@ def bench(
         settings = read_settings(ctx.params)
         from dflash_hf.bench.run import run
 
-        report = run(settings)
+        try:
+            report = run(settings)
+        except KeyboardInterrupt as error:
+            typer.secho(f"Ended. What {out} has counts: the same command with --resume goes on.", err=True)
+            raise typer.Exit(130) from error
         if report is not None:
             record: Any = json.loads((settings.out / "run.json").read_text(encoding="utf-8"))
             for row in record["methods"]:
