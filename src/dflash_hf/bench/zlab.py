@@ -27,7 +27,7 @@ def zlab_way(models: Models) -> Way:
         ValueError: If the package is not installed, or their format cannot express the draft.
     """
     try:
-        from dflash import model as zlab
+        from dflash import model as zlab  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError(
             f"expected z-lab's package for zlab, got none ({one_line(error)}); pip install --no-deps {PACKAGE}"
