@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import time
 import tomllib
@@ -16,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from dflash_hf.bench.provenance import commit, cpu_model, version
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -104,7 +104,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
     """Returns what a reader has to know to repeat a measurement or to distrust it."""
     return {
         "machine": {
-            "cpu": _cpu_model(),
+            "cpu": cpu_model(),
             "cores": num_cores(),
             "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
             "platform": platform.platform(),
@@ -113,43 +113,15 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": {
             "python": platform.python_version(),
-            **{name: _version(name) for name in ("torch", "triton", "transformers", "dflash")},
+            **{name: version(name) for name in ("torch", "triton", "transformers", "dflash")},
             "dflash_hf": _own_version(),
         },
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
     }
 
 
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith(("model name", "Model")):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _own_version() -> str:
     """The version in pyproject.toml: the sources may run without being installed."""
     return str(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
-
-
-def _commit() -> str | None:
-    """The commit, with "+dirty" if the working tree differs from it; outside a repository what `GIT_COMMIT` says."""
-    try:
-        head, changes = (
-            subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-            for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GIT_COMMIT")
-    return head + ("+dirty" if changes else "")

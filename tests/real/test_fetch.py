@@ -1,4 +1,4 @@
-"""`make real`: what comes out of a GGUF file is mended, and a folder is written whole or not at all."""
+"""`make real`: what comes out of a GGUF file is fixed, and a folder is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def from_gguf() -> PreTrainedTokenizerFast:
 def test_digits_come_off_before_the_spaces(fetch: Any) -> None:
     loaded = from_gguf()
     assert loaded.tokenize("a   42")[:3] == ["a", "ĠĠ", "Ġ"]
-    mended = fetch.as_published(loaded)
-    assert mended.tokenize("a   42") == ["a", "ĠĠĠ", "4", "2"]
-    assert (mended.eos_token, mended.pad_token_id, mended.bos_token_id) == ("<|im_end|>", 2, 1)
-    assert mended.chat_template == loaded.chat_template
-    assert mended.decode(mended("a , b  9")["input_ids"]) == "a , b  9"
+    fixed = fetch.as_published(loaded)
+    assert fixed.tokenize("a   42") == ["a", "ĠĠĠ", "4", "2"]
+    assert (fixed.eos_token, fixed.pad_token_id, fixed.bos_token_id) == ("<|im_end|>", 2, 1)
+    assert fixed.chat_template == loaded.chat_template
+    assert fixed.decode(fixed("a , b  9")["input_ids"]) == "a , b  9"
 
 
 def tiny(fetch: Any) -> Any:

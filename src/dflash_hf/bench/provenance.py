@@ -32,10 +32,10 @@ def provenance(models: Mapping[str, Models], num_processes: int) -> dict[str, An
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "commit": _commit(),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "commit": commit(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "machine": {
-            "cpu": _cpu_model(),
+            "cpu": cpu_model(),
             "cores": os.cpu_count(),
             "gpus": gpus,
             "platform": platform.platform(),
@@ -65,14 +65,16 @@ def _describe(models: Models) -> dict[str, Any]:
     return described
 
 
-def _version(name: str) -> str | None:
+def version(name: str) -> str | None:
+    """Returns the version of an installed package, or `None`."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """Returns what the processor calls itself."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(encoding="utf-8").splitlines():
@@ -81,8 +83,11 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _commit() -> str | None:
-    """The commit of the clone that the package runs from, with "+dirty" if its files differ from it."""
+def commit() -> str | None:
+    """Returns the commit of the clone that the package runs from, with "+dirty" if its files differ from it.
+
+    Outside a repository it is what `GIT_COMMIT` says.
+    """
     folder = Path(__file__).resolve().parents[3]
     if not (folder / ".git").exists():
         return os.environ.get("GIT_COMMIT")
@@ -96,4 +101,4 @@ def _commit() -> str | None:
     return head + ("+dirty" if changes else "")
 
 
-__all__ = ["provenance"]
+__all__ = ["commit", "cpu_model", "provenance", "version"]
