@@ -183,6 +183,10 @@ def test_uploads_are_deleted_and_only_so_many_are_kept(
     chat.attach(tmp_path / "short-lived.png")
     [folder] = forgetful.log.parent.glob("dflash-chat-*")
     [upload] = folder.rglob("short-lived.png")
+    # Deleted while the page loads it, it would be an error of the page's.
+    chat.page.wait_for_function(
+        "[...document.querySelectorAll('#df-box .thumbnail-item img')].some(image => image.naturalWidth > 0)"
+    )
     (forgetful.log.parent / "later").touch()  # sixteen minutes
     deadline = time.monotonic() + PATIENCE
     while upload.exists():

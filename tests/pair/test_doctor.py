@@ -287,7 +287,7 @@ def test_a_gain_counts_only_when_it_is_clear() -> None:
 
 def run_doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "dflash_hf.cli", "doctor", "--num-prompts", "2", "--max-new-tokens", "24", *arguments],
+        [sys.executable, "-m", "dflash_hf.cli", "doctor", "--num-prompts", "3", "--max-new-tokens", "24", *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -296,14 +296,12 @@ def run_doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_prints_json_alone_and_says_by_its_status_how_it_went(tmp_path: Path) -> None:
-    run = run_doctor("--json", "--prompts", str(TOY / "held_out.jsonl"), "--num-prompts", "4")
+    run = run_doctor("--json", "--prompts", str(TOY / "held_out.jsonl"))
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["findings"] == []
     damaged = variant(pair()[1], Setup(fields={"mask_token_id": 1}))
     damaged.save_pretrained(tmp_path / "draft")
-    run = run_doctor(
-        "--draft", str(tmp_path / "draft"), "--prompts", str(TOY / "held_out.jsonl"), "--num-prompts", "4"
-    )
+    run = run_doctor("--draft", str(tmp_path / "draft"), "--prompts", str(TOY / "held_out.jsonl"))
     assert run.returncode == 1, run.stderr
     assert "set mask_token_id to 3" in " ".join(run.stdout.split())
     run = run_doctor("--draft", str(tmp_path / "nowhere"), "--json")

@@ -24,6 +24,7 @@ from dflash_hf.modeling_dflash import DFlashDraftModel, DFlashRMSNorm
 from dflash_hf.target.parts import Target, find_target
 from dflash_hf.target.support import check_pair, check_target
 from dflash_hf.training.data import Example
+from dflash_hf.training.regenerate import regenerate_answers
 
 logger = logging.getLogger(__name__)
 
@@ -153,26 +154,20 @@ def diagnose(
     )
 
 
-@torch.no_grad()
 def write_answers(model: PreTrainedModel, inputs: Sequence[dict[str, Tensor]], max_new_tokens: int) -> list[Example]:
     """Answers prompts of one row each with plain greedy `generate`, and returns prompt and answer together.
 
     What the target's forward takes beside ids and mask goes with them; a value per token is 0 on the answer.
     """
-    examples: list[Example] = []
-    target: Any = model
-    for row in inputs:
-        columns = row["input_ids"].shape[1]
-        ids = target.generate(**row, do_sample=False, max_new_tokens=max_new_tokens)[0].tolist()
-        example = Example.from_pair(ids[:columns], ids[columns:])
-        for name, value in row.items():
-            if name in ("input_ids", "attention_mask"):
-                continue
-            per_token = value.shape == row["input_ids"].shape
-            padded = torch.nn.functional.pad(value[0], (0, len(ids) - columns)) if per_token else value
-            example.model_inputs[name] = padded
-        examples.append(example)
-    return examples
+    prompts = [Example.from_pair(row, []) for row in inputs]
+    config: Any = model.generation_config
+    ends = config.eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    pad_token_id = config.pad_token_id if config.pad_token_id is not None else next(iter(ends), 0)
+    answers = regenerate_answers(
+        model, prompts, max_new_tokens=max_new_tokens, eos_token_id=ends, pad_token_id=pad_token_id, batch_size=8
+    )
+    return [prompt.with_answer(answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
 def _try_settings(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> tuple[Setup, list[Check]]:

@@ -34,7 +34,8 @@ def regenerate_answers(
             included), or an [`Example`] without an answer. Only those of a batch are held at a time, so a sequence may
             build them when asked; see [`ChatDataset`].
         max_new_tokens (`int`): Longest answer in tokens.
-        eos_token_id, pad_token_id (`int`): Of the tokenizer.
+        eos_token_id (`int` or `list[int]`): What ends an answer; `[]` if only the limit does.
+        pad_token_id (`int`): Of the tokenizer.
         batch_size (`int`): Prompts per call.
         guesses (sequence of sequences of `int`, *optional*): A likely answer to each prompt, its end token included.
             One forward tells whether it is what the target would write; only the others are generated. An empty guess
@@ -69,7 +70,7 @@ def regenerate_answers(
             **batch.model_inputs,
             do_sample=False,
             max_new_tokens=max_new_tokens,
-            eos_token_id=eos_token_id,
+            eos_token_id=eos_token_id or None,
             pad_token_id=pad_token_id,
         )
         for index, row in zip(chosen, output[:, batch.input_ids.shape[1] :].tolist(), strict=True):
