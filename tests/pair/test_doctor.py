@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -22,8 +19,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from typer.testing import CliRunner, Result
 
 from dflash_hf import DFlashDraftModel
+from dflash_hf.cli.main import app
 from dflash_hf.evaluation import diagnosis as doctor_module
 from dflash_hf.evaluation.diagnosis import Diagnosis, diagnose, write_answers
 from dflash_hf.evaluation.harness import encode_prompt
@@ -285,27 +284,25 @@ def test_a_gain_counts_only_when_it_is_clear() -> None:
     assert not Measurement((9.0, 9.0), (16, 16)).beats(Measurement((2.0, 2.0), (16, 16))), "too few to tell"
 
 
-def run_doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dflash_hf.cli", "doctor", "--num-prompts", "3", "--max-new-tokens", "24", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(TOY.parents[1] / "src")},
-    )
+HELD_OUT = ["--prompts", str(TOY / "held_out.jsonl")]
+
+
+def run_doctor(*arguments: str) -> Result:
+    command = ["doctor", "--num-prompts", "3", "--max-new-tokens", "24", *arguments]
+    return CliRunner().invoke(app, command, env={"COLUMNS": "200"})
 
 
 def test_the_command_prints_json_alone_and_says_by_its_status_how_it_went(tmp_path: Path) -> None:
-    run = run_doctor("--json", "--prompts", str(TOY / "held_out.jsonl"))
-    assert run.returncode == 0, run.stderr
+    run = run_doctor("--json", *HELD_OUT)
+    assert run.exit_code == 0, run.stderr
     assert json.loads(run.stdout)["findings"] == []
     damaged = variant(pair()[1], Setup(fields={"mask_token_id": 1}))
     damaged.save_pretrained(tmp_path / "draft")
-    run = run_doctor("--draft", str(tmp_path / "draft"), "--prompts", str(TOY / "held_out.jsonl"))
-    assert run.returncode == 1, run.stderr
+    run = run_doctor("--draft", str(tmp_path / "draft"), *HELD_OUT)
+    assert run.exit_code == 1, run.stderr
     assert "set mask_token_id to 3" in " ".join(run.stdout.split())
     run = run_doctor("--draft", str(tmp_path / "nowhere"), "--json")
-    assert (run.returncode, run.stdout) == (2, "")
+    assert (run.exit_code, run.stdout) == (2, "")
     assert "Traceback" not in run.stderr
 
 

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from typer.testing import CliRunner
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli.demo import read_prompts
+from dflash_hf.cli.main import app
 from dflash_hf.evaluation.harness import encode_prompt
 
 TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
@@ -121,6 +123,7 @@ def test_sampled_texts_are_the_same_at_block_sizes_1_4_and_16(temperature: float
 
 
 def test_the_demo_command_compares_and_succeeds() -> None:
+    """The one command that is run as a process of its own; what others print is looked at in this one."""
     run = subprocess.run(
         [sys.executable, "-m", "dflash_hf.cli", "demo", "--per-kind", "1", "--json"],
         capture_output=True,
@@ -136,25 +139,13 @@ def test_the_demo_command_compares_and_succeeds() -> None:
 
 def test_the_generate_command_streams_and_compares() -> None:
     prompt = prompts(1)[0]["messages"][-1]["content"]
-    run = subprocess.run(
-        [sys.executable, "-m", "dflash_hf.cli", "generate", prompt, "--temperature", "0.7", "--seed", "5"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=ENVIRONMENT,
-    )
-    assert run.returncode == 0, run.stderr
+    run = CliRunner().invoke(app, ["generate", prompt, "--temperature", "0.7", "--seed", "5"])
+    assert run.exit_code == 0, run.output
     assert "yes" in run.stdout
 
 
 def test_a_wrong_folder_is_one_sentence() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "dflash_hf.cli", "demo", "--pair", "/nowhere"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=ENVIRONMENT,
-    )
-    assert run.returncode == 2
+    run = CliRunner().invoke(app, ["demo", "--pair", "/nowhere"])
+    assert run.exit_code == 2
     assert "expected held-out prompts in /nowhere" in run.stderr
-    assert "Traceback" not in run.stderr
+    assert "Traceback" not in run.output
