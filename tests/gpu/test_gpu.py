@@ -369,7 +369,7 @@ def loss_and_gradients(
     """The draft's states over several blocks under one kind of mask, and the gradients of their weighted sum."""
     anchors = sample_anchors(batch.loss_mask.cpu(), 3, 6, torch.Generator().manual_seed(0)).to(taps.device)
     draft.zero_grad()
-    states = run_blocks(draft, find_target(target), batch, taps, anchors, flex=flex)
+    states = run_blocks(draft, find_target(target), batch, taps, anchors, "flex" if flex else "sdpa")
     weights = torch.linspace(-1, 1, states.numel(), device=states.device, dtype=states.dtype).view_as(states)
     (states * weights).sum().backward()
     return states.detach(), {n: p.grad.clone() for n, p in draft.named_parameters() if p.grad is not None}
@@ -399,5 +399,5 @@ def test_block_masks_hide_what_dense_masks_hide(device: str, examples: list[Exam
     taps = target_features(find_target(target), [0, 2], batch).taps
     masks = BlockMaskRule(batch.attention_mask, anchors).masks(attention_kinds(draft), flex=True)
     assert all(isinstance(mask, BlockMask) for mask in masks.values())
-    dense, flexible = (run_blocks(draft, find_target(target), batch, taps, anchors, flex=flag) for flag in (0, 1))
+    dense, flexible = (run_blocks(draft, find_target(target), batch, taps, anchors, flex) for flex in ("sdpa", "flex"))
     assert relative_error(flexible, dense) < 1e-4

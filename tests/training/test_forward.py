@@ -1,9 +1,11 @@
 """A block in training is the same block in decoding, and the target gives features without changing."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import Qwen3ForCausalLM
 
@@ -13,8 +15,15 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target, find_target
 from dflash_hf.training.anchors import Anchors, BlockMaskRule, all_anchors, sample_anchors
 from dflash_hf.training.collators import Batch
-from dflash_hf.training.forward import attention_kinds, block_inputs, run_blocks, target_features
-from dflash_hf.training.loss import block_labels, block_loss, decay_weights
+from dflash_hf.training.forward import (
+    attention_kinds,
+    batch_loss,
+    batch_weight,
+    block_inputs,
+    run_blocks,
+    target_features,
+)
+from dflash_hf.training.loss import OBJECTIVES, Objective, block_labels, block_loss, decay_weights
 from tiny import DFLASH2
 
 SLIDING = {
@@ -88,6 +97,114 @@ def test_blocks_do_not_depend_on_what_they_must_not_see(
     assert not torch.allclose(run_blocks(draft, found, batch, earlier, anchors).view(3, 2, 6, -1)[0, 0], before[0, 0])
 
 
+class Ran(Exception):
+    """Something ran that is not needed."""
+
+
+def refuse(*args: object) -> None:
+    raise Ran
+
+
+@pytest.mark.parametrize("layer_ids", [[0, 2], [2, 0], [-1, 1], [3]])
+@pytest.mark.parametrize("after_deepstack", [False, True])
+@pytest.mark.parametrize("top_level", [False, True])
+def test_the_targets_forward_ends_behind_the_last_tapped_layer(
+    layer_ids: list[int], after_deepstack: bool, top_level: bool, target: Qwen3ForCausalLM, batch: Batch
+) -> None:
+    found = find_target(target)
+    hooks = {
+        name: len(module._forward_hooks) + len(module._forward_pre_hooks) for name, module in target.named_modules()
+    }
+    options = {"after_deepstack": after_deepstack, "top_level": top_level}
+    whole = target_features(found, layer_ids, batch, **options, num_likely=1)
+    logits = target(batch.input_ids).logits
+    last = max(layer_ids)
+    later: list[nn.Module] = [target.model.norm, target.lm_head, *(layer.mlp for layer in found.layers[last + 1 :])]
+    handles = [module.register_forward_pre_hook(refuse) for module in later]
+    ended = target_features(found, layer_ids, batch, **options)
+    assert torch.equal(ended.taps, whole.taps)
+    with pytest.raises(Ran):
+        target_features(found, layer_ids, batch, **options, num_likely=1)
+    for handle in handles:
+        handle.remove()
+    assert hooks == {
+        name: len(module._forward_hooks) + len(module._forward_pre_hooks) for name, module in target.named_modules()
+    }
+    assert torch.equal(target(batch.input_ids).logits, logits)
+
+
+@torch.no_grad()
+def test_context_that_no_anchor_sees_is_left_out(
+    target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch
+) -> None:
+    found, draft = find_target(target.double()), make_draft(**SLIDING).double().eval()
+    taps = target_features(found, [0, 2], batch).taps
+    anchors = all_anchors(batch.loss_mask, 6).select(0, 2)
+    assert anchors.reach == 8 < batch.input_ids.shape[1]
+    widths: list[int] = []
+    handle = draft.fc.register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[1]))
+    shorter = run_blocks(draft, found, batch, taps, anchors)
+    longer = run_blocks(draft, found, batch, taps, replace(anchors, reach=None))
+    handle.remove()
+    assert widths == [8, batch.input_ids.shape[1]]
+    torch.testing.assert_close(shorter, longer, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_draft_and_target_may_be_of_different_dtypes(
+    dtypes: tuple[torch.dtype, torch.dtype],
+    objective: Objective,
+    target: Qwen3ForCausalLM,
+    make_draft: MakeDraft,
+    batch: Batch,
+) -> None:
+    """As they are without autocast: a fresh float32 draft of a bfloat16 target."""
+    anchors, weights = all_anchors(batch.loss_mask, 6), decay_weights(6, 3.0)
+    draft = make_draft()
+    wanted = batch_loss(draft, find_target(target), batch, anchors, weights, objective=objective)
+    found, draft = find_target(target.requires_grad_(False).to(dtypes[0])), draft.to(dtypes[1])
+    result = batch_loss(draft, found, batch, anchors, weights, objective=objective)
+    result.loss.backward()
+    assert all(p.grad is not None and p.grad.dtype == dtypes[1] for p in draft.parameters())
+    assert abs(result.loss.item() / wanted.loss.item() - 1) < 0.05
+    assert result.weight == wanted.weight == batch_weight(draft, batch, anchors, weights, objective)
+
+
+def test_distillation_compares_with_the_targets_own_distribution(
+    target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch
+) -> None:
+    """All of the vocabulary is likely here, so it is the whole distribution behind the token in front of each slot."""
+    target, draft = target.double(), make_draft().double().eval()
+    found, anchors, weights = find_target(target), all_anchors(batch.loss_mask, 6), decay_weights(6, 3.0)
+    result = batch_loss(draft, found, batch, anchors, weights, objective="kl")
+    taps = target_features(found, [0, 2], batch).taps
+    own = target.lm_head(run_blocks(draft, found, batch, taps, anchors)).log_softmax(dim=-1)
+    theirs = target(batch.input_ids, attention_mask=batch.attention_mask.long()).logits.log_softmax(dim=-1)
+    labels, loss = block_labels(batch.input_ids, batch.loss_mask, anchors), 0.0
+    for row, number, slot in labels.mask.nonzero().tolist():
+        p = theirs[row, int(anchors.indices[row, number]) + slot - 1]
+        q = own.unflatten(1, (-1, 6))[row, number, slot]
+        loss += float(weights[slot] * (p.exp() * (p - q)).sum())
+    assert result.loss.item() == pytest.approx(loss, rel=1e-9)
+
+
+def test_labels_of_the_target_are_its_argmax_in_a_batch_loss(
+    target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch
+) -> None:
+    draft, found, anchors = make_draft(), find_target(target), all_anchors(batch.loss_mask, 6)
+    weights = decay_weights(6, 3.0)
+    result = batch_loss(draft, found, batch, anchors, weights, target_labels=True)
+    own = target(batch.input_ids, attention_mask=batch.attention_mask.long()).logits.argmax(dim=-1)
+    ids = torch.cat([batch.input_ids[:, :1], own[:, :-1]], dim=1)
+    labels = block_labels(ids, batch.loss_mask, anchors, batch.input_ids)
+    hidden = run_blocks(draft, found, batch, target_features(found, [0, 2], batch).taps, anchors)
+    wanted = block_loss(hidden, labels, weights, found.head)
+    torch.testing.assert_close(result.loss, wanted.loss, rtol=1e-5, atol=0)
+    plain = batch_loss(draft, found, batch, anchors, weights)
+    assert plain.loss != result.loss
+
+
 def test_flex_attention_gives_the_same_states(target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch) -> None:
     found, draft = find_target(target), make_draft(**SLIDING)
     taps = target_features(found, [0, 2], batch).taps
@@ -96,7 +213,7 @@ def test_flex_attention_gives_the_same_states(target: Qwen3ForCausalLM, make_dra
     assert all(isinstance(mask, BlockMask) for mask in masks.values())
     dense = run_blocks(draft, found, batch, taps, anchors)
     with torch.no_grad():
-        flexible = run_blocks(draft, found, batch, taps, anchors, flex=True)
+        flexible = run_blocks(draft, found, batch, taps, anchors, "flex")
     torch.testing.assert_close(dense, flexible, rtol=1e-4, atol=1e-4)
 
 
@@ -119,13 +236,22 @@ def test_features_are_the_hidden_states_after_each_layer(target: Qwen3ForCausalL
     found = find_target(target)
     states = target(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long(), output_hidden_states=True)
     expected = torch.cat([states.hidden_states[1], states.hidden_states[3]], dim=-1)[batch.attention_mask]
-    for options in ({}, {"with_head": True}, {"top_level": True}):
+    for options in ({}, {"num_likely": 1}, {"top_level": True}):
         features = target_features(found, [0, 2], batch, **options)
         torch.testing.assert_close(features.taps[batch.attention_mask], expected, rtol=0, atol=1e-6)
     assert features.next_ids is None
-    next_ids = target_features(found, [0, 2], batch, with_head=True).next_ids
-    assert next_ids is not None
-    assert torch.equal(next_ids, states.logits.argmax(dim=-1))
+    features = target_features(found, [0, 2], batch, num_likely=3)
+    assert features.next_ids is not None
+    assert features.next_log_probs is not None
+    assert torch.equal(features.next_ids[..., 0], states.logits.argmax(dim=-1))
+    log_probs, ids = states.logits.log_softmax(dim=-1).topk(3)
+    assert torch.equal(features.next_ids, ids)
+    torch.testing.assert_close(features.next_log_probs, log_probs, rtol=0, atol=1e-5)
+    columns = torch.tensor([2, 5, 6])
+    some = target_features(found, [0, 2], batch, num_likely=3, columns=columns)
+    assert some.next_ids is not None
+    assert torch.equal(some.next_ids[:, columns], ids[:, columns])
+    assert not some.next_ids[:, [0, 1, 3, 4, 7]].any()
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
 A block with anchor `a` holds the indices `a .. a + K - 1`. It sees the context strictly before `a` (the anchor itself
 enters as an embedding, as in decoding) and itself; slot `k >= 1` predicts the token at index `a + k`. Rows are padded
-on the right, so a token's index is its column.
+on the right, so a token's column is its index in the row. In a packed row several examples stand one after another,
+and nothing sees another example; windows and slots are counted in columns there too, positions from each one's start.
 
 Shapes: `B` rows, `S` context tokens, `A` anchors, `K` block, `Q = A * K` queries, `T = S + Q` keys.
 """
@@ -10,7 +11,7 @@ Shapes: `B` rows, `S` context tokens, `A` anchors, `K` block, `Q = A * K` querie
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,11 +32,14 @@ class Anchors:
             none.
         keep (`torch.Tensor` of shape `[B, A]`, bool): Which entries are anchors; rows may have fewer than `A`.
         block_size (`int`): Slots per block, the anchor included.
+        reach (`int`, *optional*): An index that no anchor is above: context from there on is seen by none. `None`
+            where the host does not know.
     """
 
     indices: Tensor
     keep: Tensor
     block_size: int
+    reach: int | None = None
 
     @property
     def positions(self) -> Tensor:
@@ -44,60 +48,72 @@ class Anchors:
 
     def select(self, start: int, stop: int) -> Anchors:
         """Returns the anchors in columns `start .. stop - 1`."""
-        return Anchors(indices=self.indices[:, start:stop], keep=self.keep[:, start:stop], block_size=self.block_size)
+        indices, keep = self.indices[:, start:stop], self.keep[:, start:stop]
+        reach = int(indices.max()) if indices.device.type == "cpu" and indices.numel() else self.reach
+        return Anchors(indices=indices, keep=keep, block_size=self.block_size, reach=reach)
 
     def to(self, device: torch.device) -> Anchors:
         """Returns the same anchors on another device."""
-        return Anchors(indices=self.indices.to(device), keep=self.keep.to(device), block_size=self.block_size)
+        return replace(self, indices=self.indices.to(device), keep=self.keep.to(device))
 
 
-def valid_anchors(loss_mask_BS: Tensor) -> Tensor:
-    """Says which tokens can be anchors: answer tokens that an answer token follows.
+def valid_anchors(loss_mask_BS: Tensor, starts_BS: Tensor | None = None) -> Tensor:
+    """Says which tokens can be anchors: answer tokens that an answer token of the same example follows.
 
     In decoding the first anchor is the first generated token, which the prefill yields.
 
     Args:
         loss_mask_BS (`torch.Tensor` of shape `[B, S]`, bool): `True` on tokens that the target wrote.
+        starts_BS (`torch.Tensor` of shape `[B, S]`, int64, *optional*): Where each token's example begins, in packed
+            rows.
 
     Returns:
         `torch.Tensor` of shape `[B, S]`, bool.
     """
     followed = torch.zeros_like(loss_mask_BS)
     followed[:, :-1] = loss_mask_BS[:, 1:]
+    if starts_BS is not None:
+        followed[:, :-1] &= starts_BS[:, 1:] == starts_BS[:, :-1]
     return loss_mask_BS & followed
 
 
 def sample_anchors(
-    loss_mask_BS: Tensor, num_anchors: int, block_size: int, generator: torch.Generator | None = None
+    loss_mask_BS: Tensor,
+    num_anchors: int,
+    block_size: int,
+    generator: torch.Generator | None = None,
+    starts_BS: Tensor | None = None,
 ) -> Anchors:
-    """Draws up to `num_anchors` different anchors per row, uniformly; `A` is what the fullest row needs.
+    """Draws up to `num_anchors` different anchors per example, uniformly; `A` is what the fullest row needs.
 
     Args:
         loss_mask_BS (`torch.Tensor` of shape `[B, S]`, bool, on the CPU): See `valid_anchors`.
-        num_anchors (`int`): Most anchors per row.
+        num_anchors (`int`): Most anchors per example.
         block_size (`int`): Slots per block.
         generator (`torch.Generator`, *optional*): Of the draw, on the CPU.
+        starts_BS (`torch.Tensor` of shape `[B, S]`, int64, *optional*): See `valid_anchors`.
     """
-    valid = valid_anchors(loss_mask_BS)
+    valid = valid_anchors(loss_mask_BS, starts_BS)
     scores = torch.rand(valid.shape, generator=generator, device=valid.device).masked_fill_(~valid, -1.0)
-    num_columns = max(1, min(num_anchors, int(valid.sum(dim=1).max())))
-    drawn, indices = scores.topk(num_columns, dim=1)
-    return _sorted(indices, drawn >= 0, block_size)
+    starts = torch.zeros_like(scores, dtype=torch.long) if starts_BS is None else starts_BS
+    order = scores.argsort(dim=1, descending=True)
+    # By example, then by score: a token's place there, less where its example begins, is its rank among its own.
+    order = order.gather(1, starts.gather(1, order).argsort(dim=1, stable=True))
+    return _chosen(valid & (order.argsort(dim=1) - starts < num_anchors), block_size)
 
 
-def all_anchors(loss_mask_BS: Tensor, block_size: int) -> Anchors:
-    """Returns every valid anchor of every row, in order."""
-    valid = valid_anchors(loss_mask_BS)
-    num_columns = max(1, int(valid.sum(dim=1).max()))
-    keep, indices = valid.to(torch.int8).topk(num_columns, dim=1)
-    return _sorted(indices, keep.bool(), block_size)
+def all_anchors(loss_mask_BS: Tensor, block_size: int, starts_BS: Tensor | None = None) -> Anchors:
+    """Returns every valid anchor of every row, in order; arguments as in `sample_anchors`."""
+    return _chosen(valid_anchors(loss_mask_BS, starts_BS), block_size)
 
 
-def _sorted(indices: Tensor, keep: Tensor, block_size: int) -> Anchors:
-    """Anchors in ascending order, the missing ones last and at index 0."""
-    order = indices.masked_fill(~keep, torch.iinfo(torch.int64).max).argsort(dim=1)
-    keep = keep.gather(1, order)
-    return Anchors(indices=indices.gather(1, order).masked_fill(~keep, 0), keep=keep, block_size=block_size)
+def _chosen(chosen_BS: Tensor, block_size: int) -> Anchors:
+    """These anchors in ascending order, the missing ones last and at index 0."""
+    num_columns = max(1, int(chosen_BS.sum(dim=1).max()))
+    keep, indices = chosen_BS.to(torch.int8).sort(dim=1, descending=True, stable=True)
+    keep = keep[:, :num_columns].bool()
+    indices = indices[:, :num_columns].masked_fill(~keep, 0)
+    return Anchors(indices=indices, keep=keep, block_size=block_size, reach=int(indices.max()))
 
 
 class BlockMaskRule:
@@ -106,9 +122,11 @@ class BlockMaskRule:
     Args:
         attention_mask_BS (`torch.Tensor` of shape `[B, S]`, bool): Real context tokens, right-padded.
         anchors (`Anchors`): The blocks.
+        starts_BQ (`torch.Tensor` of shape `[B, Q]`, int64, *optional*): In packed rows, where each slot's example
+            begins.
     """
 
-    def __init__(self, attention_mask_BS: Tensor, anchors: Anchors) -> None:
+    def __init__(self, attention_mask_BS: Tensor, anchors: Anchors, starts_BQ: Tensor | None = None) -> None:
         batch, num_context = attention_mask_BS.shape
         device = attention_mask_BS.device
         columns = torch.arange(num_context, device=device)
@@ -117,6 +135,8 @@ class BlockMaskRule:
         self.shape = (batch, num_blocks * self.block_size, num_context + num_blocks * self.block_size)
         self.anchor_BQ = anchors.indices.repeat_interleave(self.block_size, dim=1)
         self.query_BQ = anchors.positions.flatten(1)
+        # An example's tokens are neighbours, so that what begins with it and ends before the anchor is its own.
+        self.start_BQ = torch.zeros_like(self.anchor_BQ) if starts_BQ is None else starts_BQ
         self.key_BT = torch.cat([torch.where(attention_mask_BS, columns, -1), self.query_BQ], dim=1)
         blocks = torch.arange(num_blocks, device=device).repeat_interleave(self.block_size)
         self.key_block_T = torch.cat([torch.full_like(columns, -1), blocks])
@@ -130,6 +150,7 @@ class BlockMaskRule:
         """
         key_position, key_block = self.key_BT[row, key], self.key_block_T[key]
         in_context = (key_block < 0) & (key_position < self.anchor_BQ[row, query])
+        in_context = in_context & (key_position >= self.start_BQ[row, query])
         in_block = key_block == query // self.block_size
         window, causal, from_anchor = kind
         anchor = self.anchor_BQ[row, query]

@@ -1,4 +1,4 @@
-"""One training pass: the target's features of a batch, and the draft over many blocks of it at once.
+"""One training pass: the target's features of a batch, the draft over many blocks of it at once, and the loss.
 
 This and decoding meet in the model and the taps; what a block sees here is what it would see in decoding.
 """
@@ -6,20 +6,32 @@ This and decoding meet in the model and the taps; what a block sees here is what
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging
 from transformers.utils.generic import ModelOutput
 
 from dflash_hf.configuration_dflash import AttentionKind
+from dflash_hf.devices import execution_device
+from dflash_hf.errors import one_line
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
 from dflash_hf.training.anchors import Anchors, BlockMaskRule
 from dflash_hf.training.collators import Batch
+from dflash_hf.training.loss import BlockLabels, BlockLoss, Objective, block_labels, block_loss, loss_weight
+
+logger: Any = logging.get_logger(__name__)
+
+Attention = Literal["auto", "flex", "sdpa"]
+LIKELY_TOKENS = 64  # of the target's, at each position, that a draft is distilled from
+ROWS_OF_LOGITS = 1024  # that are float32 at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,23 +40,39 @@ class Features:
 
     Args:
         taps (`torch.Tensor` of shape `[B, S, L * D]`): Outputs of the tapped layers.
-        next_ids (`torch.Tensor` of shape `[B, S]`, int64, *optional*): The target's argmax after each token.
+        next_ids (`torch.Tensor` of shape `[B, S, P]`, int64, *optional*): The target's most likely tokens after each
+            token, best first; only where they were asked for.
+        next_log_probs (`torch.Tensor` of shape `[B, S, P]`, float32 or wider, *optional*): Their log-probabilities.
     """
 
     taps: Tensor
     next_ids: Tensor | None = None
+    next_log_probs: Tensor | None = None
+
+    def to(self, device: torch.device) -> Features:
+        """Returns the same features on another device."""
+        moved = (None if value is None else value.to(device) for value in (self.next_ids, self.next_log_probs))
+        next_ids, next_log_probs = moved
+        return Features(taps=self.taps.to(device), next_ids=next_ids, next_log_probs=next_log_probs)
+
+
+class _Passed(Exception):
+    """Nothing went wrong: the last tapped layer has run, and nothing behind it is needed."""
 
 
 def forward_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
     """Returns what the target's forward gets for a batch.
 
     Answer tokens of type 0 get the type that `generate` gives to new tokens: some targets attend both ways within a
-    prompt, where all is of type 0.
+    prompt, where all is of type 0. A packed row gets positions that begin anew with each example and no mask:
+    Transformers lets no example see another one then.
 
     Args:
         model (`PreTrainedModel`): The target.
         batch (`Batch`): The rows.
     """
+    if batch.starts is not None:
+        return {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
     inputs: dict[str, Any] = dict(batch.model_inputs)
     if "token_type_ids" in inputs:
         types: Tensor = inputs["token_type_ids"]
@@ -63,28 +91,127 @@ def target_features(
     batch: Batch,
     *,
     after_deepstack: bool = False,
-    with_head: bool = False,
+    num_likely: int = 0,
+    columns: Tensor | None = None,
     top_level: bool = False,
 ) -> Features:
     """Runs the frozen target over a batch and records the tapped layers; sets no mode, keeps no gradient.
 
+    Without `num_likely` the forward ends behind the last tapped layer: no later layer runs, and no head.
+
     Args:
         target (`Target`): The target, in eval mode.
         layer_ids (`list[int]`): Layers to tap.
-        batch (`Batch`): Right-padded rows on the target's device.
+        batch (`Batch`): Right-padded rows; they are moved to where the target's embedding is.
         after_deepstack (`bool`): Tap after DeepStack's additions, as the draft's `tap_after_deepstack` says.
-        with_head (`bool`): Also apply the head and return `next_ids`.
+        num_likely (`int`): How many of the target's most likely next tokens to return.
+        columns (`torch.Tensor`, int64, *optional*): The columns whose next tokens are needed, ascending; by default
+            all. The head sees no others; what is returned of others is 0.
         top_level (`bool`): Call the model itself even where its decoder alone would do, as with images.
+
+    Returns:
+        [`Features`] on the device of the first tapped layer.
     """
-    through_model = top_level or with_head or bool(batch.model_inputs)
+    batch = batch.to(target.device)
+    if batch.starts is None:
+        return _features(target, layer_ids, batch, after_deepstack, num_likely, columns, top_level)
+    rows = []
+    for number in range(len(batch.input_ids)):  # each by itself: some attention knows one packed row and no more
+        row = slice(number, number + 1)
+        parts = (batch.input_ids[row], batch.attention_mask[row], batch.loss_mask[row])
+        alone = Batch(input_ids=parts[0], attention_mask=parts[1], loss_mask=parts[2], starts=batch.starts[row])
+        rows.append(_features(target, layer_ids, alone, after_deepstack, num_likely, columns, top_level))
+    likely = [
+        None if rows[0].next_ids is None else torch.cat([getattr(row, name) for row in rows])
+        for name in ("next_ids", "next_log_probs")
+    ]
+    return Features(taps=torch.cat([row.taps for row in rows]), next_ids=likely[0], next_log_probs=likely[1])
+
+
+def _features(
+    target: Target,
+    layer_ids: list[int],
+    batch: Batch,
+    after_deepstack: bool,
+    num_likely: int,
+    columns: Tensor | None,
+    top_level: bool,
+) -> Features:
+    """`target_features` by one forward."""
+    through_model = top_level or num_likely > 0 or bool(batch.model_inputs)
     decoder = None if through_model else target.model.get_decoder()
     module = target.model if decoder is None else decoder
     inputs = forward_inputs(target.model, batch)
-    if through_model and not with_head and "logits_to_keep" in inspect.signature(target.model.forward).parameters:
-        inputs["logits_to_keep"] = 1
-    with Taps(target.layers, layer_ids, after_deepstack=after_deepstack).open() as taps:
-        output = module(**inputs, use_cache=False)
-        return Features(taps=taps.take(), next_ids=output.logits.argmax(dim=-1) if with_head else None)
+    if through_model and "logits_to_keep" in inspect.signature(target.model.forward).parameters:
+        if num_likely == 0:
+            inputs["logits_to_keep"] = 1
+        elif columns is not None:
+            inputs["logits_to_keep"] = columns = columns.to(target.device)
+    # What FSDP gathers for a forward it lets go of at that forward's end.
+    ends_early = num_likely == 0 and not any(
+        base.__name__ == "FSDPModule" for part in target.modules for base in type(part).__mro__
+    )
+    kept: list[Tensor] = []
+
+    def keep(states: Tensor) -> None:
+        kept.append(states)
+        if ends_early:
+            raise _Passed
+
+    output: Any = None
+    with Taps(target.layers, layer_ids, keep, after_deepstack).open() as taps:
+        with suppress(_Passed):
+            output = module(**inputs, use_cache=False)
+        states = kept[-1] if kept else taps.take()  # which says what is missing
+    if num_likely == 0:
+        return Features(taps=states)
+    ids, log_probs = likely_tokens(output.logits, num_likely)
+    if columns is not None and output.logits.shape[1] != batch.input_ids.shape[1]:
+        shape = (*batch.input_ids.shape, ids.shape[-1])
+        ids = ids.new_zeros(shape).index_copy_(1, columns.to(ids.device), ids)
+        log_probs = log_probs.new_zeros(shape).index_copy_(1, columns.to(ids.device), log_probs)
+    return Features(taps=states, next_ids=ids, next_log_probs=log_probs)
+
+
+def likely_tokens(logits: Tensor, num_likely: int) -> tuple[Tensor, Tensor]:
+    """Returns the most likely tokens of each row of logits `[..., V]`, and their log-probabilities over all of `V`."""
+    found = []
+    for rows in logits.flatten(0, -2).split(ROWS_OF_LOGITS):
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        best, ids = wide.topk(min(num_likely, wide.shape[-1]), dim=-1)
+        found.append((ids, best - wide.logsumexp(dim=-1, keepdim=True)))
+    ids, log_probs = (torch.cat(part).unflatten(0, logits.shape[:-1]) for part in zip(*found, strict=True))
+    return ids, log_probs
+
+
+@torch.no_grad()
+def check_packing(target: Target) -> None:
+    """Refuses targets in which examples of one packed row would not be as each by itself; runs two short forwards.
+
+    Raises:
+        ValueError: Saying why.
+    """
+    name, advice = type(target.model).__name__, "train without packing"
+    decoder: Any = target.model.get_decoder()
+    if target.recurrences:
+        raise ValueError(f"expected a target without recurrent layers to pack examples, got {name}; {advice}")
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        raise ValueError(f"expected a target that takes position_ids to pack examples, got {name}; {advice}")
+    ids = torch.arange(3, 27, device=target.device)[None] % target.vocab_size
+    starts = torch.tensor([[0] * 11 + [11] * 13], device=target.device)
+    packed, alone = (
+        Batch(input_ids=part, attention_mask=torch.ones_like(part).bool(), loss_mask=part > 0, starts=begins)
+        for part, begins in ((ids, starts), (ids[:, 11:], None))
+    )
+    last = [len(target.layers) - 1]
+    one, other = target_features(target, last, packed).taps[:, 11:], target_features(target, last, alone).taps
+    # Rounding may send a token of a mixture to other experts: most tokens count.
+    error = ((one - other).float().norm(dim=-1) / other.float().norm(dim=-1).clamp_min(1e-9)).median()
+    if not error < (1e-3 if other.dtype.itemsize >= 4 else 5e-2):
+        raise ValueError(
+            f"expected states of a packed example to be those of the example alone, got a relative difference of "
+            f"{float(error):.2g} in {name}; {advice}"
+        )
 
 
 def attention_kinds(draft: DFlashDraftModel) -> list[AttentionKind]:
@@ -105,37 +232,202 @@ def run_blocks(
     batch: Batch,
     features: Tensor,
     anchors: Anchors,
-    flex: bool = False,
+    attention: Attention = "sdpa",
     module: torch.nn.Module | None = None,
 ) -> Tensor:
-    """Runs the draft over all blocks in one forward.
+    """Runs the draft over all blocks in one forward; context that no anchor can see is left out.
 
     Args:
         draft (`DFlashDraftModel`): The draft.
-        target (`Target`): Whose embedding fills the blocks.
-        batch (`Batch`): The rows.
-        features (`torch.Tensor` of shape `[B, S, L * D]`): Tapped states of the rows.
-        anchors (`Anchors`): The blocks.
-        flex (`bool`): Use FlexAttention masks.
+        target (`Target`): Whose embedding fills the blocks; it may be on other devices.
+        batch (`Batch`): The rows, on the draft's device.
+        features (`torch.Tensor` of shape `[B, S, L * D]`): Tapped states of the rows, on any device.
+        anchors (`Anchors`): The blocks, on the draft's device.
+        attention (`str`): `"sdpa"` under dense masks, `"flex"` for FlexAttention, or `"auto"`: FlexAttention on CUDA,
+            and SDPA from the first time on that FlexAttention fails, which is logged once with its reason.
         module (`nn.Module`, *optional*): What to call instead of `draft`, when accelerate wrapped it.
 
     Returns:
         `torch.Tensor` of shape `[B, A * K, D]`: States ready for the target's head.
     """
-    num_context = batch.input_ids.shape[1]
-    context_positions = torch.arange(num_context, device=features.device).expand(batch.input_ids.shape)
+    dtype, device = draft.fc.weight.dtype, draft.fc.weight.device
+    seen = slice(0, None if anchors.reach is None else max(anchors.reach, 1))
+    starts_BQ = None
+    positions = anchors.positions.flatten(1)
+    if batch.starts is not None:
+        starts_BQ = batch.starts.gather(1, anchors.indices).repeat_interleave(anchors.block_size, dim=1)
+        positions = positions - starts_BQ
     ids = block_inputs(batch.input_ids, anchors, draft.config.mask_token_id)
-    with torch.no_grad():
-        noise_embeds = draft.embed(ids, target.embedding)
-    dtype = draft.fc.weight.dtype
-    output = (draft if module is None else module)(
-        noise_embeds=noise_embeds.to(dtype),
-        context_hidden_states=features.to(dtype),
-        position_ids=torch.cat([context_positions, anchors.positions.flatten(1)], dim=1),
-        attention_mask=BlockMaskRule(batch.attention_mask, anchors).masks(attention_kinds(draft), flex),
-        block_size=anchors.block_size,
+    with torch.set_grad_enabled(torch.is_grad_enabled() and draft.embed_tokens is not None):
+        noise_embeds = draft.embed(ids if draft.embed_tokens is not None else ids.to(target.device), target.embedding)
+    rule = BlockMaskRule(batch.attention_mask[:, seen], anchors, starts_BQ)
+
+    def run(flex: bool) -> Tensor:
+        output = (draft if module is None else module)(
+            noise_embeds=noise_embeds.to(device, dtype),
+            context_hidden_states=features[:, seen].to(device, dtype),
+            position_ids=torch.cat([batch.position_ids[:, seen], positions], dim=1),
+            attention_mask=rule.masks(attention_kinds(draft), flex),
+            block_size=anchors.block_size,
+        )
+        return output.last_hidden_state
+
+    if not _wants_flex(draft, attention, device):
+        return run(False)
+    try:
+        return run(True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a compiler raises: what is not its fault SDPA raises again
+        if attention == "flex":
+            raise
+        _flex_failures.append(one_line(error))
+    logger.warning_once(f"attention='auto' goes on with SDPA: FlexAttention failed with {_flex_failures[0]}")
+    return run(False)
+
+
+_flex_failures: list[str] = []  # of this process
+
+
+def _wants_flex(draft: DFlashDraftModel, attention: Attention, device: torch.device) -> bool:
+    """Whether to try FlexAttention."""
+    if attention != "auto":
+        return attention == "flex"
+    if device.type == "cuda" and draft.training and draft.config.attention_dropout > 0:
+        logger.warning_once("attention='auto' takes SDPA: FlexAttention has no dropout, and the draft has some")
+        return False
+    return device.type == "cuda" and not _flex_failures
+
+
+def logits_of(draft: DFlashDraftModel, target: Target) -> Callable[[Tensor], Tensor]:
+    """Returns what makes logits `[..., V]` of the draft's states `[..., D]`.
+
+    As in decoding the target's head sees the target's dtype, whatever the draft's is, on its own device.
+    """
+
+    def logits(states: Tensor) -> Tensor:
+        if draft.lm_head is None:
+            states = states.to(execution_device(target.head), target.model.dtype)
+        return draft.compute_logits(states, target.head)
+
+    return logits
+
+
+def batch_weight(
+    draft: DFlashDraftModel, batch: Batch, anchors: Anchors, weights_K: Tensor, objective: Objective
+) -> Tensor:
+    """Returns what the losses of a batch are divided by, before any forward: see `loss_weight`; arguments as below."""
+    return loss_weight(_labels(draft, batch, anchors), weights_K, objective)
+
+
+def batch_loss(
+    draft: DFlashDraftModel,
+    target: Target,
+    batch: Batch,
+    anchors: Anchors,
+    weights_K: Tensor,
+    *,
+    objective: Objective = "cross_entropy",
+    target_labels: bool = False,
+    chunk_blocks: int = 128,
+    attention: Attention = "auto",
+    features: Features | None = None,
+    module: torch.nn.Module | None = None,
+) -> BlockLoss:
+    """Runs target and draft over a batch, up to the loss.
+
+    Args:
+        draft (`DFlashDraftModel`): The draft.
+        target (`Target`): The target, frozen and in eval mode; it may be on other devices.
+        batch (`Batch`): The rows, on any device.
+        anchors (`Anchors`): The blocks, on any device.
+        weights_K (`torch.Tensor` of shape `[K]`): Weight of each slot; see `decay_weights`.
+        objective (`str`): See `loss`.
+        target_labels (`bool`): Learn the target's argmax at each position instead of the data's tokens.
+        chunk_blocks (`int`): Blocks per application of the head.
+        attention (`str`): See `run_blocks`.
+        features ([`Features`], *optional*): Of the batch, where they are known already.
+        module (`nn.Module`, *optional*): What to call instead of `draft`, when accelerate wrapped it.
+
+    Raises:
+        ValueError: If given features lack the target's next tokens, and the objective or the labels need them.
+    """
+    config, device = draft.config, draft.fc.weight.device
+    num_likely = LIKELY_TOKENS if objective == "kl" else int(target_labels)
+    if features is None:
+        columns = _columns_before_labels(draft, batch, anchors) if num_likely else None
+        features = target_features(
+            target,
+            config.target_layer_ids,
+            batch,
+            after_deepstack=config.tap_after_deepstack,
+            num_likely=num_likely,
+            columns=columns,
+        )
+    batch, anchors, features = batch.to(device), anchors.to(device), features.to(device)
+    ids, likely = batch.input_ids, None
+    if num_likely:
+        if features.next_ids is None or features.next_log_probs is None:
+            raise ValueError("expected features with the target's next tokens, got none; write them with num_likely")
+        likely = (_one_later(features.next_ids), _one_later(features.next_log_probs))
+        ids = likely[0][..., 0] if target_labels else ids
+    labels = _labels(draft, batch, anchors, ids, likely if objective == "kl" else None)
+    return block_loss(
+        run_blocks(draft, target, batch, features.taps, anchors, attention, module),
+        labels,
+        weights_K,
+        logits_of(draft, target),
+        chunk_blocks,
+        draft.candidate_selector,
+        objective=objective,
+        known_V=None if draft.d2t is None else _known_tokens(draft),
     )
-    return output.last_hidden_state
 
 
-__all__ = ["Features", "attention_kinds", "block_inputs", "forward_inputs", "run_blocks", "target_features"]
+def _labels(
+    draft: DFlashDraftModel,
+    batch: Batch,
+    anchors: Anchors,
+    ids: Tensor | None = None,
+    likely: tuple[Tensor, Tensor] | None = None,
+) -> BlockLabels:
+    """The labels of a batch for this draft; `ids` are the right ones where the tokens of the batch are not."""
+    ahead = int(draft.config.sample_from_anchor)
+    ids = batch.input_ids if ids is None else ids
+    return block_labels(ids, batch.loss_mask, anchors, batch.input_ids, batch.starts, ahead, likely)
+
+
+def _columns_before_labels(draft: DFlashDraftModel, batch: Batch, anchors: Anchors) -> Tensor:
+    """The columns behind which some slot's token stands, ascending."""
+    anchors = anchors.to(batch.input_ids.device)
+    mask = _labels(draft, batch, anchors).mask
+    return (anchors.positions + int(draft.config.sample_from_anchor) - 1)[mask].unique()
+
+
+def _one_later(states_BSP: Tensor) -> Tensor:
+    """What is said after each token, at the token it is said of; of the first one nothing is."""
+    return torch.cat([torch.zeros_like(states_BSP[:, :1]), states_BSP[:, :-1]], dim=1)
+
+
+def _known_tokens(draft: DFlashDraftModel) -> Tensor:
+    """The tokens that a reduced vocabulary has: bool of shape `[V]`."""
+    assert draft.d2t is not None
+    known = torch.zeros(draft.config.vocab_size or 0, dtype=torch.bool, device=draft.d2t.device)
+    return known.index_fill_(0, draft.d2t + torch.arange(len(draft.d2t), device=draft.d2t.device), True)
+
+
+__all__ = [
+    "LIKELY_TOKENS",
+    "Attention",
+    "Features",
+    "attention_kinds",
+    "batch_loss",
+    "batch_weight",
+    "block_inputs",
+    "check_packing",
+    "forward_inputs",
+    "likely_tokens",
+    "logits_of",
+    "run_blocks",
+    "target_features",
+]

@@ -1,25 +1,40 @@
-"""The training objective: cross entropy on each slot's own token, decaying with the slot, and the accuracy per slot.
+"""The training objective: what each slot should predict, how wrong it is, and how much each slot counts.
 
-`loss = sum(w * CE) / sum(w)` with `w_k = exp(-(k - 1) / gamma)` for slots `k >= 1`; slot 0 holds the anchor and has no
-loss. Source: arXiv 2602.06036 section 4.2. A DFlash 2 draft adds the cross entropy of its selector over the candidates
-of a slot, behind the right token, with the same weights: `sum(w * (CE + CE_selector)) / sum(w)`; a slot whose token is
-no candidate adds nothing. z-lab has published no objective for it; SpecForge (pull request 772) and speculators (1006)
-put a missing token among the candidates instead.
+`loss = sum(w * l)` over slots, divided by what `loss_weight` says; the anchor's slot has no loss, unless it proposes.
 
-Shapes: `B` rows, `A` anchors, `K` block, `N` slots with a label, `V` vocabulary, `C` candidates.
+* `"cross_entropy"`: `l = CE`, `w_k = exp(-(k - 1) / gamma)` for the k-th proposal. Source: arXiv 2602.06036, section
+  4.2.
+* `"dpace"`: `l = CE`, and instead of a fixed decay `w_j = sum_{m >= j} C_m` with
+  `C_m = prod_{i <= m} ((1 - a) q_i + a)` and `q = exp(-CE)`, constants for the gradient: what the slot adds to the
+  expected accepted length. Source: arXiv 2605.18810, equations 7 and 8, with its `a` of 0.5; SpecForge pull request
+  578, speculators 736, Model Optimizer 1724.
+* `"kl"`: `l = KL(p || q)` with `p` the target's distribution at the slot, of its most likely tokens only and made to
+  sum to 1, and the decay of cross entropy.
+
+A DFlash 2 draft adds the cross entropy of its selector over the candidates of a slot, behind the right token, with the
+same weights; a slot whose token is no candidate adds nothing. z-lab has published no objective for it; SpecForge (pull
+request 772) and speculators (1006) put a missing token among the candidates instead.
+
+Shapes: `B` rows, `A` anchors, `K` block, `N` slots with a loss, `V` vocabulary, `C` candidates, `P` likely tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dflash_hf.dflash2 import CandidateSelector
+from dflash_hf.errors import listed
 from dflash_hf.training.anchors import Anchors
+
+Objective = Literal["cross_entropy", "dpace", "kl"]
+OBJECTIVES: tuple[Objective, ...] = ("cross_entropy", "dpace", "kl")
+DPACE_SMOOTHING = 0.5  # the paper's: stable from 0.3 to 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +42,18 @@ class BlockLabels:
     """What each slot should predict.
 
     Args:
-        ids (`torch.Tensor` of shape `[B, A, K]`, int64): Token at the slot's own index.
+        ids (`torch.Tensor` of shape `[B, A, K]`, int64): The token that the slot should propose.
         mask (`torch.Tensor` of shape `[B, A, K]`, bool): Slots with a label: after the anchor, in the same answer.
-        before (`torch.Tensor` of shape `[B, A, K]`, int64): Token in front of the slot, as the target was shown it.
+        before (`torch.Tensor` of shape `[B, A, K]`, int64): Token in front of that one, as the target was shown it.
+        likely_ids (`torch.Tensor` of shape `[B, A, K, P]`, int64, *optional*): The target's most likely tokens there.
+        likely_log_probs (`torch.Tensor` of shape `[B, A, K, P]`, *optional*): Their log-probabilities.
     """
 
     ids: Tensor
     mask: Tensor
     before: Tensor
+    likely_ids: Tensor | None = None
+    likely_log_probs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +61,15 @@ class BlockLoss:
     """Sums over the slots of a batch, so that batches can be joined exactly.
 
     Args:
-        loss (`torch.Tensor`, scalar): `sum(w * CE)`; carries the gradient.
+        loss (`torch.Tensor`, scalar): `sum(w * l)`; carries the gradient.
         selector_loss (`torch.Tensor`, scalar): `sum(w * CE_selector)`; 0 without a selector. The objective is the sum
             of the two.
-        weight (`torch.Tensor`, scalar): `sum(w)`.
+        weight (`torch.Tensor`, scalar): What both are divided by; see `loss_weight`.
         correct, count (`torch.Tensor` of shape `[K]`, int64): Right argmaxes (of the selector, where there is one) and
             labels per slot.
         blocks (`torch.Tensor`, scalar, int64): Number of anchors.
         accepted (`torch.Tensor`, scalar, int64): Right argmaxes before the first wrong one, over all blocks.
+        finite (`torch.Tensor` of shape `[B]`, bool): Rows whose losses are all finite.
     """
 
     loss: Tensor
@@ -59,17 +79,31 @@ class BlockLoss:
     count: Tensor
     blocks: Tensor
     accepted: Tensor
+    finite: Tensor
 
 
-def decay_weights(block_size: int, gamma: float) -> Tensor:
-    """Returns `w` of shape `[K]`, float64: 0 in slot 0, then `exp(-(k - 1) / gamma)`."""
-    weights = torch.exp(-(torch.arange(block_size, dtype=torch.float64, device="cpu") - 1) / gamma)
-    weights[0] = 0
+def decay_weights(block_size: int, gamma: float, from_anchor: bool = False) -> Tensor:
+    """Returns `w` of shape `[K]`, float64: 0 in the anchor's slot, then `exp(-(k - 1) / gamma)`.
+
+    Args:
+        block_size (`int`): `K`.
+        gamma (`float`): Decay constant.
+        from_anchor (`bool`): The anchor's slot is the first that proposes.
+    """
+    first = 0 if from_anchor else 1
+    weights = torch.exp(-(torch.arange(block_size, dtype=torch.float64, device="cpu") - first) / gamma)
+    weights[:first] = 0
     return weights
 
 
 def block_labels(
-    token_ids_BS: Tensor, loss_mask_BS: Tensor, anchors: Anchors, input_ids_BS: Tensor | None = None
+    token_ids_BS: Tensor,
+    loss_mask_BS: Tensor,
+    anchors: Anchors,
+    input_ids_BS: Tensor | None = None,
+    starts_BS: Tensor | None = None,
+    ahead: int = 0,
+    likely_BSP: tuple[Tensor, Tensor] | None = None,
 ) -> BlockLabels:
     """Looks up what each slot should predict; a block's labels stop where its answer stops.
 
@@ -79,44 +113,162 @@ def block_labels(
         anchors (`Anchors`): The blocks.
         input_ids_BS (`torch.Tensor` of shape `[B, S]`, int64, *optional*): The tokens that the target was shown;
             default `token_ids_BS`.
+        starts_BS (`torch.Tensor` of shape `[B, S]`, int64, *optional*): Where each token's example begins, in packed
+            rows: see [`Batch`].
+        ahead (`int`): By how much the token that a slot proposes is ahead of its own index: 1 for drafts that sample
+            from the anchor.
+        likely_BSP (`tuple` of two `torch.Tensor` of shape `[B, S, P]`, *optional*): The target's most likely tokens
+            at each index, and their log-probabilities.
     """
     batch, num_columns = token_ids_BS.shape
-    positions = anchors.positions
+    positions = anchors.positions + ahead
     inside = (positions < num_columns) & anchors.keep[:, :, None]
     columns = positions.clamp_max(num_columns - 1).view(batch, -1)
+    if starts_BS is not None:
+        own = starts_BS.gather(1, anchors.indices)[:, :, None]
+        inside = inside & (starts_BS.gather(1, columns).view_as(positions) == own)
     wanted = loss_mask_BS.gather(1, columns).view_as(positions) & inside
     wanted = wanted.cumprod(dim=-1).bool()
-    wanted[:, :, 0] = False
+    wanted[:, :, : 1 - ahead] = False
     shown = token_ids_BS if input_ids_BS is None else input_ids_BS
+    likely = [None, None] if likely_BSP is None else [_at(states, columns, positions) for states in likely_BSP]
     return BlockLabels(
         ids=token_ids_BS.gather(1, columns).view_as(positions),
         mask=wanted,
         before=shown.gather(1, (columns - 1).clamp_min(0)).view_as(positions),
+        likely_ids=likely[0],
+        likely_log_probs=likely[1],
     )
 
 
-def _chunk_loss(
+def _at(states_BSP: Tensor, columns: Tensor, like_BAK: Tensor) -> Tensor:
+    """What stands in these columns of each row: `[B, A, K, P]`."""
+    size = states_BSP.shape[-1]
+    return states_BSP.gather(1, columns[:, :, None].expand(-1, -1, size)).view(*like_BAK.shape, size)
+
+
+def loss_weight(labels: BlockLabels, weights_K: Tensor, objective: Objective = "cross_entropy") -> Tensor:
+    """Returns what the sums of a batch are divided by: `sum(w)`, or under D-PACE the number of blocks.
+
+    It needs no forward, so that the one of a whole step is known before its first batch.
+
+    Args:
+        labels (`BlockLabels`): Of the batch.
+        weights_K (`torch.Tensor` of shape `[K]`): See `decay_weights`.
+        objective (`str`): See this module.
+    """
+    if objective == "dpace":
+        return labels.mask.any(dim=-1).sum()
+    return (labels.mask * weights_K.to(labels.mask.device)).sum()
+
+
+def dpace_weights(losses_BAK: Tensor, mask_BAK: Tensor) -> Tensor:
+    """Returns D-PACE's weight of each slot, `[B, A, K]`: the module's `w`, slots without a label left out.
+
+    Args:
+        losses_BAK (`torch.Tensor` of shape `[B, A, K]`): Cross entropies; infinite where the draft cannot be right.
+        mask_BAK (`torch.Tensor` of shape `[B, A, K]`, bool): Slots with a label.
+    """
+    smooth = (1 - DPACE_SMOOTHING) * torch.exp(-losses_BAK.detach()) + DPACE_SMOOTHING
+    reached = smooth.masked_fill(~mask_BAK, 1).cumprod(dim=-1) * mask_BAK
+    return reached.flip(-1).cumsum(dim=-1).flip(-1)
+
+
+class _Slots(NamedTuple):
+    """What some slots should predict; see [`BlockLabels`]."""
+
+    ids: Tensor
+    before: Tensor
+    likely_ids: Tensor | None
+    likely_log_probs: Tensor | None
+
+    def part(self, rows: slice, device: torch.device) -> _Slots:
+        """Those of some rows, on a device."""
+        return _Slots(*(None if value is None else value[rows].to(device) for value in self))
+
+
+def _slot_losses(
     hidden_ND: Tensor,
-    labels_N: Tensor,
-    before_N: Tensor,
-    weights_N: Tensor,
+    slots: _Slots,
+    rows: slice,
     logits_of: Callable[[Tensor], Tensor],
     selector: CandidateSelector | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`sum(w * CE)`, `sum(w * CE_selector)` and the argmaxes of some slots."""
+    """Loss, loss of the selector and argmax of some slots, on the states' device whatever the head's."""
     logits = logits_of(hidden_ND)
+    slots = slots.part(rows, logits.device)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    losses = nn.functional.cross_entropy(logits, labels_N, reduction="none")
-    weights_N = weights_N.to(losses.dtype)
-    loss = (losses * weights_N).sum()
-    if selector is None:
-        return loss, torch.zeros_like(loss), logits.detach().argmax(dim=-1)
-    candidates, scores = selector.score(hidden_ND, before_N[:, None], logits)
-    is_label = candidates == labels_N[:, None]
-    # The label's log-probability where it is a candidate; elsewhere the sum is empty.
-    own = torch.log_softmax(scores[:, 0], dim=-1).masked_fill(~is_label, 0).sum(dim=-1)
-    best = candidates.gather(1, scores[:, 0].detach().argmax(dim=-1, keepdim=True))[:, 0]
-    return loss, -(own * weights_N).sum(), best
+    if slots.likely_ids is None or slots.likely_log_probs is None:
+        losses = nn.functional.cross_entropy(logits, slots.ids, reduction="none")
+    else:
+        own = logits.gather(1, slots.likely_ids) - logits.logsumexp(dim=-1, keepdim=True)
+        known = own.detach() > -torch.inf  # what a reduced vocabulary leaves out is no part of p
+        theirs = slots.likely_log_probs.to(logits.dtype).masked_fill(~known, -torch.inf).log_softmax(dim=-1)
+        known = theirs > -torch.inf
+        theirs, own = theirs.masked_fill(~known, 0), own.masked_fill(~known, 0)
+        losses = (theirs.exp() * (theirs - own) * known).sum(dim=-1)
+    best, extra = logits.detach().argmax(dim=-1), torch.zeros_like(losses)
+    if selector is not None:
+        candidates, scores = selector.score(hidden_ND, slots.before[:, None], logits)
+        is_label = candidates == slots.ids[:, None]
+        # The label's log-probability where it is a candidate; elsewhere the sum is empty.
+        extra = -torch.log_softmax(scores[:, 0], dim=-1).masked_fill(~is_label, 0).sum(dim=-1)
+        best = candidates.gather(1, scores[:, 0].detach().argmax(dim=-1, keepdim=True))[:, 0]
+    return losses.to(hidden_ND.device), extra.to(hidden_ND.device), best.to(hidden_ND.device)
+
+
+class _FrozenHead(torch.autograd.Function):
+    """Losses of slots under a head that is not trained, chunk by chunk.
+
+    Each loss depends on its own slot's state alone, so the gradient by the states is found along with the losses: no
+    logits wait for the backward pass, and the head is not run a second time for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, chunks: list[slice], losses_of: Callable[..., Any]) -> Any:
+        parts, gradient = [], torch.empty_like(hidden_ND)
+        for rows in chunks:
+            with torch.enable_grad():
+                states = hidden_ND[rows].detach().requires_grad_()
+                losses, _, best = losses_of(states, rows)
+                (gradient[rows],) = torch.autograd.grad(losses.sum(), states)
+            parts.append((losses.detach(), best))
+        ctx.save_for_backward(gradient)
+        losses, best = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.mark_non_differentiable(best)
+        return losses, best
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grads[0][:, None].to(gradient.dtype), None, None
+
+
+def _all_losses(
+    hidden_ND: Tensor,
+    slots: _Slots,
+    logits_of: Callable[[Tensor], Tensor],
+    selector: CandidateSelector | None,
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_slot_losses` of all slots, `size` of them at a time."""
+    chunks = [slice(start, start + size) for start in range(0, len(hidden_ND), size)]
+
+    def losses_of(states: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        return _slot_losses(states, slots, rows, logits_of, selector)
+
+    trains = torch.is_grad_enabled() and hidden_ND.requires_grad
+    if trains and selector is None and not logits_of(hidden_ND[:1].detach()).requires_grad:
+        losses, best = _FrozenHead.apply(hidden_ND, chunks, losses_of)
+        return losses, torch.zeros_like(losses), best
+    parts = [
+        checkpoint(losses_of, hidden_ND[rows], rows, use_reentrant=False)
+        if trains and len(chunks) > 1
+        else losses_of(hidden_ND[rows], rows)
+        for rows in chunks
+    ]
+    losses, extra, best = (torch.cat(part) for part in zip(*parts, strict=True))
+    return losses, extra, best
 
 
 def block_loss(
@@ -126,53 +278,99 @@ def block_loss(
     logits_of: Callable[[Tensor], Tensor],
     chunk_blocks: int = 128,
     selector: CandidateSelector | None = None,
+    *,
+    objective: Objective = "cross_entropy",
+    known_V: Tensor | None = None,
 ) -> BlockLoss:
-    """Sums the weighted cross entropy over all slots with a label.
+    """Sums the weighted losses over all slots with a label.
 
-    The head sees the labelled slots of `chunk_blocks` blocks at a time; with more than one chunk it runs again in the
-    backward pass instead of keeping its logits, so memory is `chunk_blocks * K * V` whatever the number of anchors.
+    The head sees the labelled slots of `chunk_blocks` blocks at a time, and its logits are not kept, so memory is
+    `chunk_blocks * K * V` whatever the number of anchors.
 
     Args:
         hidden_BQD (`torch.Tensor` of shape `[B, A * K, D]`): The draft's output.
         labels (`BlockLabels`): What to predict.
-        weights_K (`torch.Tensor` of shape `[K]`): Weight of each slot.
-        logits_of (callable): Hidden states `[N, D]` to logits `[N, V]`.
+        weights_K (`torch.Tensor` of shape `[K]`): Weight of each slot; see `decay_weights`.
+        logits_of (callable): Hidden states `[N, D]` to logits `[N, V]`, each row by itself; they may be on another
+            device.
         chunk_blocks (`int`): Blocks per application of the head.
         selector (`CandidateSelector`, *optional*): The draft's selector, trained behind the right token of each slot.
             While all is right so far that token is the drafted one, so `accepted` is what the walk would give.
+        objective (`str`): See this module.
+        known_V (`torch.Tensor` of shape `[V]`, bool, *optional*): The tokens that a draft with a reduced vocabulary
+            can propose. Slots of others are wrong and add nothing to the loss.
+
+    Raises:
+        ValueError: For `"kl"` without likely tokens among the labels.
     """
-    block_size = labels.ids.shape[2]
-    wanted = labels.mask.flatten()
-    hidden_ND = hidden_BQD.flatten(0, 1)[wanted]
-    ids_N, before_N = labels.ids.flatten()[wanted], labels.before.flatten()[wanted]
-    weights_N = weights_K.to(hidden_ND.device).expand_as(labels.ids).flatten()[wanted]
-    right = torch.zeros_like(labels.mask)
+    block_size, device = labels.ids.shape[2], hidden_BQD.device
+    if objective == "kl" and labels.likely_ids is None:
+        raise ValueError("expected labels with likely tokens for objective='kl', got none; take them of the target")
+    scored = labels.mask if known_V is None else labels.mask & known_V[labels.ids]
+    flat = scored.flatten()
+    likely = (labels.likely_ids, labels.likely_log_probs) if objective == "kl" else (None, None)
+    slots = _Slots(
+        labels.ids.flatten()[flat],
+        labels.before.flatten()[flat],
+        *(None if value is None else value.flatten(0, 2)[flat] for value in likely),
+    )
+    hidden_ND = hidden_BQD.flatten(0, 1)[flat]
     # An empty batch still has to give a loss that can be differentiated.
     loss = selector_loss = hidden_ND.sum() * 0
-    best: list[Tensor] = []
-    size = chunk_blocks * (block_size - 1)
-    for start in range(0, len(ids_N), size):
-        rows = slice(start, start + size)
-        part = (hidden_ND[rows], ids_N[rows], before_N[rows], weights_N[rows])
-        if len(ids_N) > size and torch.is_grad_enabled():
-            sums = checkpoint(_chunk_loss, *part, logits_of, selector, use_reentrant=False)
+    right, finite = torch.zeros_like(labels.mask), torch.ones(len(scored), dtype=torch.bool, device=device)
+    if len(hidden_ND):
+        losses, extra, best = _all_losses(hidden_ND, slots, logits_of, selector, chunk_blocks * (block_size - 1))
+        table = losses.new_full(scored.shape, torch.inf).masked_scatter_(scored, (losses + extra).detach())
+        finite = (table.isfinite() | ~scored).flatten(1).all(dim=1)
+        if objective == "dpace":
+            table.masked_scatter_(scored, losses.detach())
+            weights_N = dpace_weights(table, labels.mask)[scored]
         else:
-            sums = _chunk_loss(*part, logits_of, selector)
-        partial, selector_partial, argmax = sums
-        loss, selector_loss = loss + partial, selector_loss + selector_partial
-        best.append(argmax)
-    if best:
-        right[labels.mask] = torch.cat(best) == ids_N
-    accepted = right[:, :, 1:].cumprod(dim=-1).sum()
+            weights_N = weights_K.to(device, losses.dtype).expand_as(labels.ids)[scored]
+        loss, selector_loss = (losses * weights_N).sum(), (extra * weights_N).sum()
+        right[scored] = best == slots.ids
+    accepted = ((right | ~labels.mask).cumprod(dim=-1).bool() & labels.mask).sum()
     return BlockLoss(
         loss=loss,
         selector_loss=selector_loss,
-        weight=weights_N.sum(),
+        weight=loss_weight(labels, weights_K, objective),
         correct=right.sum(dim=(0, 1)),
         count=labels.mask.sum(dim=(0, 1)),
-        blocks=labels.mask[:, :, 1].sum(),
+        blocks=labels.mask.any(dim=-1).sum(),
         accepted=accepted,
+        finite=finite,
     )
 
 
-__all__ = ["BlockLabels", "BlockLoss", "block_labels", "block_loss", "decay_weights"]
+def check_finite(results: Sequence[BlockLoss], rows: Sequence[object], step: int) -> None:
+    """Refuses losses that are no numbers; waits for the device once, whatever the number of batches.
+
+    Args:
+        results (sequence of [`BlockLoss`]): Of one step or of several.
+        rows (sequence): A name for each row of all their batches, in order.
+        step (`int`): The step, for the sentence.
+
+    Raises:
+        ValueError: Naming step and rows. Call it before the optimizer's step to leave the weights as they were.
+    """
+    finite = torch.cat([result.finite for result in results]).tolist()
+    if not all(finite):
+        wrong = [row for row, good in zip(rows, finite, strict=True) if not good]
+        raise ValueError(
+            f"expected finite losses, got NaN or infinity in step {step} from rows {listed(wrong)}; look at these "
+            "rows and at the target's states over them, lower learning_rate, or train in bfloat16 instead of float16"
+        )
+
+
+__all__ = [
+    "OBJECTIVES",
+    "BlockLabels",
+    "BlockLoss",
+    "Objective",
+    "block_labels",
+    "block_loss",
+    "check_finite",
+    "decay_weights",
+    "dpace_weights",
+    "loss_weight",
+]

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -26,8 +25,8 @@ from dflash_hf.training.anchors import Anchors, sample_anchors
 from dflash_hf.training.collators import Batch, bucketed_batches, collate
 from dflash_hf.training.config import DFlashTrainingConfig, default_gamma
 from dflash_hf.training.data import Example, example_lengths
-from dflash_hf.training.forward import run_blocks, target_features
-from dflash_hf.training.loss import BlockLoss, block_labels, block_loss, decay_weights
+from dflash_hf.training.forward import batch_loss
+from dflash_hf.training.loss import BlockLoss, block_labels, decay_weights
 from dflash_hf.training.optimizer import make_optimizers, make_schedulers
 from dflash_hf.training.resume import append_record, load_checkpoint, save_checkpoint
 from dflash_hf.training.walking import walked_acceptance
@@ -224,33 +223,21 @@ class DFlashTrainer:
 
     def _batch_loss(self, batch: Batch, anchors: Anchors) -> BlockLoss:
         """The forward of one batch, up to its loss."""
-        labels = block_labels(batch.input_ids, batch.loss_mask, anchors)
-        with_head = self.args.labels == "target"
-        config = self.draft.config
         with self._autocast():
-            options = {"after_deepstack": config.tap_after_deepstack, "with_head": with_head}
-            features = target_features(self.target, config.target_layer_ids, batch, **options)
-            if features.next_ids is not None:
-                ids = torch.cat([batch.input_ids[:, :1], features.next_ids[:, :-1]], dim=1)
-                labels = block_labels(ids, batch.loss_mask, anchors, batch.input_ids)
-            hidden = run_blocks(
+            return batch_loss(
                 self.draft,
                 self.target,
                 batch,
-                features.taps,
                 anchors,
-                flex=self.device.type == "cuda",
+                self.weights,
+                target_labels=self.args.labels == "target",
+                chunk_blocks=self.args.chunk_blocks,
                 module=self.module,
             )
-            selector = self.draft.candidate_selector
-            return block_loss(hidden, labels, self.weights, self._logits, self.args.chunk_blocks, selector)
 
     def _autocast(self) -> torch.autocast:
         """Our own, not accelerate's: that one is fixed for the whole process by whoever comes first."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.mixed_precision == "bf16")
-
-    def _logits(self, hidden_states: Tensor) -> Tensor:
-        return self.draft.compute_logits(hidden_states, self.target.head)
 
     def _report(self, window: list[BlockLoss], grad_norm: float) -> StepReport:
         """Joins the sums since the last report."""

@@ -17,7 +17,7 @@ from dflash_hf.target.parts import Target
 from dflash_hf.training.anchors import Anchors, all_anchors
 from dflash_hf.training.collators import Batch, collate, sorted_batches
 from dflash_hf.training.data import Example, example_lengths
-from dflash_hf.training.forward import run_blocks, target_features
+from dflash_hf.training.forward import logits_of, run_blocks, target_features
 from dflash_hf.training.loss import block_labels
 
 
@@ -123,20 +123,19 @@ def accepted_with_features(
         `torch.Tensor` of shape `[B, S]`, int64, on the CPU: See `accepted_at_anchors`.
     """
     ahead = int(draft.config.sample_from_anchor)  # of its own index, the token that a slot proposes
-    anchors = all_anchors(batch.loss_mask.cpu(), block_size).to(batch.input_ids.device)
+    anchors = all_anchors(batch.loss_mask.cpu(), block_size)
+    logits = logits_of(draft, target)
     accepted = torch.zeros_like(batch.input_ids)
     for start in range(0, anchors.indices.shape[1], chunk_anchors):
-        part = anchors.select(start, start + chunk_anchors)
+        part = anchors.select(start, start + chunk_anchors).to(batch.input_ids.device)
         proposed = Anchors(indices=part.indices, keep=part.keep, block_size=block_size + ahead)
         labels = block_labels(batch.input_ids, batch.loss_mask, proposed)
         hidden = run_blocks(draft, target, batch, features, part)
         # Only as many slots as a verify would look at go through the head; every block is a row of its own.
-        hidden = states = hidden.view(-1, block_size, hidden.shape[-1])[:, 1 - ahead : verify_width - ahead]
-        if draft.lm_head is None:  # as in decoding: the head sees the target's dtype, whatever the draft's is
-            states = hidden.to(target.model.dtype)
+        hidden = hidden.view(-1, block_size, hidden.shape[-1])[:, 1 - ahead : verify_width - ahead]
         heads = batch.input_ids.gather(1, part.indices).flatten()
-        proposals = draft.best_path(hidden, draft.compute_logits(states, target.head), heads)
-        proposals = proposals.view(*part.indices.shape, verify_width - 1)
+        proposals = draft.best_path(hidden, logits(hidden), heads)
+        proposals = proposals.view(*part.indices.shape, verify_width - 1).to(hidden.device)
         right = (proposals == labels.ids[:, :, 1:verify_width]) & labels.mask[:, :, 1:verify_width]
         accepted.scatter_add_(1, part.indices, right.cumprod(dim=-1).sum(dim=-1) * part.keep)
     return accepted.cpu()
