@@ -19,7 +19,7 @@ from transformers.utils.generic import ModelOutput
 
 from dflash_hf.configuration_dflash import AttentionKind
 from dflash_hf.devices import execution_device
-from dflash_hf.errors import one_line
+from dflash_hf.errors import one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
@@ -367,8 +367,12 @@ def batch_loss(
     batch, anchors, features = batch.to(device), anchors.to(device), features.to(device)
     ids, likely = batch.input_ids, None
     if num_likely:
-        if features.next_ids is None or features.next_log_probs is None:
-            raise ValueError("expected features with the target's next tokens, got none; write them with num_likely")
+        wanted = min(num_likely, target.vocab_size)
+        found = 0 if features.next_ids is None else features.next_ids.shape[-1]
+        what = f"features with the target's {wanted} most likely next tokens"
+        require(found >= wanted, what, found, f"write them with num_likely={wanted}")
+        assert features.next_ids is not None
+        assert features.next_log_probs is not None
         likely = (_one_later(features.next_ids), _one_later(features.next_log_probs))
         ids = likely[0][..., 0] if target_labels else ids
     labels = _labels(draft, batch, anchors, ids, likely if objective == "kl" else None)

@@ -184,7 +184,8 @@ class _Slots(NamedTuple):
 
     def part(self, rows: slice, device: torch.device) -> _Slots:
         """Those of some rows, on a device."""
-        return _Slots(*(None if value is None else value[rows].to(device) for value in self))
+        likely = (None if value is None else value[rows].to(device) for value in self[2:])
+        return _Slots(self.ids[rows].to(device), self.before[rows].to(device), *likely)
 
 
 def _slot_losses(

@@ -1,0 +1,308 @@
+"""The target's features on disk, for targets that are slow or do not fit beside the draft's training.
+
+Each example's features are what the target gives to that example alone: one row, no padding. Read back they are the
+same bit for bit; those of a padded batch differ from them by rounding, because a product of other shapes is summed in
+another order.
+
+A folder holds `features.json`, which says of which target and how, and shards `features-<digest>.safetensors`. An
+example is found by its content, so the same folder serves any order of the examples, and whatever is missing of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.utils import logging
+
+from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.errors import one_line, require
+from dflash_hf.target.parts import Target
+from dflash_hf.training.collators import Batch, collate
+from dflash_hf.training.data import Example, example_lengths
+from dflash_hf.training.forward import Features, target_features
+
+logger: Any = logging.get_logger(__name__)
+
+SETTINGS_FILE = "features.json"
+SHARD_BYTES = 2**28
+SAMPLES = 64  # of each weight that say which target it is
+PARTS = ("taps", "next_ids", "next_log_probs")
+
+
+def bytes_per_token(config: DFlashConfig, dtype: torch.dtype, num_likely: int = 0) -> int:
+    """Returns what a token's features take on disk: 40,960 bytes for five taps of Qwen3-8B in bfloat16.
+
+    Args:
+        config (`DFlashConfig`): The draft's.
+        dtype (`torch.dtype`): Of the target.
+        num_likely (`int`): The target's most likely next tokens that are kept, 8 bytes each.
+    """
+    return len(config.target_layer_ids) * int(config.target_hidden_size) * dtype.itemsize + 8 * num_likely
+
+
+def target_identity(target: Target) -> str:
+    """Returns a digest of the names, shapes, dtypes and some values of a target's weights and buffers.
+
+    Weights that are not here as plain tensors (offloaded, sharded) count by name, shape and dtype alone.
+    """
+    digest = hashlib.sha256(type(target.model).__name__.encode())
+    tensors = [*target.model.named_parameters(), *target.model.named_buffers()]
+    for name, tensor in tensors:
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        if tensor.device.type != "meta" and not hasattr(tensor, "device_mesh"):
+            some = tensor.detach().flatten()[:: max(1, tensor.numel() // SAMPLES)][:SAMPLES]
+            digest.update(_bytes(some.cpu()))
+    return digest.hexdigest()[:32]
+
+
+class FeatureCache:
+    """Features of examples in a folder.
+
+    Args:
+        folder (`str` or `Path`): Need not exist before it is written to.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._shards: dict[str, Path] | None = None
+        self._checked: set[str] = set()
+
+    def write(
+        self,
+        target: Target,
+        config: DFlashConfig,
+        examples: Sequence[Example],
+        *,
+        num_likely: int = 0,
+        on_example: Callable[[int], None] | None = None,
+    ) -> None:
+        """Runs the target over every example that is not in the folder yet; what is written stays when it fails.
+
+        Several processes may write different examples at the same time.
+
+        Args:
+            target (`Target`): The target, in eval mode.
+            config (`DFlashConfig`): The draft's: which layers are tapped.
+            examples (sequence of [`Example`]): Text or images.
+            num_likely (`int`): The target's most likely next tokens to keep, where the objective or the labels need
+                them: see `batch_loss`. A folder that has more goes on with as many.
+            on_example (callable, *optional*): Told the number of examples done after each.
+
+        Raises:
+            ValueError: If the folder holds features of another target or others taps, a shard is damaged, or the disk
+                has too little room for all of them.
+            OSError: If the disk is full after all.
+        """
+        settings = _settings(target, config, num_likely)
+        if is_old := (self.folder / SETTINGS_FILE).exists():
+            self.check(target, config, num_likely=num_likely)
+            num_likely = int(self._settings()["num_likely"])
+        size = bytes_per_token(config, target.model.dtype, num_likely)
+        # What is there already needs no room; lengths are known without building the examples.
+        tokens = sum(example_lengths(examples))
+        present = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+        needed, free = max(0, tokens * size - present), _free(self.folder)
+        logger.warning(
+            f"the features of {len(examples)} examples take {size / 1000:.1f} kB a token, "
+            f"{tokens * size / 1e9:.2f} GB in all, in {self.folder}"
+        )
+        what = f"room for {needed / 1e9:.2f} GB of features in {self.folder}"
+        require(needed <= free, what, f"{free / 1e9:.2f} GB", "choose another folder, or train without the cache")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not is_old:
+            self._save(SETTINGS_FILE, lambda path: path.write_text(json.dumps(settings, indent=2), encoding="utf-8"))
+        known, pending = set(self._index()), dict[str, Features]()
+        waiting = 0
+        for number, example in enumerate(examples):
+            key = example_key(example)
+            if key not in known:
+                known.add(key)
+                found = features_alone(target, config, example, num_likely).to(torch.device("cpu"))
+                pending[key] = found
+                waiting += len(example.input_ids) * size
+            if waiting >= SHARD_BYTES:
+                self._save_shard(pending)
+                pending, waiting = {}, 0
+            if on_example is not None:
+                on_example(number + 1)
+        if pending:
+            self._save_shard(pending)
+
+    def check(self, target: Target, config: DFlashConfig, *, num_likely: int = 0) -> None:
+        """Refuses a folder that was written of another target, with other taps or with too few next tokens.
+
+        Raises:
+            ValueError: Saying which.
+        """
+        found, action = self._settings(), "use the target they were written with, or write them into another folder"
+        for name, value in _settings(target, config, num_likely).items():
+            got = found.get(name)
+            is_good = isinstance(got, int) and got >= num_likely if name == "num_likely" else got == value
+            require(is_good, f"features with {name} {value!r} in {self.folder / SETTINGS_FILE}", got, action)
+
+    def _settings(self) -> dict[str, Any]:
+        path = self.folder / SETTINGS_FILE
+        try:
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            action = "delete the folder and write it again"
+            raise ValueError(f"expected settings of features in {path}, got {one_line(error)}; {action}") from error
+
+    def read(self, examples: Sequence[Example], batch: Batch) -> Features:
+        """Returns the features of a batch's examples, where their tokens stand in it and 0 elsewhere, on the CPU.
+
+        Args:
+            examples (sequence of [`Example`]): Those that the batch was collated of, in order.
+            batch ([`Batch`]): Padded on the right, or packed.
+
+        Raises:
+            ValueError: If an example is missing, or a shard is truncated or changed; names the file.
+        """
+        starts = torch.zeros_like(batch.input_ids) if batch.starts is None else batch.starts
+        places = [
+            (row, start)
+            for row in range(len(starts))
+            for start in starts[row, batch.attention_mask[row]].unique().tolist()
+        ]
+        parts: dict[str, Tensor] = {}
+        for example, (row, start) in zip(examples, places, strict=True):
+            for name, value in self._read(example).items():
+                if name not in parts:
+                    parts[name] = value.new_zeros(*batch.input_ids.shape, value.shape[-1])
+                parts[name][row, start : start + len(value)] = value
+        ids = parts.get("next_ids")
+        return Features(
+            taps=parts["taps"],
+            next_ids=None if ids is None else ids.to(torch.long),
+            next_log_probs=parts.get("next_log_probs"),
+        )
+
+    def __contains__(self, example: Example) -> bool:
+        return example_key(example) in self._index()
+
+    def _read(self, example: Example) -> dict[str, Tensor]:
+        """One example's tensors, compared with their checksum the first time they are read."""
+        key, index = example_key(example), self._index()
+        what = f"features of every example in {self.folder}"
+        require(key in index, what, f"none of an example of {len(example.input_ids)} tokens", "write them first")
+        path = index[key]
+        try:
+            with safe_open(path, framework="pt") as shard:
+                names = set(shard.keys())
+                found = {part: shard.get_tensor(f"{key}.{part}") for part in PARTS if f"{key}.{part}" in names}
+                wanted = (shard.metadata() or {}).get(key)
+        except (OSError, SafetensorError) as error:
+            raise _damaged(path, one_line(error)) from error
+        if key not in self._checked:
+            if wanted != _checksum(found.values()):
+                raise _damaged(path, "other bytes than were written")
+            self._checked.add(key)
+        return found
+
+    def _index(self) -> dict[str, Path]:
+        """Which shard holds which example."""
+        if self._shards is None:
+            shards: dict[str, Path] = {}
+            for path in sorted(self.folder.glob("features-*.safetensors")):
+                try:
+                    with safe_open(path, framework="pt") as shard:
+                        shards |= dict.fromkeys(shard.metadata() or {}, path)
+                except (OSError, SafetensorError) as error:
+                    raise _damaged(path, one_line(error)) from error
+            self._shards = shards
+        return self._shards
+
+    def _save_shard(self, pending: dict[str, Features]) -> None:
+        tensors: dict[str, Tensor] = {}
+        checksums: dict[str, str] = {}
+        for key, features in pending.items():
+            parts = {"taps": features.taps[0].contiguous()}
+            if features.next_ids is not None and features.next_log_probs is not None:
+                parts["next_ids"] = features.next_ids[0].to(torch.int32)
+                parts["next_log_probs"] = features.next_log_probs[0].contiguous()
+            tensors |= {f"{key}.{name}": value for name, value in parts.items()}
+            checksums[key] = _checksum(parts.values())
+        name = f"features-{hashlib.sha256(''.join(pending).encode()).hexdigest()[:16]}.safetensors"
+        self._save(name, lambda path: save_file(tensors, path, metadata=checksums))
+        self._index().update(dict.fromkeys(pending, self.folder / name))
+
+    def _save(self, name: str, write: Callable[[Path], object]) -> None:
+        """Writes a file whole or not at all."""
+        path = self.folder / f"{name}.{os.getpid()}.partial"
+        try:
+            write(path)
+            path.replace(self.folder / name)
+        except (OSError, SafetensorError) as error:
+            raise OSError(
+                f"expected room for {self.folder / name}, got {one_line(error)}; make some and run again, what is "
+                "written already stays"
+            ) from error
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def features_alone(target: Target, config: DFlashConfig, example: Example, num_likely: int = 0) -> Features:
+    """Returns what the target gives to one example alone: the features that are written."""
+    return target_features(
+        target,
+        config.target_layer_ids,
+        collate([example]),
+        after_deepstack=config.tap_after_deepstack,
+        num_likely=num_likely,
+    )
+
+
+def example_key(example: Example) -> str:
+    """Returns a digest of all that an example's features depend on."""
+    digest = hashlib.sha256(_bytes(torch.tensor(example.input_ids, dtype=torch.int64, device="cpu")))
+    for name, value in sorted(example.model_inputs.items()):
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        digest.update(_bytes(value))
+    if "token_type_ids" in example.model_inputs:  # answers get types of their own
+        digest.update(bytes(example.loss_mask))
+    return digest.hexdigest()[:32]
+
+
+def _settings(target: Target, config: DFlashConfig, num_likely: int) -> dict[str, object]:
+    """What features are of."""
+    return {
+        "target": target_identity(target),
+        "target_layer_ids": list(config.target_layer_ids),
+        "tap_after_deepstack": config.tap_after_deepstack,
+        "num_likely": num_likely,
+    }
+
+
+def _free(folder: Path) -> int:
+    """Free bytes where a folder is or will be."""
+    return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
+
+
+def _checksum(tensors: Iterable[Tensor]) -> str:
+    value = 0
+    for tensor in tensors:
+        value = zlib.crc32(_bytes(tensor), value)
+    return f"{value:08x}"
+
+
+def _bytes(tensor: Tensor) -> Any:
+    """A tensor's bytes as they are in memory."""
+    return tensor.contiguous().flatten().view(torch.uint8).numpy()
+
+
+def _damaged(path: Path, got: str) -> ValueError:
+    return ValueError(f"expected a whole shard of features in {path}, got {got}; delete the file and write it again")
+
+
+__all__ = ["FeatureCache", "bytes_per_token", "example_key", "features_alone", "target_identity"]

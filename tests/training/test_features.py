@@ -1,0 +1,226 @@
+"""Features from the disk are the target's own, bit for bit, and a damaged, foreign or full folder says so."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import Qwen3ForCausalLM
+
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target.parts import Target, find_target
+from dflash_hf.training import features as module
+from dflash_hf.training.anchors import all_anchors
+from dflash_hf.training.collators import collate, collate_packed
+from dflash_hf.training.data import Example
+from dflash_hf.training.features import FeatureCache, bytes_per_token, features_alone, target_identity
+from dflash_hf.training.forward import batch_loss
+from dflash_hf.training.loss import decay_weights
+
+
+@pytest.fixture
+def found(target: Qwen3ForCausalLM) -> Target:
+    return find_target(target.requires_grad_(False))
+
+
+@pytest.fixture
+def draft(make_draft) -> DFlashDraftModel:
+    return make_draft()
+
+
+@pytest.fixture
+def written(
+    found: Target, draft: DFlashDraftModel, examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> FeatureCache:
+    """The three examples in two shards."""
+    monkeypatch.setattr(module, "SHARD_BYTES", 12000)
+    cache = FeatureCache(tmp_path / "features")
+    cache.write(found, draft.config, examples, num_likely=64)
+    assert len(shards(cache)) == 2
+    return cache
+
+
+def shards(cache: FeatureCache) -> list[Path]:
+    return sorted(cache.folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_features_are_the_targets_bit_for_bit(
+    dtype: torch.dtype, target: Qwen3ForCausalLM, draft: DFlashDraftModel, examples: list[Example], tmp_path: Path
+) -> None:
+    found = find_target(target.to(dtype))
+    FeatureCache(tmp_path).write(found, draft.config, examples, num_likely=4)
+    cache = FeatureCache(tmp_path)
+    for example in examples:
+        wanted, read = features_alone(found, draft.config, example, 4), cache.read([example], collate([example]))
+        for name in ("taps", "next_ids", "next_log_probs"):
+            assert getattr(read, name).dtype == getattr(wanted, name).dtype
+            assert torch.equal(getattr(read, name), getattr(wanted, name)), name
+        assert read.taps.dtype == dtype
+    assert bytes_per_token(draft.config, dtype, 4) == 2 * 32 * dtype.itemsize + 32
+    batch = collate(examples[::-1])
+    together = cache.read(examples[::-1], batch)
+    for row, example in enumerate(examples[::-1]):
+        length = len(example.input_ids)
+        assert torch.equal(together.taps[row, :length], features_alone(found, draft.config, example).taps[0])
+        assert not together.taps[row, length:].any()
+
+
+@pytest.mark.parametrize("objective", ["cross_entropy", "kl"])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_step_from_the_disk_is_the_step(
+    objective, is_packed: bool, found: Target, draft: DFlashDraftModel, examples: list[Example], written: FeatureCache
+) -> None:
+    batch = collate_packed(examples, 25) if is_packed else collate(examples)
+    anchors, weights = all_anchors(batch.loss_mask, 6, batch.starts), decay_weights(6, 3.0)
+    read = written.read(examples, batch)
+    losses = [
+        batch_loss(draft, found, batch, anchors, weights, objective=objective, features=features).loss
+        for features in (read, None)
+    ]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
+
+
+def test_what_is_there_is_not_written_again(
+    found: Target, draft: DFlashDraftModel, examples: list[Example], written: FeatureCache, monkeypatch
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in shards(written)}
+    calls: list[Example] = []
+    monkeypatch.setattr(module, "features_alone", lambda *args: calls.append(args[2]) or features_alone(*args))
+    done: list[int] = []
+    FeatureCache(written.folder).write(found, draft.config, examples, num_likely=64, on_example=done.append)
+    assert not calls
+    assert done == [1, 2, 3]
+    more = Example.from_pair([5, 6], [7, 8])
+    cache = FeatureCache(written.folder)
+    cache.write(found, draft.config, [more, *examples, more], num_likely=64)
+    assert calls == [more]
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert all(example in FeatureCache(written.folder) for example in [more, *examples])
+    assert Example.from_pair([5, 6], [7, 9]) not in cache
+
+
+def test_an_interrupted_write_goes_on(
+    found: Target, draft: DFlashDraftModel, examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SHARD_BYTES", 1)
+
+    def stop(done: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        FeatureCache(tmp_path).write(found, draft.config, examples, on_example=stop)
+    assert [example in FeatureCache(tmp_path) for example in examples] == [True, True, False]
+    FeatureCache(tmp_path).write(found, draft.config, examples)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])
+def test_a_truncated_shard_is_named(written: FeatureCache, examples: list[Example], keep: int) -> None:
+    path = shards(written)[1]
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"expected a whole shard of features in .*; delete the file") as error:
+        FeatureCache(written.folder).read(examples, collate(examples))
+    assert str(path) in str(error.value)
+
+
+def test_a_changed_shard_is_named(written: FeatureCache, examples: list[Example]) -> None:
+    path = shards(written)[0]
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"got other bytes than were written; delete the file") as error:
+        FeatureCache(written.folder).read(examples, collate(examples))
+    assert str(path) in str(error.value)
+
+
+def test_another_target_is_refused(
+    target: Qwen3ForCausalLM, draft: DFlashDraftModel, examples: list[Example], written: FeatureCache
+) -> None:
+    found, cache = find_target(target), FeatureCache(written.folder)
+    identity = target_identity(found)
+    cache.check(found, draft.config, num_likely=64)
+    cache.check(found, draft.config)
+    with pytest.raises(ValueError, match=r"expected features with num_likely 65 in .*features.json, got 64; use the"):
+        cache.check(found, draft.config, num_likely=65)
+    with torch.no_grad():
+        target.model.layers[1].mlp.up_proj.weight += 1e-3
+    assert target_identity(found) != identity
+    for call in (cache.check, lambda *args: cache.write(*args, examples)):
+        with pytest.raises(
+            ValueError, match=rf"expected features with target '{target_identity(found)}' in .*, got '{identity}'"
+        ):
+            call(found, draft.config)
+    with torch.no_grad():
+        target.model.layers[1].mlp.up_proj.weight -= 1e-3
+    draft.config.target_layer_ids = [0, 1]
+    with pytest.raises(
+        ValueError, match=r"features with target_layer_ids \[0, 1\] in .*, got \[0, 2\]; use the target"
+    ):
+        cache.check(found, draft.config)
+    (written.folder / "features.json").write_text("{")
+    with pytest.raises(ValueError, match=r"expected settings of features in .*features.json, got Expecting"):
+        cache.check(found, draft.config)
+
+
+def test_missing_features_are_refused(
+    written: FeatureCache, draft: DFlashDraftModel, found: Target, tmp_path: Path
+) -> None:
+    other = Example.from_pair([5, 6], [7, 8, 9])
+    with pytest.raises(
+        ValueError, match=r"expected features of every example in .*, got 'none of an example of 5 tokens"
+    ):
+        written.read([other], collate([other]))
+    batch = collate([other])
+    written.write(found, draft.config, [other], num_likely=1)
+    next_ids = FeatureCache(written.folder).read([other], batch).next_ids
+    assert next_ids is not None
+    assert next_ids.shape[-1] == 48, "the folder has more of them"
+    less = FeatureCache(tmp_path / "less")
+    less.write(found, draft.config, [other], num_likely=1)
+    options = {"features": less.read([other], batch), "objective": "kl"}
+    anchors, weights = all_anchors(batch.loss_mask, 6), decay_weights(6, 3.0)
+    with pytest.raises(
+        ValueError, match=r"the target's 48 most likely next tokens, got 1; write them with num_likely=48"
+    ):
+        batch_loss(draft, found, batch, anchors, weights, **options)
+
+
+def test_a_full_disk_is_said_before_and_when_it_happens(
+    found: Target, draft: DFlashDraftModel, examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "new" / "features"
+    with monkeypatch.context() as patch:
+        usage = shutil.disk_usage(tmp_path)
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+        with pytest.raises(
+            ValueError, match=r"expected room for 0\.00 GB of features in .*features, got '0\.00 GB'; choose"
+        ):
+            FeatureCache(folder).write(found, draft.config, examples)
+    assert not folder.exists()
+
+    def fail(tensors: object, path: Path, **kwargs: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "save_file", fail)
+        with pytest.raises(
+            OSError, match=r"expected room for .*\.safetensors, got .*No space left on device; make some"
+        ):
+            FeatureCache(folder).write(found, draft.config, examples)
+    assert [path.name for path in folder.iterdir()] == ["features.json"]
+    FeatureCache(folder).write(found, draft.config, examples)
+    assert all(example in FeatureCache(folder) for example in examples)
+
+
+def test_a_shard_is_plain_safetensors(written: FeatureCache) -> None:
+    assert json.loads((written.folder / "features.json").read_text())["target_layer_ids"] == [0, 2]
+    with safe_open(shards(written)[0], framework="pt") as shard:
+        names = {name.split(".")[1] for name in shard.keys()}  # noqa: SIM118  (not a dictionary)
+    assert names == {"taps", "next_ids", "next_log_probs"}
