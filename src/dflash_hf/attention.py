@@ -260,5 +260,19 @@ def _attend_explicitly(
 
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., Any]:
-    """FlexAttention as a kernel: called uncompiled it computes the whole score matrix and saves nothing."""
-    return torch.compile(flex_attention)
+    """FlexAttention as a kernel for any shape: called uncompiled it computes the whole score matrix and saves nothing.
+
+    Past torch's limit of recompilations a call fails (`fullgraph`) where it would go on uncompiled, and the backward
+    pass is compiled with the forward one, so that the caller learns of both while SDPA can still stand in.
+    """
+    from torch._functorch import config as lowering
+
+    compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    if not hasattr(lowering, "force_non_lazy_backward_lowering"):
+        return compiled
+
+    def flex(*args: Any, **kwargs: Any) -> Any:
+        with lowering.patch(force_non_lazy_backward_lowering=True):
+            return compiled(*args, **kwargs)
+
+    return flex

@@ -10,7 +10,8 @@ Shapes: `B` rows, `S` context tokens, `A` anchors, `K` block, `Q = A * K` querie
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -169,7 +170,8 @@ class BlockMaskRule:
         def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return self(row, query, key, kind)
 
-        return create_block_mask(mask_mod, batch, None, num_queries, num_keys, device=self.key_BT.device.type)
+        make = _compiled_create_block_mask() if self.key_BT.is_cuda else create_block_mask
+        return make(mask_mod, batch, None, num_queries, num_keys, device=self.key_BT.device)
 
     def masks(self, kinds: Iterable[AttentionKind], flex: bool) -> dict[AttentionKind, Mask]:
         """Returns one mask per kind of layer, as `DFlashDraftModel.forward` takes them.
@@ -179,6 +181,12 @@ class BlockMaskRule:
             flex (`bool`): Build `BlockMask`s (for CUDA) instead of dense booleans.
         """
         return {kind: self.block_mask(kind) if flex else self.dense(kind) for kind in set(kinds)}
+
+
+@functools.cache
+def _compiled_create_block_mask() -> Callable[..., BlockMask]:
+    """As a kernel: uncompiled it holds `[B, Q, T]` integers several times."""
+    return torch.compile(create_block_mask, dynamic=True)
 
 
 __all__ = ["Anchors", "BlockMaskRule", "Mask", "all_anchors", "sample_anchors", "valid_anchors"]

@@ -308,28 +308,28 @@ def block_loss(
     if objective == "kl" and labels.likely_ids is None:
         raise ValueError("expected labels with likely tokens for objective='kl', got none; take them of the target")
     scored = labels.mask if known_V is None else labels.mask & known_V[labels.ids]
-    flat = scored.flatten()
+    places = scored.flatten().nonzero()[:, 0]  # the one time that the host waits for the device
     likely = (labels.likely_ids, labels.likely_log_probs) if objective == "kl" else (None, None)
     slots = _Slots(
-        labels.ids.flatten()[flat],
-        labels.before.flatten()[flat],
-        *(None if value is None else value.flatten(0, 2)[flat] for value in likely),
+        labels.ids.flatten()[places],
+        labels.before.flatten()[places],
+        *(None if value is None else value.flatten(0, 2)[places] for value in likely),
     )
-    hidden_ND = hidden_BQD.flatten(0, 1)[flat]
+    hidden_ND = hidden_BQD.flatten(0, 1)[places]
     # An empty batch still has to give a loss that can be differentiated.
     loss = selector_loss = hidden_ND.sum() * 0
     right, finite = torch.zeros_like(labels.mask), torch.ones(len(scored), dtype=torch.bool, device=device)
     if len(hidden_ND):
         losses, extra, best = _all_losses(hidden_ND, slots, logits_of, selector, chunk_blocks * (block_size - 1))
-        table = losses.new_full(scored.shape, torch.inf).masked_scatter_(scored, (losses + extra).detach())
-        finite = (table.isfinite() | ~scored).flatten(1).all(dim=1)
-        if objective == "dpace":
-            table.masked_scatter_(scored, losses.detach())
-            weights_N = dpace_weights(table, labels.mask)[scored]
-        else:
-            weights_N = weights_K.to(device, losses.dtype).expand_as(labels.ids)[scored]
+        table = losses.new_full(scored.shape, torch.inf)
+        table.view(-1)[places] = losses.detach()
+        weights_BAK = weights_K.to(device, losses.dtype).expand_as(table)
+        weights_BAK = dpace_weights(table, labels.mask) if objective == "dpace" else weights_BAK
+        weights_N = weights_BAK.flatten()[places]
         loss, selector_loss = (losses * weights_N).sum(), (extra * weights_N).sum()
-        right[scored] = best == slots.ids
+        table.view(-1)[places] = (losses + extra).detach()
+        finite = (table.isfinite() | ~scored).flatten(1).all(dim=1)
+        right.view(-1)[places] = best == slots.ids
     accepted = ((right | ~labels.mask).cumprod(dim=-1).bool() & labels.mask).sum()
     return BlockLoss(
         loss=loss,
