@@ -285,7 +285,7 @@ def test_training_taps_a_recurrent_target(family: str) -> None:
         find_target(target),
         [0, 2],
         Batch(input_ids=inputs["input_ids"], attention_mask=real, loss_mask=real),
-        with_head=True,
+        num_likely=1,
     )
     with torch.no_grad():
         states = target(**inputs, output_hidden_states=True).hidden_states

@@ -51,7 +51,7 @@ def test_a_mixed_batch_gives_the_features_of_each_row_alone(name: str) -> None:
     found = find_target(target)
     batch = collate(examples)
     assert not batch.attention_mask.all(), "no row is padded: the case shows nothing"
-    together = target_features(found, [0, 2], batch, with_head=True)
+    together = target_features(found, [0, 2], batch, num_likely=1)
     for row, example in enumerate(examples):
         length, prompt = len(example.input_ids), example.prompt_length()
         inputs: dict[str, Tensor] = {"input_ids": torch.tensor([example.input_ids])}
@@ -66,7 +66,7 @@ def test_a_mixed_batch_gives_the_features_of_each_row_alone(name: str) -> None:
         output = target(**inputs, output_hidden_states=True)
         alone = torch.cat([output.hidden_states[1], output.hidden_states[3]], dim=-1)[0]
         torch.testing.assert_close(together.taps[row, :length], alone, rtol=0, atol=1e-9)
-        assert torch.equal(together.next_ids[row, :length], output.logits[0].argmax(dim=-1))
+        assert torch.equal(together.next_ids[row, :length, 0], output.logits[0].argmax(dim=-1))
     blind = collate([Example(input_ids=e.input_ids, loss_mask=e.loss_mask) for e in examples])
     differs = (target_features(found, [0, 2], blind).taps - together.taps).abs().amax(dim=(1, 2))
     assert [bool(d > 1e-3) for d in differs][::2] == [True, True], "the pictures do nothing"
@@ -94,10 +94,16 @@ def test_only_tapped_layers_are_kept_and_no_picture_features(name: str) -> None:
     found.head.register_forward_pre_hook(
         lambda *_: alive.append({k for k, ref in outputs.items() if ref() is not None})
     )
-    taps = target_features(found, [0, 2], collate(answered(prompts_of(target, name)))).taps
+    batch = collate(answered(prompts_of(target, name)))
+    taps = target_features(found, [0, 2], batch, num_likely=1).taps
     assert set(outputs) == {0, 1, 2, 3, "picture"}
-    assert {0, 2} <= alive[0] <= {0, 2, 3}, "beside the taps only what the head is given"
+    assert alive[0] <= {3}, "beside the joined taps only what the head is given"
     assert taps.shape[-1] == 2 * 32
+    assert all(ref() is None for ref in outputs.values())
+    outputs.clear()
+    assert torch.equal(target_features(found, [0, 2], batch).taps, taps)
+    assert set(outputs) == {0, 1, 2, "picture"}, "nothing behind the last tap runs"
+    assert len(alive) == 1
     assert all(ref() is None for ref in outputs.values())
 
 
