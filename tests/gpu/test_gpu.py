@@ -30,10 +30,12 @@ from dflash_hf.generation.step import finish, forwards, settle
 from dflash_hf.positions import slot_positions, visible
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import find_target
+from dflash_hf.training import forward
 from dflash_hf.training.anchors import BlockMaskRule, sample_anchors
 from dflash_hf.training.collators import Batch, collate
 from dflash_hf.training.data import Example
-from dflash_hf.training.forward import attention_kinds, run_blocks, target_features
+from dflash_hf.training.forward import attention_kinds, batch_loss, run_blocks, target_features
+from dflash_hf.training.loss import decay_weights
 from tiny import DFLASH2, FAMILIES, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 CPU = "cpu"
@@ -387,6 +389,30 @@ def test_block_masks_train_like_dense_masks(device: str, examples: list[Example]
     assert gradients
     for name, gradient in gradients.items():
         assert relative_error(gradient, dense_gradients[name]) < 1e-3, name
+
+
+@pytest.mark.parametrize("device", [CUDA])
+def test_batches_of_many_shapes_are_trained_by_block_masks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One compiled function for all: no shape makes FlexAttention, or the compilation of its mask, give up."""
+    failures: list[str] = []
+    monkeypatch.setattr(forward, "_flex_failures", failures)
+    target, draft = training_pair(device, torch.float32)
+    draft.train()
+    weights = decay_weights(6, 3.0)
+    for length, rows, number in ((40, 2, 5), (200, 3, 31), (331, 1, 64), (129, 4, 12), (520, 2, 70), (260, 5, 40)):
+        ids = torch.randint(3, 60, (rows, length), generator=torch.Generator().manual_seed(length)).tolist()
+        batch = collate([Example.from_pair(row[:7], row[7:]) for row in ids])
+        anchors = sample_anchors(batch.loss_mask, number, 6, torch.Generator().manual_seed(0))
+        losses, gradients = [], []
+        for attention in ("auto", "sdpa"):
+            draft.zero_grad()
+            result = batch_loss(draft, find_target(target), batch, anchors, weights, attention=attention)
+            (result.loss / result.weight).backward()
+            losses.append(result.loss.item() / result.weight.item())
+            gradients.append(draft.fc.weight.grad.clone())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+        assert relative_error(*gradients) < 1e-3
+    assert not failures
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -160,7 +160,7 @@ def peak_memory(
         target_config, draft_config: Of the two models.
         batch_size, length, num_anchors (`int`): Rows, tokens of each, and blocks of each.
         block_size (`int`, *optional*): Slots per block; default the draft's.
-        chunk_blocks, attention, objective: See `batch_loss`; not `"kl"`.
+        chunk_blocks, attention, objective: See `batch_loss`.
         checkpointing (`bool`): Of the draft's layers.
         target_dtype (`torch.dtype`): Of the target's weights.
 

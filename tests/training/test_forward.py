@@ -133,6 +133,21 @@ def test_the_targets_forward_ends_behind_the_last_tapped_layer(
     assert torch.equal(target(batch.input_ids).logits, logits)
 
 
+def test_a_sharded_targets_forward_is_run_to_its_end(target: Qwen3ForCausalLM, batch: Batch) -> None:
+    """FSDP shards a module's weights again when its forward returns: what it never does it never takes back."""
+
+    class FSDPModule:
+        pass
+
+    wanted = target_features(find_target(target), [0, 2], batch).taps
+    target.__class__ = type("FSDPQwen3ForCausalLM", (FSDPModule, Qwen3ForCausalLM), {})
+    ran: list[nn.Module] = []
+    handle = target.model.norm.register_forward_pre_hook(lambda module, args: ran.append(module))
+    assert torch.equal(target_features(find_target(target), [0, 2], batch).taps, wanted)
+    handle.remove()
+    assert ran == [target.model.norm]
+
+
 @torch.no_grad()
 def test_context_that_no_anchor_sees_is_left_out(
     target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch
@@ -179,8 +194,8 @@ def test_distillation_compares_with_the_targets_own_distribution(
     found, anchors, weights = find_target(target), all_anchors(batch.loss_mask, 6), decay_weights(6, 3.0)
     result = batch_loss(draft, found, batch, anchors, weights, objective="kl")
     taps = target_features(found, [0, 2], batch).taps
-    own = target.lm_head(run_blocks(draft, found, batch, taps, anchors)).log_softmax(dim=-1)
-    theirs = target(batch.input_ids, attention_mask=batch.attention_mask.long()).logits.log_softmax(dim=-1)
+    own = target.lm_head(run_blocks(draft, found, batch, taps, anchors)).log_softmax(dim=-1).detach()
+    theirs = target(batch.input_ids, attention_mask=batch.attention_mask.long()).logits.log_softmax(dim=-1).detach()
     labels, loss = block_labels(batch.input_ids, batch.loss_mask, anchors), 0.0
     for row, number, slot in labels.mask.nonzero().tolist():
         p = theirs[row, int(anchors.indices[row, number]) + slot - 1]

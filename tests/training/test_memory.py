@@ -69,6 +69,15 @@ def test_logits_are_held_one_chunk_at_a_time() -> None:
     assert more["peak"] - peaks[16] < 20 * logits, "more blocks are no more logits"
 
 
+def test_distillation_holds_the_targets_logits_of_the_columns_it_needs() -> None:
+    options: dict[str, Any] = {"batch_size": 2, "num_anchors": 8, "chunk_blocks": 1}
+    short, long = (
+        peak_memory(TARGET, DRAFT, length=length, **options, objective="kl")["peak"] for length in (256, 512)
+    )
+    columns = 2 * 256 * (BLOCK - 1) // BLOCK
+    assert 2 * columns * VOCAB < long - short < 8 * columns * VOCAB
+
+
 def test_checkpointing_and_flex_hold_less() -> None:
     options: dict[str, Any] = {"batch_size": 2, "length": LENGTH, "num_anchors": ANCHORS, "chunk_blocks": 1}
     plain = peak_memory(TARGET, DRAFT, **options)

@@ -152,3 +152,25 @@ def test_losses_that_are_no_numbers_are_named_by_row(batch: Batch) -> None:
         check_finite([good, bad], ["a", "b", "c", "data.jsonl:11", "data.jsonl:12", "data.jsonl:13"], 7)
     nothing = block_loss(hidden, replace(labels, mask=torch.zeros_like(labels.mask)), weights, head)
     check_finite([nothing], ["a", "b", "c"], 8)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_frozen_head_gives_the_gradient_of_a_trained_one_under_autocast(objective: Objective, batch: Batch) -> None:
+    """But for rounding to bfloat16: one multiplies by a slot's weight before the head, the other behind it."""
+    torch.manual_seed(3)
+    anchors, head = all_anchors(batch.loss_mask, BLOCK), nn.Linear(WIDTH, VOCAB)
+    log_p, ids = torch.log_softmax(torch.randn(*batch.input_ids.shape, VOCAB), dim=-1).topk(LIKELY)
+    labels = block_labels(batch.input_ids, batch.loss_mask, anchors, likely_BSP=(ids, log_p))
+    hidden = torch.randn(3, anchors.indices.shape[1] * BLOCK, WIDTH)
+    found: list[tuple[Tensor, Tensor]] = []
+    for is_frozen in (True, False):
+        head.requires_grad_(not is_frozen)
+        states = hidden.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            result = block_loss(states, labels, torch.ones(BLOCK), head, 2, objective=objective)
+        result.loss.backward()
+        assert states.grad is not None
+        assert states.grad.dtype == torch.float32
+        found.append((result.loss.detach(), states.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=2e-2, atol=2e-3)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import logging
 
 from dflash_hf.configuration_dflash import DFlashConfig
@@ -54,13 +54,13 @@ def bytes_per_token(config: DFlashConfig, dtype: torch.dtype, num_likely: int = 
 def target_identity(target: Target) -> str:
     """Returns a digest of the names, shapes, dtypes and some values of a target's weights and buffers.
 
-    Weights that are not here as plain tensors (offloaded, sharded) count by name, shape and dtype alone.
+    Weights that are not here as plain tensors (offloaded, sharded, quantised) count by name, shape and dtype alone.
     """
     digest = hashlib.sha256(type(target.model).__name__.encode())
     tensors = [*target.model.named_parameters(), *target.model.named_buffers()]
     for name, tensor in tensors:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        if tensor.device.type != "meta" and not hasattr(tensor, "device_mesh"):
+        if tensor.device.type != "meta" and type(tensor) in (Tensor, nn.Parameter):
             some = tensor.detach().flatten()[:: max(1, tensor.numel() // SAMPLES)][:SAMPLES]
             digest.update(_bytes(some.cpu()))
     return digest.hexdigest()[:32]

@@ -403,9 +403,10 @@ def _labels(
 
 def _columns_before_labels(draft: DFlashDraftModel, batch: Batch, anchors: Anchors) -> Tensor:
     """The columns behind which some slot's token stands, ascending."""
-    anchors = anchors.to(batch.input_ids.device)
-    mask = _labels(draft, batch, anchors).mask
-    return (anchors.positions + int(draft.config.sample_from_anchor) - 1)[mask].unique()
+    anchors, num_columns = anchors.to(batch.input_ids.device), batch.input_ids.shape[1]
+    mask = _labels(draft, batch, anchors).mask.flatten()
+    columns = (anchors.positions + int(draft.config.sample_from_anchor) - 1).flatten().clamp(0, num_columns - 1)
+    return torch.zeros(num_columns, device=mask.device).index_add_(0, columns, mask.float()).nonzero()[:, 0]
 
 
 def _one_later(states_BSP: Tensor) -> Tensor:
