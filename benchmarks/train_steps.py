@@ -4,9 +4,9 @@
     python benchmarks/train_steps.py --tiny           # the same code on a CPU, in seconds
 
 Two rows of 2,048 random tokens, half of each an answer, and up to 512 blocks in each.
-The first two steps compile and choose kernels and are not in the median. The loss must fall, because the ten batches
-are one, and everything must stay finite. Writes `train.json` to `$OUT`, else to benchmarks/results, and prints the
-record as the last line.
+The first two steps compile and choose kernels and are not in the median. The loss must fall, because all batches are
+of the same rows, and everything must stay finite. Writes `train.json` to `$OUT`, else to benchmarks/results, and
+prints the record as the last line.
 """
 
 from __future__ import annotations
@@ -28,11 +28,42 @@ from harness.clock import synchronize
 from harness.machine import RESULTS, provenance
 from harness.report import finish, show
 from harness.shapes import SHAPES, build_pair, tiny
+from transformers import TrainerCallback
 
-from dflash_hf.training import DFlashTrainer, DFlashTrainingConfig
-from dflash_hf.training.data import Example
+from dflash_hf.training import DFlashTrainer, DFlashTrainingArguments, Example
 
 NOT_COUNTED = 2
+
+
+class Clock(TrainerCallback):
+    """Takes down the seconds of every step, and its loss.
+
+    Args:
+        place (`torch.device`): Where the work is done.
+    """
+
+    def __init__(self, place: torch.device) -> None:
+        self.place, self.began = place, 0.0
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The first step begins."""
+        synchronize(self.place)
+        self.began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """One ends, and the next begins."""
+        synchronize(self.place)
+        now = time.perf_counter()
+        self.seconds.append(now - self.began)
+        self.began = now
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Every step has a record."""
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+            self.began = time.perf_counter()
 
 
 def main(
@@ -57,31 +88,39 @@ def main(
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, shape.vocab - 2, (rows, length), generator=generator).tolist()
     mask = [0] * (length // 2) + [1] * (length - length // 2)
+    clock = Clock(place)
     with tempfile.TemporaryDirectory() as folder:
-        args = DFlashTrainingConfig(
-            output_dir=folder, max_steps=steps, per_device_train_batch_size=rows, warmup_ratio=0.0, disable_tqdm=True
+        args = DFlashTrainingArguments(
+            output_dir=folder,
+            max_steps=steps,
+            per_device_train_batch_size=rows,
+            warmup_steps=0,
+            logging_steps=1,
+            save_strategy="no",
+            use_cpu=place.type == "cpu",
+            disable_tqdm=True,
         )
-        trainer = DFlashTrainer(pair.target, pair.draft, [Example(input_ids=row, loss_mask=mask) for row in ids], args)
+        trainer = DFlashTrainer(
+            model=pair.draft,
+            target=pair.target,
+            args=args,
+            train_dataset=[Example(input_ids=row, loss_mask=mask) for row in ids],
+            callbacks=[clock],
+        )
         if place.type == "cuda":
             torch.cuda.reset_peak_memory_stats(place)
-        losses: list[float] = []
-        seconds: list[float] = []
-        for _ in range(steps):
-            began = time.perf_counter()
-            # The same batch and anchors again: what is learned must show.
-            sums, norm = trainer.training_step(0)
-            synchronize(place)
-            seconds.append(time.perf_counter() - began)
-            losses.append(sum(float(part.loss) for part in sums) / sum(float(part.weight) for part in sums))
-            if not math.isfinite(losses[-1]) or not math.isfinite(norm):
-                break
+        try:
+            trainer.train()
+        except FloatingPointError as error:
+            print(error, file=sys.stderr)
+    losses, seconds = clock.losses or [math.nan], clock.seconds or [math.nan]
     is_right = len(losses) == steps and math.isfinite(losses[-1]) and losses[-1] < losses[0]
     row: dict[str, Any] = {
         "model": model,
         "dtype": pair.dtype,
         "rows": rows,
         "length": length,
-        "steps": len(losses),
+        "steps": len(clock.losses),
         "step_ms": statistics.median(seconds[NOT_COUNTED:] or seconds) * 1e3,
         "first_step_seconds": seconds[0],
         "first_loss": losses[0],

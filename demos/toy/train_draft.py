@@ -25,7 +25,7 @@ from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.positions import build_target_layer_ids
 from dflash_hf.target.parts import find_target
-from dflash_hf.training import DFlashTrainer, DFlashTrainingConfig, Example, walked_acceptance
+from dflash_hf.training import DFlashTrainer, DFlashTrainingArguments, Example, walked_acceptance
 
 MAX_PAIR_BYTES: Final = 16 * 2**20
 
@@ -159,8 +159,7 @@ def main(
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 8e-3,
     gamma: Annotated[float, typer.Option(help="Decay of the loss over slots.")] = 7.0,
     held_out: Annotated[int, typer.Option(help="Held-out prompts of each kind for the final measurement.")] = 24,
-    eval_steps: Annotated[int, typer.Option(help="Steps between evaluations, 0 for none.")] = 400,
-    save_steps: Annotated[int, typer.Option(help="Steps between checkpoints, 0 for none.")] = 400,
+    eval_steps: Annotated[int, typer.Option(min=1, help="Steps between evaluations, each with a checkpoint.")] = 400,
     target_dir: Annotated[Path | None, typer.Option("--target", help="Folder of the target, if not its own.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the draft, if not its own.")] = None,
     run_dir: Annotated[Path, typer.Option(help="Folder of checkpoints and metrics.")] = CACHE_DIR / "run",
@@ -186,26 +185,28 @@ def main(
     rich_print(f"{len(train):,} answers after {time.perf_counter() - began:.0f} s")
     torch.manual_seed(seed)
     draft = make_draft(target, tokenizer.mask_token_id, layers, taps, block_size, init_from)
-    args = DFlashTrainingConfig(
+    args = DFlashTrainingArguments(
         output_dir=str(run_dir),
-        optim="muon" if optim == "muon" else "adamw",
+        optim=optim if optim == "muon" else "adamw_torch",
         learning_rate=lr,
         adam_beta2=0.98,
         max_steps=steps,
         per_device_train_batch_size=batch,
         num_anchors=anchors,
         gamma=gamma,
-        mixed_precision="bf16" if bf16 else "no",
+        bf16=bf16,
+        use_cpu=not torch.cuda.is_available(),
         seed=seed,
         logging_steps=20,
+        eval_strategy="steps",
         eval_steps=eval_steps,
-        save_steps=save_steps,
+        save_steps=eval_steps,
         save_total_limit=1,
         resume_from_checkpoint=str(resume) if resume else None,
     )
     # A third of the held-out prompts is enough to watch a run.
     watched = [example for examples in held.values() for example in examples[: max(1, held_out // 3)]]
-    DFlashTrainer(target, draft, train, args, eval_dataset=watched).train()
+    DFlashTrainer(model=draft, target=target, args=args, train_dataset=train, eval_dataset=watched).train()
     size, pair_size = save_draft(draft, out, target_dir)
     # What is measured is what was stored.
     stored = DFlashDraftModel.from_pretrained(out, dtype=torch.float32).eval()

@@ -348,6 +348,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         attention_mask: Tensor | dict[AttentionKind, Mask] | None = None,
         past_key_values: Cache | None = None,
         block_size: int | None = None,
+        then: Callable[[Tensor], Any] | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Projects new context and runs blocks in one call: the contract of Transformers' DFlash path, and training.
@@ -364,9 +365,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             past_key_values (`Cache`, *optional*): Advanced in place by context and block; the caller crops the block.
             block_size (`int`, *optional*): Slots per block where `noise_embeds` holds several; by default it is one
                 block. Masks do not follow from it.
+            then (callable, *optional*): Makes a result of the states in here, where DDP and FSDP see the weights used.
 
         Returns:
-            `BaseModelOutputWithPast`: `last_hidden_state` `[B, Q, D]` after the final norm.
+            `BaseModelOutputWithPast`: `last_hidden_state` `[B, Q, D]` after the final norm; or the result of `then`.
 
         Source: Transformers `MuseGlimmerAssistantModel.forward`.
         """
@@ -404,7 +406,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             return attention.project_q(normed, cos_sin), key, value, mask_of(attention, key.shape[2])
 
         hidden = self._run_layers(noise_embeds, attended, block_size or num_queries)
-        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+        output = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+        return output if then is None else then(hidden)
 
     def compute_logits(self, hidden_states: Tensor, head: nn.Module) -> Tensor:
         """Applies the head and the draft's own multiplier and soft cap.

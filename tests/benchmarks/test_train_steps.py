@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,10 +39,10 @@ def test_a_tiny_pair_learns(tmp_path: Path, model: str) -> None:
 def test_a_loss_that_is_not_finite_is_said_and_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     whole = DFlashTrainer.training_step
 
-    def broken(self: DFlashTrainer, step: int) -> object:
+    def broken(self: DFlashTrainer, *args: Any) -> object:
         for weight in self.draft.parameters():
             weight.data.fill_(torch.nan)
-        return whole(self, step)
+        return whole(self, *args)
 
     monkeypatch.setattr(DFlashTrainer, "training_step", broken)
     result = run(*OTHERS, "--out", str(tmp_path / "train.json"))

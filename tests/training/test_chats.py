@@ -17,7 +17,7 @@ from dflash_hf.target.parts import find_target
 from dflash_hf.training import (
     ChatDataset,
     DFlashTrainer,
-    DFlashTrainingConfig,
+    DFlashTrainingArguments,
     Example,
     prepare_multimodal_messages,
     regenerate_answers,
@@ -244,16 +244,17 @@ def test_no_row_is_built_before_it_is_needed(tmp_path: Path) -> None:
     rows.asked.clear()
     known = ChatDataset(rows, processor, lengths=lengths)
     target = vision_target("qwen3-vl", vocab_size=len(processor.tokenizer)).float()
-    args = DFlashTrainingConfig(
+    args = DFlashTrainingArguments(
         output_dir=str(tmp_path / "run"), max_steps=2, per_device_train_batch_size=2, disable_tqdm=True
     )
     give_ids(target, processor)
-    trainer = DFlashTrainer(target, tiny_draft(target), known, args)
+    trainer = DFlashTrainer(model=tiny_draft(target), target=target, args=args, train_dataset=known)
     assert rows.asked == [0], "the first row says that there are answers"
     trainer.train()
     assert len(rows.asked) == 1 + 4
+    wrong = ChatDataset(rows, processor, lengths=[1, 2, 3])
     with pytest.raises(ValueError, match=r"expected lengths of 12 entries \(one per example\), got 3"):
-        DFlashTrainer(target, tiny_draft(target), ChatDataset(rows, processor, lengths=[1, 2, 3]), args)
+        DFlashTrainer(model=tiny_draft(target), target=target, args=args, train_dataset=wrong)
 
 
 def give_ids(target: Any, processor: Any) -> None:

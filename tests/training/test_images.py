@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import find_target
-from dflash_hf.training import DFlashTrainer, DFlashTrainingConfig, Example, regenerate_answers, walked_acceptance
+from dflash_hf.training import DFlashTrainer, DFlashTrainingArguments, Example, regenerate_answers, walked_acceptance
 from dflash_hf.training.collators import collate
 from dflash_hf.training.forward import forward_inputs, target_features
+from helpers.training import records
 from helpers.vision import IMAGE, VISION, Grid, vision_prompts, vision_target
 from tiny import tiny_draft
 
@@ -183,7 +184,7 @@ def test_a_draft_trains_on_text_and_pictures(name: str, tmp_path: Path) -> None:
     examples = answered(prompts_of(target, name))
     for example in examples:
         example.model_inputs.update({k: v.float() for k, v in example.model_inputs.items() if v.is_floating_point()})
-    args = DFlashTrainingConfig(
+    args = DFlashTrainingArguments(
         output_dir=str(tmp_path),
         max_steps=24,
         per_device_train_batch_size=3,
@@ -192,7 +193,9 @@ def test_a_draft_trains_on_text_and_pictures(name: str, tmp_path: Path) -> None:
         disable_tqdm=True,
     )
     draft = tiny_draft(target, 5)
-    trainer = DFlashTrainer(target, draft, examples, args, eval_dataset=examples)
-    reports = trainer.train()
-    assert reports[-1].loss < 0.95 * reports[0].loss
-    assert trainer.evaluations[24] > 1
+    data = {"train_dataset": examples, "eval_dataset": examples}
+    trainer = DFlashTrainer(model=draft, target=target, args=args, **data)
+    trainer.train()
+    losses = [record["loss"] for record in records(trainer)]
+    assert losses[-1] < 0.95 * losses[0]
+    assert trainer.evaluate()["eval_acceptance_length"] > 1

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from dflash_hf.dflash2 import CandidateSelector
 from dflash_hf.training.anchors import Anchors, sample_anchors
+from dflash_hf.training.arguments import DFlashTrainingArguments, default_gamma
 from dflash_hf.training.collators import Batch
-from dflash_hf.training.config import DFlashTrainingConfig, default_gamma
 from dflash_hf.training.loss import BlockLoss, block_labels, block_loss, decay_weights
 
 BLOCK, WIDTH, VOCAB, GAMMA = 5, 8, 48, 2.5
@@ -161,7 +161,7 @@ def test_gamma_follows_the_block_as_in_the_paper(block_size: int, gamma: float) 
     [
         ({"learning_rate": 0.0}, "learning_rate > 0, got 0.0"),
         ({"labels": "kd"}, "labels 'tokens' or 'target', got 'kd'"),
-        ({"optim": "sgd"}, "optim"),
+        ({"optim": "adamw"}, "optim muon, adamw_torch"),
         ({"gamma": -1.0}, "gamma > 0"),
         ({"chunk_blocks": 0}, "positive batch size"),
         ({"num_train_epochs": 0.0}, "max_steps or num_train_epochs"),
@@ -169,5 +169,5 @@ def test_gamma_follows_the_block_as_in_the_paper(block_size: int, gamma: float) 
 )
 def test_bad_options_are_refused(change: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=r"expected .*; ") as error:
-        DFlashTrainingConfig(output_dir="x", **change)
+        DFlashTrainingArguments(output_dir="x", **change)
     assert words in str(error.value)

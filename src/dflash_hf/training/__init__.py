@@ -1,22 +1,30 @@
 """Training a draft: random anchors, one mask rule, a decaying cross entropy, acceptance walked without decoding."""
 
+from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.chat_dataset import ChatDataset
-from dflash_hf.training.config import DFlashTrainingConfig
 from dflash_hf.training.data import Example
 from dflash_hf.training.messages import prepare_multimodal_messages
 from dflash_hf.training.regenerate import regenerate_answers
-from dflash_hf.training.trainer import DFlashTrainer, StepReport
+from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.walking import WalkedAcceptance, walk, walked_acceptance
 
 __all__ = [
     "ChatDataset",
     "DFlashTrainer",
-    "DFlashTrainingConfig",
+    "DFlashTrainingArguments",
     "Example",
-    "StepReport",
     "WalkedAcceptance",
     "prepare_multimodal_messages",
     "regenerate_answers",
     "walk",
     "walked_acceptance",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "DFlashTrainingConfig":
+        raise ImportError(
+            "expected DFlashTrainingArguments, got DFlashTrainingConfig; its options are now those of "
+            "transformers.TrainingArguments (warmup_steps=0.04, bf16=True, eval_strategy='steps')"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

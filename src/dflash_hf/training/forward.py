@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -234,7 +234,8 @@ def run_blocks(
     anchors: Anchors,
     attention: Attention = "sdpa",
     module: torch.nn.Module | None = None,
-) -> Tensor:
+    then: Callable[[Tensor], Any] | None = None,
+) -> Any:
     """Runs the draft over all blocks in one forward; context that no anchor can see is left out.
 
     Args:
@@ -246,9 +247,10 @@ def run_blocks(
         attention (`str`): `"sdpa"` under dense masks, `"flex"` for FlexAttention, or `"auto"`: FlexAttention on CUDA,
             and SDPA from the first time on that FlexAttention fails, which is logged once with its reason.
         module (`nn.Module`, *optional*): What to call instead of `draft`, when accelerate wrapped it.
+        then (callable, *optional*): What to make of the states within that call.
 
     Returns:
-        `torch.Tensor` of shape `[B, A * K, D]`: States ready for the target's head.
+        `torch.Tensor` of shape `[B, A * K, D]`: States ready for the target's head; or what `then` makes of them.
     """
     dtype, device = draft.fc.weight.dtype, draft.fc.weight.device
     seen = slice(0, None if anchors.reach is None else max(anchors.reach, 1))
@@ -262,15 +264,16 @@ def run_blocks(
         noise_embeds = draft.embed(ids if draft.embed_tokens is not None else ids.to(target.device), target.embedding)
     rule = BlockMaskRule(batch.attention_mask[:, seen], anchors, starts_BQ)
 
-    def run(flex: bool) -> Tensor:
+    def run(flex: bool) -> Any:
         output = (draft if module is None else module)(
             noise_embeds=noise_embeds.to(device, dtype),
             context_hidden_states=features[:, seen].to(device, dtype),
             position_ids=torch.cat([batch.position_ids[:, seen], positions], dim=1),
             attention_mask=rule.masks(attention_kinds(draft), flex),
             block_size=anchors.block_size,
+            then=then,
         )
-        return output.last_hidden_state
+        return output.last_hidden_state if then is None else output
 
     if not _wants_flex(draft, attention, device):
         return run(False)
@@ -376,16 +379,21 @@ def batch_loss(
         likely = (_one_later(features.next_ids), _one_later(features.next_log_probs))
         ids = likely[0][..., 0] if target_labels else ids
     labels = _labels(draft, batch, anchors, ids, likely if objective == "kl" else None)
-    return block_loss(
-        run_blocks(draft, target, batch, features.taps, anchors, attention, module),
-        labels,
-        weights_K,
-        logits_of(draft, target),
-        chunk_blocks,
-        draft.candidate_selector,
-        objective=objective,
-        known_V=None if draft.d2t is None else _known_tokens(draft),
-    )
+    known = None if draft.d2t is None else _known_tokens(draft)
+
+    def sums_of(hidden: Tensor) -> dict[str, Tensor]:
+        logits, selector = logits_of(draft, target), draft.candidate_selector
+        found = block_loss(
+            hidden, labels, weights_K, logits, chunk_blocks, selector, objective=objective, known_V=known
+        )
+        sums = {field.name: getattr(found, field.name) for field in fields(found)}
+        if not bool(found.blocks):  # no label, no use of them: FSDP waits for their gradients in every process
+            unused = [p.sum() for part in (selector, draft.lm_head) if part is not None for p in part.parameters()]
+            sums["loss"] = sums["loss"] + 0 * sum(unused)
+        return sums
+
+    # Within the draft's forward, and as a dictionary: where and how DDP and FSDP look for weights and gradients.
+    return BlockLoss(**run_blocks(draft, target, batch, features.taps, anchors, attention, module, sums_of))
 
 
 def _labels(

@@ -1,49 +1,93 @@
-"""Optimizers and their schedule: AdamW as in the paper, or Muon for the matrices of the layers beside it."""
+"""Muon for the matrices of a draft's layers and AdamW for the rest, as one optimizer. Transformers has no Muon."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from transformers import get_cosine_schedule_with_warmup
 
-from dflash_hf.training.config import DFlashTrainingConfig
+from dflash_hf.training.arguments import DFlashTrainingArguments
+
+# Rows per token, not maps between states.
+TABLES = ("_codebook", "embed_tokens.weight", "lm_head.weight")
 
 
-def make_optimizers(draft: nn.Module, args: DFlashTrainingConfig) -> list[Optimizer]:
-    """Returns AdamW for all trainable parameters, or Muon for the matrices and AdamW for the rest.
+def matrix_names(model: nn.Module) -> list[str]:
+    """Returns the names of the trainable weights that are maps between states: Muon's, and those with weight decay."""
+    return [
+        name for name, p in model.named_parameters() if p.requires_grad and p.ndim == 2 and not name.endswith(TABLES)
+    ]
 
-    Norms, biases and a selector's codebooks (rows per token, not a map between states) go to AdamW, without decay.
 
-    Raises:
-        ValueError: If Muon is asked for and this torch has none.
+class MuonAndAdamW(Optimizer):
+    """Steps two optimizers of torch as one: its groups are theirs, and so is its state.
+
+    Args:
+        matrices (sequence of `nn.Parameter`): Weights for Muon, of two dimensions.
+        others (sequence of `nn.Parameter`): Weights for AdamW, without weight decay.
+        lr (`float`): Learning rate of both; Muon's updates are scaled to the size of AdamW's.
+        weight_decay (`float`): Of the matrices.
+        betas (`tuple[float, float]`): Of AdamW.
+        eps (`float`): Of AdamW.
     """
-    named = [(p, p.ndim == 2 and not name.endswith("_codebook")) for name, p in draft.named_parameters()]
-    matrices = [p for p, is_matrix in named if is_matrix and p.requires_grad]
-    others = [p for p, is_matrix in named if not is_matrix and p.requires_grad]
-    groups = [{"params": others, "weight_decay": 0.0}]
-    optimizers: list[Optimizer] = []
-    if args.optim == "muon":
-        if not hasattr(torch.optim, "Muon"):
-            raise ValueError(f"expected torch >= 2.9 for optim='muon', got {torch.__version__}; use optim='adamw'")
-        muon = torch.optim.Muon(
-            matrices, lr=args.learning_rate, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw"
+
+    def __init__(
+        self,
+        matrices: Sequence[nn.Parameter],
+        others: Sequence[nn.Parameter],
+        *,
+        lr: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        self._parts: list[Optimizer] = []
+        if matrices:
+            self._parts.append(
+                torch.optim.Muon([*matrices], lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+            )
+        if others:
+            self._parts.append(torch.optim.AdamW([*others], lr=lr, betas=betas, eps=eps, weight_decay=0.0))
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+
+    @classmethod
+    def for_model(cls, model: nn.Module, args: DFlashTrainingArguments) -> MuonAndAdamW:
+        """Returns the optimizer of a model's trainable weights.
+
+        Args:
+            model (`nn.Module`): The draft, or what wraps it.
+            args ([`DFlashTrainingArguments`]): Options.
+        """
+        names = set(matrix_names(model))
+        trainable = [(name in names, p) for name, p in model.named_parameters() if p.requires_grad]
+        return cls(
+            [p for is_matrix, p in trainable if is_matrix],
+            [p for is_matrix, p in trainable if not is_matrix],
+            lr=args.learning_rate,
+            weight_decay=args.weight_decay,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epsilon,
         )
-        optimizers.append(muon)
-    else:
-        groups.append({"params": matrices, "weight_decay": args.weight_decay})
-    betas = (args.adam_beta1, args.adam_beta2)
-    optimizers.append(torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon))
-    return optimizers
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes one step with both.
+
+        Args:
+            closure (callable, *optional*): Computes the loss anew; called once.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            # Loading a checkpoint and sharding put other groups and states here.
+            part.param_groups, part.state = [group], self.state
+            part.step()
+        return loss
 
 
-def make_schedulers(optimizers: list[Optimizer], warmup_ratio: float, num_steps: int) -> list[LRScheduler]:
-    """Returns a linear warm-up and a cosine to zero for each optimizer."""
-    num_warmup = math.ceil(warmup_ratio * num_steps)
-    return [get_cosine_schedule_with_warmup(optimizer, num_warmup, num_steps) for optimizer in optimizers]
-
-
-__all__ = ["make_optimizers", "make_schedulers"]
+__all__ = ["MuonAndAdamW", "matrix_names"]

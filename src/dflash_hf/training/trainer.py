@@ -1,300 +1,416 @@
-"""The training loop: features from the frozen target, many random blocks per sequence, one optimizer step.
+"""`transformers.Trainer` for drafts: what a step computes is ours, everything around it the library's.
 
-A run is a function of its data, its options and the initial draft: batches and anchors follow from the seed and the
-number of the step, so a resumed run continues bit for bit.
+A run is a function of its data, its options and the initial draft, whatever the number of processes: batches and
+anchors follow from the seed and the step, so a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import PreTrainedModel
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    Trainer,
+    TrainerCallback,
+    set_seed,
+)
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
+from dflash_hf.errors import listed, one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target.parts import find_target
+from dflash_hf.target.parts import Target, find_target
 from dflash_hf.target.support import check_pair
 from dflash_hf.training.anchors import Anchors, sample_anchors
-from dflash_hf.training.collators import Batch, bucketed_batches, collate
-from dflash_hf.training.config import DFlashTrainingConfig, default_gamma
+from dflash_hf.training.arguments import MUON, DFlashTrainingArguments, default_gamma
+from dflash_hf.training.checkpoints import STATE_FILE, Records, whole_checkpoint
+from dflash_hf.training.collators import Batch
 from dflash_hf.training.data import Example, example_lengths
-from dflash_hf.training.forward import batch_loss
-from dflash_hf.training.loss import BlockLoss, block_labels, decay_weights
-from dflash_hf.training.optimizer import make_optimizers, make_schedulers
-from dflash_hf.training.resume import append_record, load_checkpoint, save_checkpoint
+from dflash_hf.training.features import FeatureCache
+from dflash_hf.training.forward import LIKELY_TOKENS, batch_loss, batch_weight, check_packing
+from dflash_hf.training.loss import decay_weights
+from dflash_hf.training.optimizer import MuonAndAdamW, matrix_names
+from dflash_hf.training.steps import Collator, EpochBatches, Rows, share_of
 from dflash_hf.training.walking import walked_acceptance
 
-METRICS_FILE = "metrics.jsonl"
+Dataset = Sequence[Example]
+# Of a `BlockLoss`, what is added up from record to record.
+COUNTED = ("loss", "selector_loss", "weight", "correct", "count", "blocks", "accepted")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """What happened in some steps.
+class DFlashTrainer(Trainer):
+    """Trains a draft for a target: `DFlashTrainer(model=draft, target=target, args=args, train_dataset=examples)`.
 
-    Args:
-        step (`int`): Steps done.
-        loss (`float`): Weighted mean cross entropy, of the logits alone.
-        accuracy (`list[float]`): Share of right argmaxes in slots 1, 2, ...; with a selector, of its own.
-        block_acceptance (`float`): Mean of 1 + right argmaxes before the first wrong one, over the sampled anchors.
-        learning_rate (`float`): Of the last step.
-        grad_norm (`float`): Before clipping, of the last step.
-        selector_loss (`float`, *optional*): Weighted cross entropy of a DFlash 2 draft's selector; 0 for slots whose
-            token is no candidate.
-    """
-
-    step: int
-    loss: float
-    accuracy: list[float]
-    block_acceptance: float
-    learning_rate: float
-    grad_norm: float
-    selector_loss: float | None = None
-
-
-class DFlashTrainer:
-    """Trains a draft for a target: `DFlashTrainer(target, draft, train_dataset, args).train()`.
+    `log` also gets `accuracy_1`, `accuracy_2`, ... (share of right argmaxes per slot; with a selector, of its own),
+    `block_acceptance` (mean of 1 + right argmaxes before the first wrong one, over the sampled anchors) and, for a
+    DFlash 2 draft, `selector_loss`; its `loss` is that of the logits alone. The same records go to `metrics.jsonl` in
+    the output folder. Evaluation walks the acceptance of the whole set, divided among the processes:
+    `eval_acceptance_length`.
 
     Args:
-        target (`PreTrainedModel`): Frozen here (`requires_grad_(False)`, `eval()`) and never changed otherwise.
-        draft (`DFlashDraftModel`): Trained in place, in float32 unless it is of another dtype.
-        train_dataset (sequence of [`Example`]): Prompts with the target's own answers, with and without images. It
-            may build them when asked; with `lengths` (tokens of each example) none is built before it is needed.
-        args ([`DFlashTrainingConfig`]): Options.
-        eval_dataset (sequence of [`Example`], *optional*): Held-out examples whose acceptance is walked.
+        model (`DFlashDraftModel`, or that wrapped by PEFT): The draft, trained in place, in float32 at least: weights
+            in bfloat16 or float16 become float32 here.
+        target (`PreTrainedModel`): Frozen here (`requires_grad_(False)`, `eval()`), of any dtype, never saved. Moved
+            to the draft's device unless it is quantised or has a device map.
+        args ([`DFlashTrainingArguments`]): Options.
+        train_dataset (sequence of [`Example`], *optional*): Prompts with the target's own answers, with and without
+            images. It may build them when asked; with `lengths` (tokens of each) none is built before it is needed.
+        eval_dataset (sequence of [`Example`], or a mapping of them, *optional*): Held-out examples.
+        processing_class (tokenizer or processor, *optional*): Saved beside the draft.
+        callbacks (`list[TrainerCallback]`, *optional*): As in `Trainer`.
+        optimizers (`tuple`, *optional*): As in `Trainer`, instead of `args.optim`.
 
     Raises:
-        ValueError: If draft and target do not fit, the draft brings its own embedding or head or samples from the
-            anchor, or there is nothing to train on.
+        ValueError: If draft and target do not fit, there is nothing to train on, or one process has several GPUs.
     """
+
+    # The loss is divided by the labels of a whole step: `get_batch_samples`.
+    loss_is_scaled_for_ga = True
+    model: Any
+    args: DFlashTrainingArguments  # type: ignore[assignment]
 
     def __init__(
         self,
+        model: nn.Module,
         target: PreTrainedModel,
-        draft: DFlashDraftModel,
-        train_dataset: Sequence[Example],
-        args: DFlashTrainingConfig,
-        eval_dataset: Sequence[Example] | None = None,
+        args: DFlashTrainingArguments,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
     ) -> None:
-        self.args, self.train_dataset, self.eval_dataset = args, train_dataset, eval_dataset
-        if not any(1 in example.loss_mask for example in train_dataset):
-            raise ValueError("expected examples with answer tokens, got none; give prompts with the target's answers")
-        self.lengths = example_lengths(train_dataset)
-        self.accelerator = Accelerator()
-        self.device = self.accelerator.device
-        target.requires_grad_(False)
-        self.target = find_target(target.to(self.device).eval())
-        check_pair(self.target, draft.config)
-        _check_trainable(draft)
-        self.draft = draft
+        draft = _check_kinds(model, target, args)
+        check_pair(find_target(target), draft.config)
+        for examples in (
+            train_dataset,
+            *(eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]),
+        ):
+            if examples is not None and not any(1 in example.loss_mask for example in examples):
+                raise ValueError(
+                    "expected examples with answer tokens, got none; give prompts with the target's answers"
+                )
         self.block_size = args.block_size or draft.config.block_size
-        self.gamma = args.gamma or default_gamma(self.block_size)
-        self.weights = decay_weights(self.block_size, self.gamma).float()
-        world = self.accelerator.num_processes
-        self.batches_per_step = args.gradient_accumulation_steps * world
-        num_batches = math.ceil(len(train_dataset) / args.per_device_train_batch_size)
-        self.steps_per_epoch = max(1, math.ceil(num_batches / self.batches_per_step))
-        self.num_steps = (
-            args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * self.steps_per_epoch)
+        what = f"block_size {draft.config.block_size} (the draft's) or less"
+        require(self.block_size <= draft.config.block_size, what, self.block_size, "leave it out")
+        self.lengths = [] if train_dataset is None else example_lengths(train_dataset)
+        gamma = args.gamma or default_gamma(self.block_size)
+        self.weights = decay_weights(self.block_size, gamma, draft.config.sample_from_anchor).float()
+        self.draft_dtype = draft.dtype
+        if draft.dtype in (torch.bfloat16, torch.float16):  # small updates would be rounded away
+            model.float()
+        target.requires_grad_(False)
+        if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
+            target.to(args.device)  # type: ignore[arg-type]
+        self.target: Target = find_target(target.eval())
+        self._window: dict[str, Tensor] = {}
+        self._losses: list[tuple[list[int], Tensor]] = []
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=Collator(),  # where training has its own
+            train_dataset=train_dataset,  # type: ignore[arg-type]
+            eval_dataset=eval_dataset,  # type: ignore[arg-type]
+            processing_class=processing_class,
+            callbacks=[Records(), *(callbacks or [])],
+            optimizers=optimizers,
         )
-        # The schedules drive the bare optimizers: accelerate's own scheduler would step once per process.
-        optimizers = make_optimizers(draft, args)
-        self.schedulers = make_schedulers(optimizers, args.warmup_ratio, self.num_steps)
-        self.module, *self.optimizers = self.accelerator.prepare(draft, *optimizers)
-        self.step = 0
-        self.reports: list[StepReport] = []
-        self.evaluations: dict[int, float] = {}
-        self._epoch_batches: tuple[int, list[list[int]]] | None = None
+        self.model_accepts_loss_kwargs = True  # older releases know no `loss_is_scaled_for_ga`
 
-    def train(self) -> list[StepReport]:
-        """Runs to the last step and returns what was logged; the draft is trained in place and left in eval mode."""
-        args, output = self.args, Path(self.args.output_dir)
-        output.mkdir(parents=True, exist_ok=True)
-        torch.manual_seed(args.seed)
-        if args.resume_from_checkpoint is not None:
-            self.step = load_checkpoint(
-                Path(args.resume_from_checkpoint), self.draft, self.optimizers, self.schedulers
-            )
-        window: list[BlockLoss] = []
-        began = time.perf_counter()
-        with self._progress() as progress:
-            task = progress.add_task("train", total=self.num_steps, completed=self.step, metrics="")
-            while self.step < self.num_steps:
-                sums, grad_norm = self.training_step(self.step)
-                self.step += 1
-                window += sums
-                last = self.step == self.num_steps
-                if last or self.step % args.logging_steps == 0:
-                    report = self._report(window, grad_norm)
-                    window = []
-                    progress.update(task, metrics=_describe(report))
-                    self._record(report, seconds=time.perf_counter() - began)
-                if self.eval_dataset and (last or (args.eval_steps and self.step % args.eval_steps == 0)):
-                    progress.update(task, metrics=f"walked acceptance {self.evaluate():.2f}")
-                if args.save_steps and (last or self.step % args.save_steps == 0):
-                    self.save_checkpoint()
-                progress.update(task, completed=self.step)
-        self.draft.eval()
-        return self.reports
+    @property
+    def draft(self) -> DFlashDraftModel:
+        """The draft itself, without what DDP, accelerate or PEFT put around it."""
+        model = self.accelerator.unwrap_model(self.model)
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
 
-    def training_step(self, step: int) -> tuple[list[BlockLoss], float]:
-        """Does one optimizer step; returns the sums of its batches and the gradient norm before clipping.
+    # ---- what is to be done
 
-        The loss is normalised over all the batches of the step, so accumulation changes nothing but memory.
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Trains to the last step; the draft is trained in place and left in eval mode.
+
+        Overrides: `args.resume_from_checkpoint` counts too, checkpoints that were not written to their end are passed
+        over, and the seed is set again, so that what happened before cannot matter.
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*): A `checkpoint-<step>` folder, or `True` for the
+                newest whole one of the run.
+            args, kwargs: Those of [`~transformers.Trainer.train`].
+
+        Raises:
+            ValueError: If there is nothing to train on, or no such checkpoint.
+            FloatingPointError: At a step whose gradients are not finite, before it changes anything.
         """
-        self.draft.train()
-        work = [(batch, self._anchors(step, batch, at)) for at, batch in enumerate(self._step_batches(step))]
-        labels = [block_labels(batch.input_ids, batch.loss_mask, anchors) for batch, anchors in work]
-        weights = sum(((label.mask * self.weights).sum() for label in labels), torch.zeros((), device="cpu"))
-        # Gradients are averaged over processes, hence the mean of the weights and not their sum.
-        total: Any = self.accelerator.reduce(weights.to(self.device), reduction="mean")
-        sums: list[BlockLoss] = []
-        for batch, anchors in work:
-            # One batch at a time: its images may be large.
-            result = self._batch_loss(batch.to(self.device), anchors.to(self.device))
-            self.accelerator.backward((result.loss + result.selector_loss) / total.clamp_min(1e-9))
-            sums.append(replace(result, loss=result.loss.detach(), selector_loss=result.selector_loss.detach()))
-        limit = self.args.max_grad_norm or math.inf
-        norm = self.accelerator.clip_grad_norm_(self.draft.parameters(), limit)
-        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad(set_to_none=True)
-        return sums, float(norm) if norm is not None else 0.0
+        require(bool(self.lengths), "a train_dataset", None, "give examples to train on")
+        asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        checkpoint = whole_checkpoint(asked, Path(str(self.args.output_dir)))
+        self._window = {}
+        set_seed(self.args.seed)
+        try:
+            return super().train(checkpoint, *args, **kwargs)
+        finally:
+            self.draft.eval()
 
-    def evaluate(self) -> float:
-        """Walks the evaluation set and returns the acceptance length, bonus included; the draft's mode is kept."""
-        assert self.eval_dataset is not None
-        with self._autocast():
-            walked = walked_acceptance(
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Overrides: batches of similar length; accelerate's own division among processes would change them."""
+        args, dataset = self.args, self.train_dataset
+        assert dataset is not None
+        if args.packing_length is not None:
+            check_packing(self.target)
+        seed = args.seed if args.data_seed is None else args.data_seed
+        sampler = EpochBatches(
+            self.lengths,
+            self._train_batch_size,
+            seed,
+            args.packing_length,
+            rank=args.process_index,
+            world_size=args.world_size,
+            batches_per_step=args.gradient_accumulation_steps,
+            next_step=lambda: self.state.global_step,
+        )
+        return DataLoader(
+            Rows(dataset),  # type: ignore[arg-type]
+            batch_sampler=sampler,
+            collate_fn=Collator(args.packing_length, self._cache()),
+            num_workers=args.dataloader_num_workers,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+        )
+
+    def _cache(self) -> FeatureCache | None:
+        """The target's features on disk, all of them; each process writes its share of what is missing."""
+        args, config, examples = self.args, self.draft.config, self.train_dataset
+        if args.feature_cache is None:
+            return None
+        num_likely = LIKELY_TOKENS if args.loss == "kl" else int(args.labels == "target")
+        mine: Any = share_of(examples, args.process_index, args.world_size)  # type: ignore[arg-type]
+        with self.accelerator.autocast():
+            FeatureCache(args.feature_cache).write(self.target, config, mine, num_likely=num_likely)
+        self.accelerator.wait_for_everyone()
+        return FeatureCache(args.feature_cache)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Overrides: Transformers has no Muon."""
+        given: Any = self.optimizer
+        if self.args.optim == MUON and given is None:
+            self.optimizer = MuonAndAdamW.for_model(self.model if model is None else model, self.args)
+        return super().create_optimizer(model)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Overrides: weight decay is for matrices; a selector's codebooks, embeddings and heads have none."""
+        return matrix_names(model)
+
+    # ---- a step
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """Overrides: draws the anchors of a step's batches, and counts its labels over all batches and processes."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._losses = []
+        weight = torch.zeros((), device="cpu")
+        for micro, inputs in enumerate(batches):
+            inputs["anchors"] = anchors = self._anchors(inputs["batch"], micro)
+            weight += batch_weight(self.draft, inputs["batch"], anchors, self.weights, self.args.loss)
+        # Gradients are averaged over processes, hence the mean of the weights and not their sum.
+        total: Any = self.accelerator.reduce(weight.to(device), reduction="mean")
+        return batches, total.clamp_min(1e-9)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Overrides: the loss of many random blocks of each row, under the frozen target's features."""
+        args = self.args
+        with self.accelerator.autocast():
+            sums = batch_loss(
                 self.draft,
                 self.target,
-                self.eval_dataset,
-                block_size=self.block_size,
-                batch_size=self.args.per_device_eval_batch_size,
+                inputs["batch"],  # only now onto the device: its images may be large
+                inputs["anchors"],
+                self.weights,
+                objective=args.loss,
+                target_labels=args.labels == "target",
+                chunk_blocks=args.chunk_blocks,
+                attention=args.attention,
+                features=inputs["features"],
+                module=model,
             )
-        self.evaluations[self.step] = walked.acceptance_length
-        if self.accelerator.is_main_process:
-            record: dict[str, object] = {"step": self.step, "walked_acceptance": round(walked.acceptance_length, 4)}
-            append_record(Path(self.args.output_dir) / METRICS_FILE, record)
-        return walked.acceptance_length
+        self._losses.append((inputs["rows"], sums.finite))
+        for name in COUNTED:
+            value: Tensor = getattr(sums, name).detach()
+            self._window[name] = self._window[name] + value if name in self._window else value
+        loss = (sums.loss + sums.selector_loss) / num_items_in_batch
+        return (loss, sums) if return_outputs else loss
 
-    def save_checkpoint(self) -> None:
-        """Writes `checkpoint-<step>` (main process only)."""
-        if self.accelerator.is_main_process:
-            save_checkpoint(
-                Path(self.args.output_dir),
-                self.step,
-                self.draft,
-                self.optimizers,
-                self.schedulers,
-                self.args.save_total_limit,
-            )
-        self.accelerator.wait_for_everyone()
-
-    def _step_batches(self, step: int) -> list[Batch]:
-        """This process's batches of a step."""
-        epoch, position = divmod(step, self.steps_per_epoch)
-        if self._epoch_batches is None or self._epoch_batches[0] != epoch:
-            batches = bucketed_batches(self.lengths, self.args.per_device_train_batch_size, self.args.seed, epoch)
-            self._epoch_batches = (epoch, batches)
-        batches = self._epoch_batches[1]
-        first = position * self.batches_per_step + self.accelerator.process_index
-        stop = (position + 1) * self.batches_per_step
-        # Every process needs as many batches as the others: a short last step starts over.
-        wanted = [at % len(batches) for at in range(first, stop, self.accelerator.num_processes)]
-        if self.accelerator.num_processes == 1:
-            wanted = list(range(first, min(stop, len(batches))))
-        return [collate([self.train_dataset[i] for i in batches[at]]) for at in wanted]
-
-    def _anchors(self, step: int, batch: Batch, at: int) -> Anchors:
-        """Draws the anchors of a batch, on the CPU."""
-        seed = 0
-        for part in (self.args.seed, step, self.accelerator.process_index, at):
+    def _anchors(self, batch: Batch, micro: int) -> Anchors:
+        """Draws the anchors of a batch, on the CPU, from the seed, the step and the batch's place in it."""
+        args, seed = self.args, 0
+        place = micro * args.world_size + args.process_index
+        for part in (args.seed, self.state.global_step, place):
             seed = (seed * 1_000_003 + part) % 2**63
         generator = torch.Generator().manual_seed(seed)
-        return sample_anchors(batch.loss_mask, self.args.num_anchors, self.block_size, generator)
+        return sample_anchors(batch.loss_mask, args.num_anchors, self.block_size, generator, batch.starts)
 
-    def _batch_loss(self, batch: Batch, anchors: Anchors) -> BlockLoss:
-        """The forward of one batch, up to its loss."""
-        with self._autocast():
-            return batch_loss(
-                self.draft,
-                self.target,
-                batch,
-                anchors,
-                self.weights,
-                target_labels=self.args.labels == "target",
-                chunk_blocks=self.args.chunk_blocks,
-                module=self.module,
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Overrides: a step that is not finite ends the run, in every process, where the library would take it."""
+        norm: Any = super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not math.isfinite(norm) and not self.args.fp16:  # that one's scaler leaves such steps out
+            bad = [row for rows, finite in self._losses for row in _not_finite(rows, finite.tolist())]
+            what = (
+                f"losses that are no numbers in rows {listed(bad)} of train_dataset" if bad else "finite losses here"
             )
+            raise FloatingPointError(
+                f"expected finite gradients at step {self.state.global_step + 1}, got a norm of {float(norm)} and "
+                f"{what}; look at these rows or lower learning_rate, and go on with resume_from_checkpoint=True"
+            )
+        return norm
 
-    def _autocast(self) -> torch.autocast:
-        """Our own, not accelerate's: that one is fixed for the whole process by whoever comes first."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.mixed_precision == "bf16")
+    # ---- what is told and kept
 
-    def _report(self, window: list[BlockLoss], grad_norm: float) -> StepReport:
-        """Joins the sums since the last report."""
-        count = torch.stack([part.count for part in window]).sum(dim=0)
-        correct = torch.stack([part.correct for part in window]).sum(dim=0)
-        blocks = int(sum(int(part.blocks) for part in window))
-        weight = max(sum(float(part.weight) for part in window), 1e-9)
-        selector_loss = sum(float(part.selector_loss) for part in window) / weight
-        report = StepReport(
-            step=self.step,
-            loss=sum(float(part.loss) for part in window) / weight,
-            accuracy=[round(float(share), 4) for share in (correct / count.clamp_min(1))[1:]],
-            block_acceptance=1 + sum(int(part.accepted) for part in window) / max(blocks, 1),
-            learning_rate=float(self.schedulers[0].get_last_lr()[0]),
-            grad_norm=grad_norm,
-            selector_loss=None if self.draft.candidate_selector is None else selector_loss,
-        )
-        self.reports.append(report)
-        return report
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Overrides: adds what was counted since the last record, over all processes."""
+        if "loss" in logs and self._window:
+            logs.update(self._metrics())
+        super().log(logs, start_time)
 
-    def _record(self, report: StepReport, seconds: float) -> None:
-        """Appends a report to metrics.jsonl."""
-        if self.accelerator.is_main_process:
-            known = {name: value for name, value in asdict(report).items() if value is not None}
-            append_record(Path(self.args.output_dir) / METRICS_FILE, {**known, "seconds": round(seconds, 1)})
+    def _metrics(self) -> dict[str, float]:
+        """Joins the sums since the last record."""
+        total: Any = self.accelerator.reduce(self._window, reduction="sum")
+        self._window = {}
+        weight = max(float(total["weight"]), 1e-9)
+        shares = (total["correct"] / total["count"].clamp_min(1)).tolist()
+        metrics = {"loss": float(total["loss"]) / weight}
+        slots = enumerate(shares, int(self.draft.config.sample_from_anchor))  # the anchor's proposes, or does not
+        metrics |= {f"accuracy_{slot}": round(share, 4) for slot, share in slots if slot}
+        metrics["block_acceptance"] = 1 + int(total["accepted"]) / max(int(total["blocks"]), 1)
+        if self.draft.candidate_selector is not None:
+            metrics["selector_loss"] = float(total["selector_loss"]) / weight
+        return metrics
 
-    def _progress(self) -> Progress:
-        """A progress bar with the newest numbers beside it."""
-        return Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[metrics]}"),
-            disable=self.args.disable_tqdm or not self.accelerator.is_main_process,
-        )
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Overrides: walks each process's share of the examples and adds up what they commit; no logits are kept."""
+        examples: Any = dataloader.dataset
+        handler: Any = self.callback_handler
+        handler.eval_dataloader = dataloader
+        with self.accelerator.autocast():
+            walked = walked_acceptance(
+                self._whole_draft(),
+                self.target,
+                share_of(examples, self.args.process_index, self.args.world_size),
+                block_size=self.block_size,
+                batch_size=self.args.per_device_eval_batch_size,
+                on_batch=self._on_batch,
+            )
+        counts = [sum(map(sum, walked.committed)), sum(map(len, walked.committed))]
+        total: Any = self.accelerator.reduce(torch.tensor(counts, device=self.args.device), reduction="sum")
+        tokens, verifies = total.tolist()
+        metrics = {f"{metric_key_prefix}_acceptance_length": tokens / verifies if verifies else 0.0}
+        nothing: Any = None
+        return EvalLoopOutput(predictions=nothing, label_ids=None, metrics=metrics, num_samples=len(examples))
+
+    def _on_batch(self, done: int) -> None:
+        """Moves the progress bar."""
+        self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+
+    def _whole_draft(self) -> DFlashDraftModel:
+        """The draft, or a copy in one piece of a sharded one: the processes' walks have different lengths."""
+        draft = self.draft
+        state = draft.state_dict()
+        if not any(isinstance(value, DTensor) for value in state.values()):
+            return draft
+        whole: Any = DFlashDraftModel(draft.config)
+        whole = whole.to(self.args.device, draft.dtype)
+        whole.load_state_dict({n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()})
+        return whole
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Overrides: `save_dtype`. Checkpoints hold the weights as they are, so that they can be resumed.
+
+        Args:
+            output_dir (`str`, *optional*): Folder, default the run's.
+        """
+        as_loaded = self.args.save_dtype == "auto" and not _internal_call
+        with _stored_as(self.draft, self.draft_dtype if as_loaded else self.draft.dtype):
+            super().save_model(output_dir, _internal_call)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Overrides: a checkpoint counts as one only when it is whole, and a full disk is told in a sentence."""
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            (folder / STATE_FILE).unlink(missing_ok=True)  # of an earlier run; written last
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise OSError(
+                f"expected to write {folder}, got {type(error).__name__}: {one_line(error)}; make room or fix it, and "
+                "go on with resume_from_checkpoint=True"
+            ) from error
 
 
-def _check_trainable(draft: DFlashDraftModel) -> None:
-    """Refuses drafts of other formats: here slot `k` is trained on token `k`, with the target's embedding and head.
+def _not_finite(rows: list[int], finite: list[bool]) -> list[int]:
+    """The rows of a batch whose losses are no numbers; all of them where they are packed."""
+    if len(rows) != len(finite):
+        return [] if all(finite) else rows
+    return [row for row, good in zip(rows, finite, strict=True) if not good]
+
+
+@contextlib.contextmanager
+def _stored_as(draft: DFlashDraftModel, dtype: torch.dtype) -> Generator[None]:
+    """Gives the weights another dtype for as long as it takes to save them."""
+    if dtype == draft.dtype:
+        yield
+        return
+    own = draft.dtype
+    kept = [(parameter, parameter.data) for parameter in draft.parameters()]
+    try:
+        for parameter, data in kept:
+            parameter.data = data.to(dtype)
+        yield
+    finally:
+        for parameter, data in kept:
+            parameter.data = data
+        draft.config.dtype = own
+
+
+def _check_kinds(model: Any, target: Any, args: Any) -> DFlashDraftModel:
+    """Returns the draft in `model`.
 
     Raises:
-        ValueError: Naming the fields.
+        ValueError: If one of the three is something else, or one process has several GPUs.
     """
-    names = ("own_embed_tokens", "own_lm_head", "sample_from_anchor")
-    if wrong := [name for name in names if getattr(draft.config, name)]:
+    draft = model.get_base_model() if hasattr(model, "get_base_model") else model
+    order = "write DFlashTrainer(model=draft, target=target, args=args, train_dataset=examples)"
+    for name, value, kind in (
+        ("model", draft, DFlashDraftModel),
+        ("target", target, PreTrainedModel),
+        ("args", args, DFlashTrainingArguments),
+    ):
+        if not isinstance(value, kind) or (name == "target" and isinstance(value, DFlashDraftModel)):
+            raise ValueError(f"expected a {kind.__name__} as {name}, got a {type(value).__name__}; {order}")
+    if args.n_gpu > 1:
         raise ValueError(
-            f"expected a draft without {', '.join(names)} to train, got {', '.join(wrong)} in its config; train a "
-            "draft that uses the target's embedding and head"
+            f"expected one GPU per process, got {args.n_gpu} in this one; start it with `accelerate launch`, or set "
+            "CUDA_VISIBLE_DEVICES=0"
         )
+    return draft
 
 
-def _describe(report: StepReport) -> str:
-    """One line of a report for the progress bar."""
-    slots = " ".join(f"{share:.2f}" for share in report.accuracy[:3])
-    return f"loss {report.loss:.3f}, accuracy {slots} ..., block {report.block_acceptance:.2f}"
-
-
-__all__ = ["DFlashTrainer", "StepReport"]
+__all__ = ["DFlashTrainer"]

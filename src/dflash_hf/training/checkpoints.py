@@ -1,0 +1,84 @@
+"""What a run leaves in its folder beside Transformers' own: `metrics.jsonl`, and which checkpoints are whole."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
+from transformers.utils import logging
+
+logger: Any = logging.get_logger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+STATE_FILE = "trainer_state.json"  # Transformers writes it last
+
+
+class Records(TrainerCallback):
+    """Appends every record to `metrics.jsonl`, so that a killed run leaves them too; the last step has one as well."""
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Asks for a record at the last step, and for an evaluation where there are any."""
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+            control.should_evaluate = control.should_evaluate or args.eval_strategy == IntervalStrategy.STEPS
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Appends one line of JSON."""
+        if state.is_world_process_zero:
+            with (Path(str(args.output_dir)) / METRICS_FILE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+
+
+def whole_checkpoint(asked: str | bool | None, output_dir: Path) -> str | None:
+    """Returns the checkpoint to go on from, `None` to begin.
+
+    Args:
+        asked (`str` or `bool`, *optional*): A folder, or `True` for the newest one of the run that was written to its
+            end.
+        output_dir (`Path`): The run's folder.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if not asked:
+        return None
+    if asked is not True:
+        if not _is_whole(Path(asked)):
+            raise ValueError(
+                f"expected a checkpoint folder with {STATE_FILE}, got {asked}; pass a {PREFIX_CHECKPOINT_DIR}-<step> "
+                "folder of a run"
+            )
+        return str(asked)
+    found = [path for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if re.search(r"-\d+$", path.name)]
+    for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
+        if _is_whole(path):
+            return str(path)
+        logger.warning(f"{path} was not written to its end; an earlier checkpoint is taken")
+    raise ValueError(
+        f"expected a whole checkpoint in {output_dir}, got none; leave resume_from_checkpoint out to begin"
+    )
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a checkpoint was written to its end: the state of the trainer is there and can be read."""
+    try:
+        json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+__all__ = ["METRICS_FILE", "STATE_FILE", "Records", "whole_checkpoint"]

@@ -1,0 +1,141 @@
+"""Which rows a step is made of: batches of similar length, dealt out to processes; and shares of an evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, overload
+
+import torch
+from torch.utils.data import Sampler
+
+from dflash_hf.training.collators import bucketed_batches, collate, collate_packed, packed_batches
+from dflash_hf.training.data import Example, example_lengths
+from dflash_hf.training.features import FeatureCache
+
+
+class EpochBatches(Sampler[list[int]]):
+    """One process's batches of an epoch, in an order that follows from the seed and the epoch alone.
+
+    Batch `i` of an epoch goes to process `i % world_size`, so a step over several processes has the batches that one
+    process would accumulate. Where an epoch ends before every process has its batch, the others get rows without
+    labels (`~i` for row `i`): every process takes part in every step, and no row counts twice.
+
+    Args:
+        lengths (sequence of `int`): Tokens of each example.
+        batch_size (`int`): Examples per batch, or packed rows.
+        seed (`int`): Of the order.
+        packing_length (`int`, *optional*): Tokens of a row that examples are packed into.
+        rank, world_size (`int`): Which process this is, and of how many.
+        batches_per_step (`int`): Batches that a process accumulates.
+        next_step (callable): The number of steps done, from which the epoch follows; so a resumed run asks for the
+            right one.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        batch_size: int,
+        seed: int,
+        packing_length: int | None = None,
+        *,
+        rank: int,
+        world_size: int,
+        batches_per_step: int,
+        next_step: Callable[[], int],
+    ) -> None:
+        self.lengths, self.batch_size, self.seed, self.packing_length = lengths, batch_size, seed, packing_length
+        self.rank, self.world_size = rank, world_size
+        self.batches_per_step, self.next_step = batches_per_step, next_step
+        self.num_batches = len(self._epoch(0))  # in every one
+
+    def __len__(self) -> int:
+        return math.ceil(self.num_batches / self.world_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = self._epoch(self.next_step() // math.ceil(len(self) / self.batches_per_step))
+        for at in range(self.rank, len(self) * self.world_size, self.world_size):
+            yield batches[at] if at < len(batches) else [~index for index in batches[0]]
+
+    def _epoch(self, epoch: int) -> list[list[int]]:
+        """All processes' batches."""
+        if self.packing_length is not None:
+            return packed_batches(self.lengths, self.batch_size, self.packing_length, self.seed, epoch)
+        return bucketed_batches(self.lengths, self.batch_size, self.seed, epoch)
+
+
+class Rows:
+    """Examples with their numbers; `~i` stands for row `i` without labels.
+
+    Args:
+        examples (sequence of [`Example`]): The examples, built when they are asked for.
+    """
+
+    def __init__(self, examples: Sequence[Example]) -> None:
+        self.examples = examples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> tuple[int, Example]:
+        return index, self.examples[index if index >= 0 else ~index]
+
+
+class Collator:
+    """Makes of numbered examples what `Trainer` hands on: `batch`, their numbers as `rows`, and `features`.
+
+    Args:
+        packing_length (`int`, *optional*): Tokens of a row that examples are packed into.
+        cache ([`FeatureCache`], *optional*): Where the target's features of the examples are read; by the loader's
+            workers, while a step is under way.
+    """
+
+    def __init__(self, packing_length: int | None = None, cache: FeatureCache | None = None) -> None:
+        self.packing_length, self.cache = packing_length, cache
+
+    def __call__(self, rows: Sequence[tuple[int, Example]]) -> dict[str, Any]:
+        examples = [example for _, example in rows]
+        batch = collate(examples) if self.packing_length is None else collate_packed(examples, self.packing_length)
+        features = None if self.cache is None else self.cache.read(examples, batch)
+        if rows[0][0] < 0:
+            batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+        return {"batch": batch, "features": features, "rows": [max(index, ~index) for index, _ in rows]}
+
+
+class _Part(Sequence[Example]):
+    """Some of the examples, built when they are asked for."""
+
+    def __init__(self, examples: Sequence[Example], indices: Sequence[int], lengths: Sequence[int]) -> None:
+        self.examples, self.indices, self.lengths = examples, indices, lengths
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self.examples[at] for at in self.indices[index]]
+        return self.examples[self.indices[index]]
+
+
+def share_of(examples: Sequence[Example], rank: int, world_size: int) -> Sequence[Example]:
+    """Returns the examples of one process: every `world_size`-th by length, so that all have as much to do.
+
+    Args:
+        examples (sequence of [`Example`]): All of them.
+        rank, world_size (`int`): Which process this is, and of how many.
+    """
+    if world_size == 1:
+        return examples
+    lengths = example_lengths(examples)
+    indices = sorted(range(len(lengths)), key=lambda index: lengths[index])[rank::world_size]
+    return _Part(examples, indices, [lengths[index] for index in indices])
+
+
+__all__ = ["Collator", "EpochBatches", "Rows", "share_of"]

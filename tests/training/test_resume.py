@@ -1,0 +1,184 @@
+"""A run that was ended at any place and resumed is the same run, bit for bit."""
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM, TrainerCallback
+
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.training import DFlashTrainer
+from helpers import killed_run
+from helpers.training import draws, options, records
+
+OPTIMS = [
+    "adamw_torch",
+    pytest.param(
+        "muon", marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+    ),
+]
+# Whatever happens in a step that another program could be told of, in order.
+EVENTS = ["step_begin", "substep_end", "pre_optimizer_step", "optimizer_step", "step_end", "log", "evaluate", "save"]
+MakeDraft = Callable[..., DFlashDraftModel]
+
+
+class Killed(Exception):
+    """Stands for the end of the process."""
+
+
+class Kill(TrainerCallback):
+    """Ends a run at the first event of this name from a step on."""
+
+    def __init__(self, step: int, event: str) -> None:
+        self.step = step
+        setattr(self, f"on_{event}", self._end)
+
+    def _end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= self.step:
+            raise Killed
+
+
+def make(target: Qwen3ForCausalLM, draft: DFlashDraftModel, folder: Path, *callbacks: Any, **changes: Any) -> Any:
+    """A trainer with all that a step may depend on: dropout, accumulation, epochs, evaluations."""
+    fields = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 4, **changes}
+    data = {"train_dataset": draws(10), "eval_dataset": draws(2)}
+    return DFlashTrainer(model=draft, target=target, args=options(folder, **fields), callbacks=list(callbacks), **data)
+
+
+def assert_same(one: DFlashDraftModel, two: DFlashDraftModel) -> None:
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, two.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("optim", OPTIMS)
+def test_resumed_run_is_the_same_run_bit_for_bit(
+    optim: str, target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path
+) -> None:
+    whole, first = make_draft(attention_dropout=0.1), make_draft(attention_dropout=0.1)
+    trainer = make(target, whole, tmp_path / "a", optim=optim)
+    trainer.train()
+    with pytest.raises(Killed):
+        make(target, first, tmp_path / "b", Kill(4, "save"), optim=optim, save_steps=4).train()
+    checkpoint = tmp_path / "b" / "checkpoint-4"
+    resumed = make_draft(attention_dropout=0.1, initializer_range=0.5)
+    torch.rand(5)
+    again = make(target, resumed, tmp_path / "c", optim=optim, resume_from_checkpoint=str(checkpoint))
+    torch.rand(5)
+    again.train()
+    assert_same(whole, resumed)
+    assert records(again)[-1]["loss"] == records(trainer)[-1]["loss"]
+    assert not torch.equal(first.fc.weight, whole.fc.weight)
+    assert torch.equal(DFlashDraftModel.from_pretrained(checkpoint).fc.weight, first.fc.weight)
+
+
+@pytest.mark.parametrize("optim", OPTIMS)
+def test_a_run_killed_at_twenty_places_is_the_same_run(
+    optim: str, target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path
+) -> None:
+    steps, chance = 32, random.Random(5)
+    changes = {"optim": optim, "max_steps": steps, "save_steps": 3, "save_total_limit": 2}
+    whole = make_draft(attention_dropout=0.1)
+    make(target, whole, tmp_path / "whole", **changes).train()
+    kills = [Kill(step, chance.choice(EVENTS)) for step in sorted(chance.sample(range(1, steps - 3), 20))]
+    killed = 0
+    for kill in [*kills, None]:
+        draft = make_draft(attention_dropout=0.1, initializer_range=0.5 if killed else 0.2)
+        is_begun = bool(list((tmp_path / "run").glob("checkpoint-*")))
+        if not is_begun:  # the initial draft is a part of the run
+            draft = make_draft(attention_dropout=0.1)
+        trainer = make(target, draft, tmp_path / "run", *([kill] if kill else []), **changes)
+        torch.rand(chance.randrange(5))
+        if kill is None:
+            trainer.train(resume_from_checkpoint=True)
+            assert_same(whole, draft)
+        else:
+            with pytest.raises(Killed):
+                trainer.train(resume_from_checkpoint=is_begun)
+            killed += 1
+    assert killed == 20
+
+
+def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(
+    target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither one that lacks a part, nor the remains of an earlier run in the same folder, nor a torn file."""
+    whole, first, resumed = make_draft(), make_draft(), make_draft(initializer_range=0.5)
+    make(target, whole, tmp_path, save_steps=2).train()
+
+    def killed(self: DFlashTrainer, folder: str) -> None:
+        if folder.endswith("checkpoint-4"):
+            raise Killed
+
+    stopped = make(target, first, tmp_path, save_steps=2, learning_rate=2e-3)
+    with monkeypatch.context() as patch:
+        patch.setattr(DFlashTrainer, "_save_rng_state", killed)
+        with pytest.raises(Killed):
+            stopped.train()
+    assert not (tmp_path / "checkpoint-4" / "trainer_state.json").exists()
+    for step in (6, 8):
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text('{"global_step": ')
+    again = make(target, resumed, tmp_path, save_steps=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(again, "get_train_dataloader", lambda: pytest.fail("which one it is shows before any data"))
+        with pytest.raises(ValueError, match=r"expected a checkpoint folder with trainer_state\.json, got .*-4; "):
+            again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert again.train(resume_from_checkpoint=True).global_step == 8
+    assert records(again)[0]["step"] == 4
+
+
+def test_a_full_disk_is_told_and_the_run_goes_on_afterwards(
+    target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path
+) -> None:
+    """A limit on the size of files, above the weights' and below that of the optimizer's state."""
+    whole, draft = make_draft(), make_draft()
+    make(target, whole, tmp_path / "a").train()
+    trainer = make(target, draft, tmp_path / "b", save_steps=2)
+    weights = 4 * draft.num_parameters()
+
+    class Fill(TrainerCallback):
+        """Leaves room for the checkpoint of step 2 alone."""
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(1.3 * weights), limits[1]))
+
+    trainer.add_callback(Fill())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(OSError, match=r"expected to write .*checkpoint-4, got .*; make room or fix it, and go on"):
+            trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    resumed = make_draft(initializer_range=0.5)
+    make(target, resumed, tmp_path / "b", save_steps=2).train(resume_from_checkpoint=True)
+    assert_same(whole, resumed)
+
+
+@pytest.mark.slow
+def test_a_process_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """SIGKILL at five random moments, while a step or a checkpoint is under way."""
+    killed_run.train(tmp_path / "whole")
+    paths = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, killed_run.__file__, str(tmp_path / "run")]
+    environment, chance = os.environ | {"PYTHONPATH": paths}, random.Random(3)
+    for kill in (True,) * 5 + (False,):
+        before = len(list((tmp_path / "run").glob("checkpoint-*/trainer_state.json")))
+        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+            while kill and process.poll() is None:
+                if len(list((tmp_path / "run").glob("checkpoint-*/trainer_state.json"))) > before:
+                    time.sleep(chance.random())
+                    process.send_signal(signal.SIGKILL)
+                    break
+                time.sleep(0.01)
+            _, said = process.communicate()
+        assert process.returncode == (-signal.SIGKILL if kill else 0), said.decode()
+    for one, two in zip(*(sorted((tmp_path / name).glob("*.safetensors")) for name in ("whole", "run")), strict=True):
+        assert one.read_bytes() == two.read_bytes()
