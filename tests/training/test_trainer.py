@@ -174,7 +174,7 @@ def test_a_draft_in_bfloat16_has_masters_in_float32(optim: str, target, make_dra
     trainer = run(target.bfloat16(), draft, args)
     assert draft.dtype == torch.float32
     for name, parameter in draft.named_parameters():
-        assert (parameter == before[name]).float().mean() < 0.1, name
+        assert (parameter == before[name]).float().mean() < (0.05 if parameter.ndim == 2 else 0.3), name
     trainer.save_model(str(tmp_path / "stored"))
     assert draft.dtype == draft.config.dtype == torch.float32
     stored = DFlashDraftModel.from_pretrained(tmp_path / "stored")
@@ -210,9 +210,7 @@ def test_a_loss_that_is_no_number_ends_the_run_before_the_step(target, make_draf
     args = options(tmp_path, save_steps=2)
     poison = AtStep(3, lambda model: model.fc.weight.data[0].fill_(torch.nan))
     trainer = DFlashTrainer(model=draft, target=target, args=args, train_dataset=draws(10), callbacks=[poison])
-    with pytest.raises(
-        FloatingPointError, match=r"at step 4, got .* no numbers in rows \d+, \d+, \d+ of train_dataset; "
-    ):
+    with pytest.raises(FloatingPointError, match=r"at step 4, got .* no numbers in rows \d of train_dataset; look"):
         trainer.train()
     assert not [name for name, p in draft.named_parameters() if p.isnan().any() and name != "fc.weight"]
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]

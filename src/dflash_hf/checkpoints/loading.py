@@ -51,6 +51,10 @@ class DFlashPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
 
+    def get_input_embeddings(self) -> Any:
+        """Returns the draft's own embedding, `None` where it uses the target's (FSDP asks)."""
+        return getattr(self, "embed_tokens", None)
+
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: PathOrRepo | None, *model_args: Any, **kwargs: Any

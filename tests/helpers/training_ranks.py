@@ -1,0 +1,84 @@
+"""A run by two processes, plain or sharded: `torchrun --nproc-per-node 2 training_ranks.py FOLDER KIND`.
+
+`train` does the same in one process, which accumulates what the two do at once. Everything is in float64.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch import distributed
+
+from dflash_hf.training import DFlashTrainer
+from helpers.training import draws, options, records
+from tiny import DFLASH2, tiny_draft, tiny_target
+
+STEPS, BATCHES = 20, 4  # of one row, in a step
+
+
+def make(folder: Path, kind: str, seed: int = 1) -> DFlashTrainer:
+    """Nine rows: an epoch ends with a batch for one of the two processes alone.
+
+    Args:
+        folder (`Path`): Of the run.
+        kind (`str`): `"plain"` or `"fsdp"`, a DFlash 2 draft under either; `"muon"`.
+        seed (`int`): Of the draft.
+    """
+    target = tiny_target("qwen3")
+    changes: dict[str, Any] = {} if kind != "fsdp" else {"fsdp": True, "fsdp_config": {"version": 2}}
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    args = options(
+        folder,
+        optim="muon" if kind == "muon" else "adamw_torch",
+        max_steps=STEPS,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=BATCHES // world,
+        save_steps=STEPS // 2,
+        eval_strategy="steps",
+        eval_steps=STEPS // 2,
+        use_cpu=True,
+        **changes,
+    )
+    draft = tiny_draft(target, seed=seed, **DFLASH2)
+    return DFlashTrainer(model=draft, target=target, args=args, train_dataset=draws(9), eval_dataset=draws(5))
+
+
+def train(folder: Path, kind: str) -> None:
+    """Trains, keeps weights and records in the folder, and does the second half again from its checkpoint."""
+    trainer = make(folder, kind)
+    trainer.train()
+    trainer.save_model(str(folder / "whole"))
+    again = make(folder, kind, seed=2)
+    again.train(resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}"))
+    again.save_model(str(folder / "resumed"))
+    if trainer.is_world_process_zero():
+        told = {name: records(trainer, name) for name in ("loss", "eval_acceptance_length")}
+        (folder / "records.json").write_text(json.dumps(told))
+
+
+def allow_fsdp_on_cpu() -> None:
+    """accelerate turns FSDP on for the devices in a list of its own, which has no CPU; gloo runs the same code."""
+    whole = AcceleratorState.__init__
+
+    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        whole(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        plugin = fsdp_plugin or self.__dict__.get("fsdp_plugin")  # the state is one for all instances
+        if plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugin
+
+    AcceleratorState.__init__ = init
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[2] == "fsdp":
+        allow_fsdp_on_cpu()
+    train(Path(sys.argv[1]), sys.argv[2])
+    distributed.destroy_process_group()
