@@ -1,4 +1,4 @@
-"""What a run may be asked for beside the recipe: objectives, packed rows, features on disk, adapters, other formats."""
+"""What else a run may be asked for: objectives, packed rows, features on disk, adapters, drafts of other formats."""
 
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,7 @@ def test_rows_that_do_not_fit_are_refused_before_the_first_step(target, make_dra
         trainer.train()
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
 def test_an_adapter_is_trained_and_saved_alone(target, make_draft, data: list[Example], tmp_path: Path) -> None:
     """On a draft in bfloat16; and it resumes."""
     peft = pytest.importorskip("peft")
