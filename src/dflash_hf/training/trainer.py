@@ -218,13 +218,14 @@ class DFlashTrainer(Trainer):
         """Overrides: draws the anchors of a step's batches, and counts its labels over all batches and processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._losses = []
-        weight = torch.zeros((), device="cpu")
+        weight = torch.zeros((), dtype=torch.float64, device="cpu")
         for micro, inputs in enumerate(batches):
             inputs["anchors"] = anchors = self._anchors(inputs["batch"], micro)
-            weight += batch_weight(self.draft, inputs["batch"], anchors, self.weights, self.args.loss)
+            weight += batch_weight(self.draft, inputs["batch"], anchors, self.weights.double(), self.args.loss)
         # Gradients are averaged over processes, hence the mean of the weights and not their sum.
-        total: Any = self.accelerator.reduce(weight.to(device), reduction="mean")
-        return batches, total.clamp_min(1e-9)
+        alone = self.args.world_size == 1
+        total: Any = weight if alone else self.accelerator.reduce(weight.to(device), reduction="mean")
+        return batches, max(float(total), 1e-9)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
