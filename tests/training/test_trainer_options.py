@@ -5,10 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.training import DFlashTrainer, Example, regenerate_answers
 from dflash_hf.training.forward import target_features
 from helpers.training import draws, options, records
+
+TOY = Path(__file__).parents[2] / "demos" / "toy" / "target"
 
 
 @pytest.fixture
@@ -86,6 +90,24 @@ def test_features_of_another_target_are_refused_before_the_first_step(
     with pytest.raises(ValueError, match=r"expected features with target '.*; use the target they were written with"):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+def test_a_tokenizer_is_saved_beside_the_draft_and_changes_nothing_in_it(
+    target, make_draft, data: list[Example], tmp_path: Path
+) -> None:
+    """Transformers would make its special tokens the draft's, which are the target's."""
+    tokenizer = AutoTokenizer.from_pretrained(TOY)
+    draft = make_draft()
+    args = options(tmp_path, max_steps=2, save_steps=2)
+    before = draft.generation_config.to_dict()
+    trainer = DFlashTrainer(model=draft, target=target, args=args, train_dataset=data, processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model()
+    assert draft.generation_config.to_dict() == before
+    assert not {"bos_token_id", "eos_token_id", "pad_token_id"} & vars(draft.config).keys()
+    for folder in (tmp_path, tmp_path / "checkpoint-2"):
+        assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
+        assert "eos_token_id" not in DFlashDraftModel.from_pretrained(folder).generation_config.to_diff_dict()
 
 
 def test_rows_that_do_not_fit_are_refused_before_the_first_step(target, make_draft, tmp_path: Path) -> None:

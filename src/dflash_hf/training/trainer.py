@@ -113,6 +113,8 @@ class DFlashTrainer(Trainer):
         if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
             target.to(args.device)  # type: ignore[arg-type]
         self.target: Target = find_target(target.eval())
+        # Transformers would write its special tokens into the draft's config, where they are the target's.
+        self._saved_beside = processing_class
         self._window: dict[str, Tensor] = {}
         self._losses: list[tuple[list[int], Tensor]] = []
         super().__init__(
@@ -121,7 +123,6 @@ class DFlashTrainer(Trainer):
             data_collator=Collator(),  # where training has its own
             train_dataset=train_dataset,  # type: ignore[arg-type]
             eval_dataset=eval_dataset,  # type: ignore[arg-type]
-            processing_class=processing_class,
             callbacks=[Records(), *(callbacks or [])],
             optimizers=optimizers,
         )
@@ -343,11 +344,13 @@ class DFlashTrainer(Trainer):
         return whole
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Overrides: `save_dtype`. Checkpoints hold the weights as they are, so that they can be resumed.
+        """Overrides: `save_dtype`, and the processing class. Checkpoints hold the weights as they are, to be resumed.
 
         Args:
             output_dir (`str`, *optional*): Folder, default the run's.
         """
+        if self._saved_beside is not None and self.args.should_save:
+            self._saved_beside.save_pretrained(output_dir or str(self.args.output_dir))
         as_loaded = self.args.save_dtype == "auto" and not _internal_call
         with _stored_as(self.draft, self.draft_dtype if as_loaded else self.draft.dtype):
             super().save_model(output_dir, _internal_call)
