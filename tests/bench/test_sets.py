@@ -17,8 +17,8 @@ from PIL import Image
 from dflash_hf.bench.images import store_images
 from dflash_hf.bench.prepare import prepare
 from dflash_hf.bench.questions import Question
-from dflash_hf.bench.rows import Row
-from dflash_hf.bench.sets import SETS, draw, filled, load_questions
+from dflash_hf.bench.sets import SETS, draw, load_questions
+from dflash_hf.evaluation.rows import Row, filled
 
 ROWS = Path(__file__).parent / "rows"
 UPSTREAM = Path(__file__).resolve().parents[3] / "shared" / "data"

@@ -12,11 +12,11 @@ from PIL import Image
 from rich.console import Console
 
 from dflash_hf.chat.conversation import MAX_SESSIONS, Answer, Conversation, Run, Sessions, Settings, Turn
-from dflash_hf.chat.image_files import KEPT_PIXELS, MAX_FILE_BYTES, ImageError, read_image
 from dflash_hf.chat.model import RunStreamer, RunText, Stopped, in_turn
 from dflash_hf.chat.render import find_examples, render
 from dflash_hf.cli.chat import converse
 from dflash_hf.evaluation.agreement import Agreement
+from dflash_hf.evaluation.image_files import KEPT_PIXELS, MAX_FILE_BYTES, ImageError, read_image
 from helpers.processors import picture, qwen_tokenizer
 
 

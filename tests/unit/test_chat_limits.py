@@ -13,9 +13,9 @@ from dflash_hf.chat import conversation as conversation_module
 from dflash_hf.chat import page as pages
 from dflash_hf.chat.app import COOKIE, MAX_BODY, Uploads, guards
 from dflash_hf.chat.conversation import MAX_IMAGE_BYTES, MAX_SESSIONS, Answer, Conversation, Sessions, Turn
-from dflash_hf.chat.image_files import KEPT_PIXELS, ChatImage, ImageError, read_image
 from dflash_hf.chat.model import MAX_CHARACTERS, MAX_IMAGES, ChatModel
 from dflash_hf.chat.page import Page
+from dflash_hf.evaluation.image_files import KEPT_PIXELS, ChatImage, ImageError, read_image
 from helpers.processors import picture
 
 # ---- names of this machine

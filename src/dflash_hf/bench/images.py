@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 from dflash_hf.bench.questions import Question
-from dflash_hf.bench.rows import ImageSource
-from dflash_hf.chat.image_files import ImageError, read_image
-
-# How files of a kind begin -> how they are called: whoever sends one to a server says its kind by its name.
-KINDS: Final = {
-    b"\x89PNG": ".png",
-    b"\xff\xd8": ".jpg",
-    b"RIFF": ".webp",
-    b"GIF8": ".gif",
-    b"BM": ".bmp",
-    b"II*\0": ".tif",
-    b"MM\0*": ".tif",
-}
+from dflash_hf.evaluation.image_files import ImageError, content_name, read_image
+from dflash_hf.evaluation.rows import ImageSource
 
 
 def store_images(pairs: Sequence[tuple[Question, Sequence[ImageSource]]], folder: Path | None) -> list[Question]:
@@ -64,12 +51,6 @@ def place(file: Path, folder: Path) -> None:
         os.replace(scratch, folder / file.name)
 
 
-def content_name(data: bytes) -> str:
-    """Returns a file name that says what is in it: a hash, and the kind of image by how it begins."""
-    kind = next((kind for begin, kind in KINDS.items() if data.startswith(begin)), "")
-    return hashlib.sha256(data).hexdigest()[:32] + kind
-
-
 def _written(data: bytes, folder: Path) -> Path:
     path = folder / content_name(data)
     path.write_bytes(data)
@@ -86,4 +67,4 @@ def _check(file: Path, question: Question) -> None:
         ) from error
 
 
-__all__ = ["content_name", "place", "store_images"]
+__all__ = ["place", "store_images"]

@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from dflash_hf.bench.answers import Answer
 from dflash_hf.bench.questions import Key, Question
-from dflash_hf.bench.run_files import read_run, write_whole
+from dflash_hf.bench.run_files import read_run
 from dflash_hf.bench.summary import baseline_pairs
 from dflash_hf.evaluation.agreement import agreement, first_difference, reference_for
 from dflash_hf.evaluation.prompt_files import Message
+from dflash_hf.evaluation.row_files import write_whole
 
 
 class Encodes(Protocol):

@@ -8,10 +8,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from dflash_hf.bench.images import content_name, place
+from dflash_hf.bench.images import place
 from dflash_hf.bench.questions import Question
 from dflash_hf.bench.sets import load_questions
 from dflash_hf.errors import require
+from dflash_hf.evaluation.image_files import content_name
 
 IMAGES = "images"
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from dflash_hf.bench.answers import Answer
 from dflash_hf.bench.questions import Key, Question
-from dflash_hf.bench.run_files import write_whole
 from dflash_hf.errors import listed, shown
+from dflash_hf.evaluation.row_files import line_of, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -153,13 +153,8 @@ def whole_batches(answers: Mapping[Asked, Answer], batches: Iterable[Batch]) -> 
     return counting
 
 
-def line_of(row: Mapping[str, Any]) -> str:
-    """Returns a row as a line of JSONL."""
-    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
-
-
 def _safe(model_id: str) -> str:
     return re.sub(r"[^\w.-]", "_", model_id)
 
 
-__all__ = ["Asked", "Batch", "RunFolder", "line_of", "whole_batches"]
+__all__ = ["Asked", "Batch", "RunFolder", "whole_batches"]

@@ -144,14 +144,4 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield place, row
 
 
-def write_whole(path: Path, text: str) -> Path:
-    """Writes a file whole or not at all, whenever the process is killed, and returns its path."""
-    part = path.with_name(f".{path.name}.part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    return part.replace(path)
-
-
-__all__ = ["Cell", "Run", "Which", "read_run", "write_whole"]
+__all__ = ["Cell", "Run", "Which", "read_run"]

@@ -7,15 +7,12 @@ vLLM's from `/metrics`, SGLang's from `/metrics` or `/get_server_info`. Nobody e
 
 from __future__ import annotations
 
-import base64
 import json
-import mimetypes
 import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +20,7 @@ import httpx
 from dflash_hf.bench.answers import Turn
 from dflash_hf.bench.methods import Conversation, Options
 from dflash_hf.errors import one_line, require
+from dflash_hf.evaluation.server_requests import TIMEOUT, first_model, sent_content
 
 # A line of Prometheus' text format: a name, labels, a value.
 _METRIC = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
@@ -35,7 +33,6 @@ _COUNTERS = {
 _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 # SGLang's gauge: a mean over its latest batches, no counter.
 _GAUGE = "sglang:spec_accept_length"
-TIMEOUT = httpx.Timeout(10.0, read=600.0)  # seconds; the second is between two tokens
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,7 +62,7 @@ class Server:
             ValueError: If it answers in another form.
         """
         if self.model is None:
-            self.model = self._first_model()
+            self.model = first_model(self.client)
         before = self.counters()
         started = time.perf_counter()
         with ThreadPoolExecutor(max_workers=len(conversations)) as pool:
@@ -101,17 +98,10 @@ class Server:
                 found["acceptance_length"] = float(length)
         return found
 
-    def _first_model(self) -> str:
-        response = self.client.get("/v1/models")
-        response.raise_for_status()
-        models = response.json().get("data") or []
-        require(bool(models), f"a model at {self.url}/v1/models", models, "start the server with one")
-        return str(models[0]["id"])
-
     def _ask(self, conversation: Conversation, options: Options, seed: int) -> Turn:
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": [{**message, "content": _content(message["content"])} for message in conversation],
+            "messages": [{**message, "content": sent_content(message["content"])} for message in conversation],
             "max_tokens": options.max_new_tokens,
             "temperature": options.temperature,
             "top_p": options.top_p,
@@ -156,22 +146,6 @@ class Server:
             ttft=ttft,
             finish_reason="length" if reason == "length" else "stop",
         )
-
-
-def _content(content: Any) -> Any:
-    """A message's content with its images as data URLs."""
-    if isinstance(content, str):
-        return content
-    return [_data_url(part) if part["type"] == "image" else part for part in content]
-
-
-def _data_url(part: Mapping[str, Any]) -> dict[str, Any]:
-    path = Path(part["path"])
-    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
-    return {
-        "type": "image_url",
-        "image_url": {"url": f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"},
-    }
 
 
 def _moved(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float] | None:

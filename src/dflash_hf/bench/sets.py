@@ -14,7 +14,6 @@ import difflib
 import hashlib
 import json
 import re
-import string
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +21,9 @@ from typing import Final, get_args
 
 from dflash_hf.bench.images import store_images
 from dflash_hf.bench.questions import Question, Score
-from dflash_hf.bench.rows import CONVERSATION, FIX, ImageSource, Row, file_rows, hub_rows
 from dflash_hf.errors import listed, require, shown
 from dflash_hf.evaluation.prompt_files import text_of
+from dflash_hf.evaluation.rows import CONVERSATION, FIX, ImageSource, Row, file_rows, filled, hub_rows
 
 FILES: Final = (".jsonl", ".json", ".parquet")
 STEP_BY_STEP: Final = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -408,36 +407,6 @@ def _own(rows: Iterable[Row], dataset: str, template: str | None) -> Iterator[Pa
         # Other columns of such a row mean what its set says: they are asked of, not read as ours.
         asked = row if template is None else replace(row, values={"turns": [filled(template, row)]})
         yield normalised(asked, dataset), row.images()
-
-
-def filled(template: str, row: Row) -> str:
-    """Returns a template with the row's columns in the places of their names in braces; `{{` is a brace.
-
-    Raises:
-        ValueError: If it names no column or one that the row has not, or has more between its braces than a name.
-    """
-    action = "fix --template"
-    try:
-        parts = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise ValueError(f"expected a template such as 'Q: {{question}}', got {shown(template)}; {action}") from error
-    what = "a template with names of columns in braces"
-    require(any(name is not None for _, name, _, _ in parts), what, template, action)
-    texts: list[str] = []
-    for literal, name, form, conversion in parts:
-        texts.append(literal)
-        if name is None:
-            continue
-        require(bool(name) and not form and not conversion, what, template, action)
-        if name not in row.values:
-            raise ValueError(
-                f"expected the columns of --template in {row.where}, got no {shown(name)} (there are "
-                f"{listed(row.values)}); {action}"
-            )
-        value = row.values[name]
-        require(isinstance(value, str | int | float), f"a text or a number as {name} in {row.where}", value, action)
-        texts.append(str(value))
-    return "".join(texts)
 
 
 __all__ = ["SETS", "QuestionSet", "load_questions"]

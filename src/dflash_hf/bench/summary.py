@@ -15,7 +15,8 @@ from typing import Any
 from dflash_hf.bench.answers import Answer
 from dflash_hf.bench.counting import DEFINITIONS, Pair, accuracy, first_difference, measure, speedup
 from dflash_hf.bench.questions import Key, Question
-from dflash_hf.bench.run_files import Cell, Run, Which, read_run, write_whole
+from dflash_hf.bench.run_files import Cell, Run, Which, read_run
+from dflash_hf.evaluation.row_files import write_whole
 
 Score = Callable[[Question, Answer], float | None]
 Scores = dict[tuple[str, Which], float]  # by `model_id`, question and repeat; only of answers that have one

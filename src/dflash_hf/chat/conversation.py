@@ -12,8 +12,8 @@ from typing import Any, Literal
 from torch import Tensor
 from transformers import DynamicCache
 
-from dflash_hf.chat.image_files import ChatImage
 from dflash_hf.evaluation.agreement import Agreement
+from dflash_hf.evaluation.image_files import ChatImage
 from dflash_hf.generation.stats import SpeculativeStats
 
 MAX_SESSIONS = 64

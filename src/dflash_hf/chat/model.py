@@ -20,9 +20,9 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from dflash_hf.chat.conversation import Answer, Conversation, Run, Settings, State, Turn
-from dflash_hf.chat.image_files import ChatImage, ImageError
 from dflash_hf.evaluation.agreement import agreement
 from dflash_hf.evaluation.harness import Processor, encode_prompt, tokenizer_of
+from dflash_hf.evaluation.image_files import ChatImage, ImageError
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
 MAX_CHARACTERS = 200_000

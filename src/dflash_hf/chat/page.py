@@ -13,9 +13,9 @@ from starlette.middleware import Middleware
 from transformers.utils import logging
 
 from dflash_hf.chat.conversation import Conversation, Sessions, Settings
-from dflash_hf.chat.image_files import EXTENSIONS, MAX_FILE_BYTES, ImageError, read_image
 from dflash_hf.chat.model import ChatModel
 from dflash_hf.chat.render import find_examples, render
+from dflash_hf.evaluation.image_files import EXTENSIONS, MAX_FILE_BYTES, ImageError, read_image
 
 HERE = Path(__file__).parent
 MINUTES = 15  # that an upload is kept; what was asked about it stays in its conversation

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from dflash_hf.chat.image_files import read_image
+from dflash_hf.evaluation.image_files import read_image
 from dflash_hf.evaluation.prompt_files import as_messages, prompt_of, read_rows, text_of
 
 MAX_EXAMPLES = 4

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from dflash_hf.chat.image_files import ChatImage, ImageError, read_image
 from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION, load_pair
+from dflash_hf.evaluation.image_files import ChatImage, ImageError, read_image
 
 if TYPE_CHECKING:
     from dflash_hf.chat.conversation import Answer, Settings

@@ -79,20 +79,26 @@ class Example:
         processing_class: PreTrainedTokenizerBase | ProcessorMixin,
         messages: Sequence[Mapping[str, Any]],
         images: Sequence[Any] = (),
+        *,
+        turns: Sequence[int] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Example:
-        """Applies the chat template; all assistant turns count as the target's.
+        """Applies the chat template; assistant turns count as the target's, all or some.
 
         Args:
             processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, a processor for
                 chats with and without images.
             messages (sequence of mappings): The conversation; see [`prepare_multimodal_messages`].
             images (sequence): Images of the image blocks that have none of their own.
+            turns (sequence of `int`, *optional*): Which messages count, in order; default all of the assistant's.
+            chat_template_kwargs (mapping, *optional*): What else the template reads: `enable_thinking`, `tools` ...
 
         Raises:
-            ValueError: If the template does not mark what the assistant writes, or images and their places do not
-                match.
+            ValueError: If it cannot be told what the assistant writes, or images and their places do not match.
         """
-        encoded, mask = encode_messages(processing_class, messages, images)
+        encoded, mask = encode_messages(
+            processing_class, messages, images, turns=turns, chat_template_kwargs=chat_template_kwargs
+        )
         return replace(cls.from_pair(encoded, []), loss_mask=mask)
 
     def with_answer(self, answer_ids: Sequence[int]) -> Example:
@@ -107,6 +113,24 @@ class Example:
             input_ids=[*self.input_ids, *answer_ids],
             loss_mask=[*self.loss_mask, *(1 for _ in answer_ids)],
             model_inputs=inputs,
+        )
+
+    def cut(self, max_length: int) -> Example:
+        """Returns the example's first `max_length` tokens.
+
+        Raises:
+            ValueError: If it is longer and has images, of which some might be cut in two.
+        """
+        if len(self.input_ids) <= max_length:
+            return self
+        size = (len(self.input_ids),)
+        has_images = any(value.shape != size for value in self.model_inputs.values())
+        what = f"an example with images of at most {max_length} tokens"
+        require(not has_images, what, len(self.input_ids), "leave it out, or take smaller images")
+        return Example(
+            input_ids=self.input_ids[:max_length],
+            loss_mask=self.loss_mask[:max_length],
+            model_inputs={name: value[:max_length] for name, value in self.model_inputs.items()},
         )
 
     def prompt_length(self) -> int:

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from dflash_hf.errors import shown
+from dflash_hf.errors import require, shown
 from dflash_hf.evaluation.prompt_files import SOURCES
 from dflash_hf.processing_qwen3_vl import check_pixels
+from dflash_hf.training.masks import MARKS, answer_spans, assistant_turns, token_mask
+
+PLACE = "@@place@@"  # a text that no template has
 
 
 def check_messages(messages: Any) -> None:
@@ -92,63 +95,194 @@ def _as_source(image: Any) -> Any:
     return fspath(image) if isinstance(image, PathLike) else image
 
 
+class ChatTemplate:
+    """The chat template of a tokenizer or a processor, which makes text of messages.
+
+    Args:
+        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, a processor for both.
+        options (mapping, *optional*): What else the template reads: `enable_thinking`, `tools` ...
+
+    Raises:
+        ValueError: If it has no template.
+    """
+
+    def __init__(
+        self, processing_class: PreTrainedTokenizerBase | ProcessorMixin, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self.processing_class, self.options = processing_class, dict(options or {})
+        inner = getattr(processing_class, "tokenizer", None)
+        self.is_processor = inner is not None
+        self.tokenizer: Any = inner if self.is_processor else processing_class
+        # Some folders have the template beside the tokenizer alone.
+        found = getattr(processing_class, "chat_template", None) or self.tokenizer.chat_template
+        if isinstance(found, dict):
+            found = found.get("tool_use" if self.options.get("tools") else "default", found.get("default"))
+        if not found:
+            raise ValueError(
+                f"expected a chat template, got a {type(processing_class).__name__} without one; take an instruct "
+                "model, or set chat_template"
+            )
+        self.text: str = found
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether it says itself what the assistant writes."""
+        return MARKS.search(self.text) is not None
+
+    def messages(self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> list[dict[str, Any]]:
+        """Returns messages as it takes them, images in their places; see [`prepare_multimodal_messages`]."""
+        if self.is_processor:
+            return prepare_multimodal_messages(messages, images)
+        if images:
+            raise ValueError(
+                f"expected a processor for messages with images, got {type(self.processing_class).__name__}; "
+                "load it with AutoProcessor"
+            )
+        return [dict(message) for message in messages]
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
+        """Returns the text of messages, each image one placeholder."""
+        conversation: Any = list(messages)
+        return self.tokenizer.apply_chat_template(
+            conversation,
+            chat_template=self.text,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **self.options,
+        )
+
+    def tokens(self, text: str) -> list[int]:
+        """Returns the tokens of such a text."""
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def encode(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+        """Returns what the tokenizer or processor makes of messages: the target's inputs."""
+        conversation: Any = list(messages)
+        return self.processing_class.apply_chat_template(
+            conversation, tokenize=True, return_dict=True, **options, **self.options
+        )
+
+    def around(self, role: str) -> tuple[str, str]:
+        """Returns what stands before and behind the text of a first turn of the user's, or of the answer to one."""
+        turns = [{"role": "user", "content": PLACE}, {"role": "assistant", "content": PLACE}]
+        messages = [{**turns[0], "content": "a"}, turns[1]] if role == "assistant" else turns[:1]
+        if self.is_processor:
+            messages = prepare_multimodal_messages(messages, [])
+        before, place, behind = self.render(messages).partition(PLACE)
+        require(bool(place), f"a chat template that writes turns of role {role}", "one that does not", "name another")
+        return before, behind
+
+    def end_of_turn(self, role: str) -> list[int]:
+        """Returns the special tokens behind a turn: the first one ends it."""
+        special = {self.tokenizer.convert_tokens_to_ids(text) for text in self.ends()}
+        return [token for token in self.tokens(self.around(role)[1]) if token in special]
+
+    def ends(self) -> list[str]:
+        """Returns the texts of the tokens that can end a turn: the special ones."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        return sorted({*self.tokenizer.all_special_tokens, *(str(token) for token in added if token.special)})
+
+
 def encode_messages(
     processing_class: PreTrainedTokenizerBase | ProcessorMixin,
     messages: Sequence[Mapping[str, Any]],
     images: Sequence[Any] = (),
+    *,
+    turns: Sequence[int] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Mapping[str, Any], list[int]]:
-    """Applies the chat template to a whole conversation.
+    """Applies the chat template to a conversation, and finds what the assistant writes.
 
-    The mask holds after images are expanded to many tokens: its answers are those that the tokenizer alone marks.
+    Templates that mark it with `{% generation %}` say so themselves; of others see [`dflash_hf.training.masks`]. The
+    mask holds after images are expanded to many tokens.
 
     Args:
         processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, a processor for both.
         messages, images: See [`prepare_multimodal_messages`].
+        turns (sequence of `int`, *optional*): Which messages count, in order; default all of the assistant's.
+        chat_template_kwargs (mapping, *optional*): What else the template reads.
 
     Returns:
         `tuple[Mapping[str, Any], list[int]]`: What the tokenizer or processor gives, and 1 for each of the `S` tokens
-        that the assistant writes, else 0.
+        that the assistant writes, else 0. Where nothing is marked `S` ends with the last turn that counts.
 
     Raises:
-        ValueError: If there are images and no processor, not as many images as places, or the template does not
-            mark what the assistant writes.
+        ValueError: If there are images and no processor, not as many images as places, a message of `turns` is not
+            the assistant's, or what the assistant writes cannot be told.
     """
-    tokenizer = getattr(processing_class, "tokenizer", None)
-    if tokenizer is None:
-        if images:
-            raise ValueError(
-                f"expected a processor for messages with images, got {type(processing_class).__name__}; "
-                "load it with AutoProcessor"
-            )
-        encoded: Any = processing_class.apply_chat_template(
-            [dict(message) for message in messages], return_assistant_tokens_mask=True, return_dict=True
-        )
-        return encoded, _checked(list(encoded["assistant_masks"]))
-    prepared = prepare_multimodal_messages(messages, images)
-    template = getattr(processing_class, "chat_template", None)
-    if isinstance(template, dict):
-        template = template["default"]
+    template = ChatTemplate(processing_class, chat_template_kwargs)
+    prepared = template.messages(messages, images)
+    every = assistant_turns(prepared)
+    chosen = every if turns is None else list(turns)
+    is_good = bool(chosen) and chosen == [turn for turn in every if turn in chosen]
+    require(is_good, "turns of the assistant's", chosen, "leave the row out, or name others")
+    if not template.is_marked:
+        prepared = prepared[: chosen[-1] + 1]
+        plain = _located(template, prepared, chosen)
+        if not template.is_processor:
+            return plain
+        encoded = template.encode(prepared, return_tensors="pt")
+        return encoded, _laid(template, encoded["input_ids"][0].tolist(), *plain)
+    if not template.is_processor:
+        encoded = template.encode(prepared, return_assistant_tokens_mask=True)
+        return encoded, _chosen(_checked(list(encoded["assistant_masks"])), every, chosen)
     # The text before the images are expanded.
-    plain = tokenizer.apply_chat_template(
-        prepared, chat_template=template, return_assistant_tokens_mask=True, return_dict=True
+    plain = template.tokenizer.apply_chat_template(
+        prepared,
+        chat_template=template.text,
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+        **template.options,
     )
-    _checked(plain["assistant_masks"])
-    encoded = processing_class.apply_chat_template(
-        prepared, tokenize=True, return_dict=True, return_tensors="pt", return_assistant_tokens_mask=True
-    )
+    marked = _checked(plain["assistant_masks"])
+    encoded = template.encode(prepared, return_tensors="pt", return_assistant_tokens_mask=True)
     ids: list[int] = encoded["input_ids"][0].tolist()
     mask: list[int] = torch.as_tensor(encoded["assistant_masks"], device="cpu")[0].tolist()
-    if _answers(ids, mask) == _answers(plain["input_ids"], plain["assistant_masks"]):
-        return encoded, mask
+    if _answers(ids, mask) == _answers(plain["input_ids"], marked):
+        return encoded, _chosen(mask, every, chosen)
     # Older Transformers shift the mask by what the images added.
-    place = tokenizer.convert_tokens_to_ids(getattr(processing_class, "image_token", None))
-    aligned = _aligned(ids, list(plain["input_ids"]), list(plain["assistant_masks"]), place)
+    return encoded, _chosen(_laid(template, ids, plain, marked), every, chosen)
+
+
+def _located(
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], turns: Sequence[int]
+) -> tuple[Mapping[str, Any], list[int]]:
+    """Tokens and mask of messages whose template marks nothing."""
+    what = "a fast tokenizer, which says where its tokens stand,"
+    require(template.tokenizer.is_fast, what, type(template.tokenizer).__name__, "load it with use_fast=True")
+    spans = answer_spans(template.render, messages, turns, template.ends())
+    encoded = template.tokenizer(
+        template.render(messages), add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )
+    return encoded, _checked(token_mask(encoded["offset_mapping"], spans))
+
+
+def _laid(template: ChatTemplate, ids: list[int], plain: Mapping[str, Any], mask: Sequence[int]) -> list[int]:
+    """The mask of a text before its images are expanded, laid over the tokens after that."""
+    name = type(template.processing_class).__name__
+    place = template.tokenizer.convert_tokens_to_ids(getattr(template.processing_class, "image_token", None))
+    aligned = _aligned(ids, list(plain["input_ids"]), list(mask), place)
     if aligned is None:
         raise ValueError(
-            f"expected {type(processing_class).__name__} to keep the answers' tokens where it expands images, got a "
+            f"expected {name} to keep the answers' tokens where it expands images, got a "
             "text in which they cannot be found; build the example with Example.from_pair"
         )
-    return encoded, aligned
+    return aligned
+
+
+def _chosen(mask: list[int], every: Sequence[int], turns: Sequence[int]) -> list[int]:
+    """The runs of a mask that belong to some of the assistant's turns."""
+    if list(turns) == list(every):
+        return mask
+    starts = [at for at, marked in enumerate(mask) if marked and (at == 0 or not mask[at - 1])]
+    what = f"a chat template that marks each of the assistant's {len(every)} turns"
+    require(len(starts) == len(every), what, f"{len(starts)} marks", "take all turns, or leave the row out")
+    kept = [0] * len(mask)
+    for start, turn in zip(starts, every, strict=True):
+        stop = next((at for at in range(start, len(mask)) if not mask[at]), len(mask))
+        if turn in turns:
+            kept[start:stop] = mask[start:stop]
+    return kept
 
 
 def _checked(mask: list[int]) -> list[int]:
@@ -190,4 +324,4 @@ def _aligned(ids: list[int], plain: list[int], mask: list[int], place: int | Non
     return aligned
 
 
-__all__ = ["check_messages", "encode_messages", "prepare_multimodal_messages"]
+__all__ = ["ChatTemplate", "check_messages", "encode_messages", "prepare_multimodal_messages"]

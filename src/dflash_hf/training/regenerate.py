@@ -1,14 +1,14 @@
-"""The target's own answers to prompts with and without images, greedily, in left-padded batches."""
+"""The target's own answers to prompts with and without images, in left-padded batches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from dflash_hf.training.collators import collate, sorted_batches
+from dflash_hf.training.collators import Batch, collate, sorted_batches
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.forward import forward_inputs
 
@@ -25,8 +25,9 @@ def regenerate_answers(
     pad_token_id: int,
     batch_size: int = 64,
     guesses: Sequence[Sequence[int]] | None = None,
+    draft: PreTrainedModel | None = None,
 ) -> list[list[int]]:
-    """Writes the target's greedy answer to each prompt with plain `generate`, in batches of similar length.
+    """Writes the target's greedy answer to each prompt with `generate`, in batches of similar length.
 
     Args:
         target (`PreTrainedModel`): The target.
@@ -40,6 +41,8 @@ def regenerate_answers(
         guesses (sequence of sequences of `int`, *optional*): A likely answer to each prompt, its end token included.
             One forward tells whether it is what the target would write; only the others are generated. An empty guess
             is none.
+        draft (`PreTrainedModel`, *optional*): A draft of the target's, which makes it faster; the answers are the
+            same.
 
     Returns:
         `list[list[int]]`: Answer ids, the end token included unless the limit came first.
@@ -58,25 +61,54 @@ def regenerate_answers(
         list(guess) if right and len(guess) <= max_new_tokens else None
         for guess, right in zip(guesses, confirmed, strict=True)
     ]
-    ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
     # A batch runs as long as its longest answer, for which a guess is the best sign there is.
     expected = [(len(guess), length) for guess, length in zip(guesses, lengths, strict=True)]
     missing = [i for i, answer in enumerate(answers) if answer is None]
     for chosen in sorted_batches(missing, expected, batch_size):
         batch = collate([as_prompt(prompts[i]) for i in chosen], pad_token_id, padding_side="left").to(target.device)
-        output = target.generate(  # type: ignore[operator]
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask.to(torch.long),
-            **batch.model_inputs,
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=eos_token_id or None,
-            pad_token_id=pad_token_id,
-        )
-        for index, row in zip(chosen, output[:, batch.input_ids.shape[1] :].tolist(), strict=True):
-            stop = next((at + 1 for at, token in enumerate(row) if token in ends), len(row))
-            answers[index] = row[:stop]
+        options = {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": pad_token_id}
+        written = generated(target, batch, eos_token_id, draft, **options)
+        for index, answer in zip(chosen, written, strict=True):
+            answers[index] = answer
     return [answer for answer in answers if answer is not None]
+
+
+@torch.no_grad()
+def generated(
+    target: PreTrainedModel,
+    batch: Batch,
+    eos_token_id: int | list[int],
+    draft: PreTrainedModel | None = None,
+    **options: Any,
+) -> list[list[int]]:
+    """Returns what `generate` writes behind each row of a left-padded batch, up to its end token.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        batch (`Batch`): Prompts.
+        eos_token_id (`int` or `list[int]`): What ends an answer; `[]` if only the limit does.
+        draft (`PreTrainedModel`, *optional*): A draft of the target's.
+        options: Of `generate`.
+    """
+    if draft is not None:
+        options["assistant_model"] = draft
+    output = target.generate(  # type: ignore[operator]
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask.to(torch.long),
+        **batch.model_inputs,
+        eos_token_id=eos_token_id or None,
+        **options,
+    )
+    ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
+    return [list(_until(row, ends)) for row in output[:, batch.input_ids.shape[1] :].tolist()]
+
+
+def _until(row: Sequence[int], ends: set[int]) -> Iterator[int]:
+    """The tokens of a row up to the first that ends it."""
+    for token in row:
+        yield token
+        if token in ends:
+            return
 
 
 def as_prompt(prompt: Prompt) -> Example:
@@ -123,4 +155,4 @@ def _confirmed_guesses(
     return confirmed
 
 
-__all__ = ["Prompt", "as_prompt", "prompt_lengths", "regenerate_answers"]
+__all__ = ["Prompt", "as_prompt", "generated", "prompt_lengths", "regenerate_answers"]

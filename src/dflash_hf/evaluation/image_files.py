@@ -1,12 +1,15 @@
-"""Images that a person uploads: read within limits, whatever they are, or refused in one sentence.
+"""Images of files: read within limits, whatever they are, or refused in one sentence; measured; named by contents.
 
-Pillow is imported by the functions that need it: a chat about texts does without.
+Pillow is imported by the functions that need it: text does without.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import hashlib
 import io
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,17 @@ KEPT_PIXELS = 4_000_000  # larger ones are shrunk to this: what a conversation h
 THUMBNAIL = (320, 320)
 # No others: some of Pillow's readers start programs or follow references.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+# How files of a kind begin -> how they are called: whoever sends one to a server says its kind by its name.
+KINDS = {
+    b"\x89PNG": ".png",
+    b"\xff\xd8": ".jpg",
+    b"RIFF": ".webp",
+    b"GIF8": ".gif",
+    b"BM": ".bmp",
+    b"II*\0": ".tif",
+    b"MM\0*": ".tif",
+}
+ORIENTATION = 0x0112  # of Exif; from 5 on width and height are swapped
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
@@ -75,6 +89,51 @@ def read_image(path: Path) -> ChatImage:
     return ChatImage(name=path.name, image=image, thumbnail=thumbnail, note=note)
 
 
+def content_name(data: bytes) -> str:
+    """Returns a file name that says what is in it: a hash, and the kind of image by how it begins."""
+    kind = next((kind for begin, kind in KINDS.items() if data.startswith(begin)), "")
+    return hashlib.sha256(data).hexdigest()[:32] + kind
+
+
+def store_image(data: bytes, folder: Path) -> Path:
+    """Writes an image to a file of a folder, whole or not at all, named by its contents, and returns the file."""
+    path = folder / content_name(data)
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = folder / f".{path.name}.{os.getpid()}"
+        scratch.write_bytes(data)
+        os.replace(scratch, path)
+    return path
+
+
+def image_size(source: Any) -> tuple[int, int] | None:
+    """Returns height and width of an image as it is shown, by its header: no pixel is decoded.
+
+    Args:
+        source: A PIL image, an array, a file's path, or the bytes of one as base64.
+
+    Returns:
+        `tuple[int, int]`, or `None` where the header does not say it, or it is somewhere else (an address).
+    """
+    shape = getattr(source, "shape", None)
+    if isinstance(shape, tuple) and len(shape) in (2, 3):
+        sides = shape[1:] if len(shape) == 3 and shape[0] in (1, 3, 4) else shape
+        return int(sides[0]), int(sides[1])
+    try:
+        from PIL import Image
+    except ModuleNotFoundError:
+        return None
+    try:
+        if isinstance(source, str) and not os.path.isfile(source):
+            source = io.BytesIO(base64.b64decode(source.rpartition("base64,")[2], validate=True))
+        with contextlib.nullcontext(source) if isinstance(source, Image.Image) else Image.open(source) as file:
+            width, height = file.size
+            is_turned = file.getexif().get(ORIENTATION, 1) >= 5
+    except (OSError, SyntaxError, ValueError, AttributeError, Image.DecompressionBombError):
+        return None
+    return (width, height) if is_turned else (height, width)
+
+
 def _upright_rgb(file: Any) -> Any:
     """The pixels of an image file as a conversation keeps them."""
     from PIL import Image, ImageOps
@@ -94,4 +153,14 @@ def _upright_rgb(file: Any) -> Any:
     return image
 
 
-__all__ = ["EXTENSIONS", "MAX_FILE_BYTES", "MAX_PIXELS", "ChatImage", "ImageError", "read_image"]
+__all__ = [
+    "EXTENSIONS",
+    "MAX_FILE_BYTES",
+    "MAX_PIXELS",
+    "ChatImage",
+    "ImageError",
+    "content_name",
+    "image_size",
+    "read_image",
+    "store_image",
+]

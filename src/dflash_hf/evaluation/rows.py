@@ -1,4 +1,4 @@
-"""Rows of sets of questions: read from JSONL, JSON and Parquet files or from the Hub, each with the place it is from.
+"""Rows of data: read from JSONL, JSON, Parquet and text files or from the Hub, each with the place it is from.
 
 The one module that imports `datasets`, where a function needs it; rows of text files do without.
 """
@@ -6,13 +6,14 @@ The one module that imports `datasets`, where a function needs it; rows of text 
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_hf.errors import listed, one_line, require, shown
-from dflash_hf.evaluation.prompt_files import Message, image_names, prompt_of
+from dflash_hf.evaluation.prompt_files import Message, image_names, prompt_of, read_lines
 
 FIX = "fix the row, or take the upstream file"
 # NVIDIA publishes more than half of SPEED-Bench's rows without their text.
@@ -145,12 +146,13 @@ class Row:
         return str(text)
 
 
-def file_rows(paths: Sequence[Path], columns: Sequence[str] = ()) -> Iterator[Row]:
-    """Yields the rows of `.jsonl`, `.json` (one list) or `.parquet` files, one file after the other.
+def file_rows(paths: Sequence[Path], columns: Sequence[str] = (), *, streaming: bool = False) -> Iterator[Row]:
+    """Yields the rows of `.jsonl`, `.json` (one list), `.parquet` or `.txt` (a prompt a line) files in turn.
 
     Args:
         paths (sequence of `Path`): The files.
         columns (sequence of `str`): What is read of Parquet files; all of it where empty.
+        streaming (`bool`): Read Parquet files as they are, without a copy in the cache of `datasets`.
 
     Raises:
         ValueError: If a file is not there or has something else in it.
@@ -159,10 +161,13 @@ def file_rows(paths: Sequence[Path], columns: Sequence[str] = ()) -> Iterator[Ro
     for path in paths:
         require(path.is_file(), "a file of questions", str(path), "fix the path")
         if path.suffix == ".parquet":
-            values = _loaded(str(path), columns, "parquet", split="train", data_files=[str(path)])
+            options = {"split": "train", "data_files": [str(path)]}
+            values = _loaded(str(path), columns, "parquet", streaming, **options)
             placed = ((f"row {index} of {path}", value) for index, value in enumerate(values, 1))
         elif path.suffix == ".json":
             placed = _json_values(path)
+        elif path.suffix == ".txt":
+            placed = ((f"line {index} of {path}", {"prompt": line}) for index, line in read_lines(path))
         else:
             placed = _jsonl_values(path)
         for where, value in placed:
@@ -194,7 +199,13 @@ def _parsed(text: bytes, where: str) -> Any:
 
 
 def hub_rows(
-    path: str, config: str | None, split: str | None, *, columns: Sequence[str] = (), files: Sequence[str] = ()
+    path: str,
+    config: str | None,
+    split: str | None,
+    *,
+    columns: Sequence[str] = (),
+    files: Sequence[str] = (),
+    streaming: bool = False,
 ) -> Iterator[Row]:
     """Yields the rows of a set that `datasets` can load: its name on the Hub, or a folder.
 
@@ -204,6 +215,7 @@ def hub_rows(
         split (`str`, *optional*): The split; without one `"test"` where there is one, or else the only one.
         columns (sequence of `str`): What is read of it; all of it where empty.
         files (sequence of `str`): Addresses of its JSONL files, where they are not found by the name.
+        streaming (`bool`): Fetch rows as they are asked for, and keep none.
 
     Raises:
         ValueError: If there is no `datasets`, or the set cannot be read; so where `HF_HUB_OFFLINE` is set and it was
@@ -211,22 +223,25 @@ def hub_rows(
     """
     called = f"{path} ({', '.join(part for part in (config, split) if part)})" if config or split else path
     if files:
-        values = _loaded(called, columns, "json", split="train", data_files=list(files))
+        values = _loaded(called, columns, "json", streaming, split="train", data_files=list(files))
     else:
-        values = _loaded(called, columns, path, name=config, split=split)
+        values = _loaded(called, columns, path, streaming, name=config, split=split)
     for number, value in enumerate(values):
         yield Row(values=value, number=number, where=f"row {number + 1} of {called}")
 
 
-def _loaded(called: str, columns: Sequence[str], path: str, **options: Any) -> Iterator[Mapping[str, Any]]:
+def _loaded(
+    called: str, columns: Sequence[str], path: str, streaming: bool = False, **options: Any
+) -> Iterator[Mapping[str, Any]]:
     """The rows that `load_dataset` returns, images as bytes."""
     try:
         import datasets
     except ModuleNotFoundError as error:
-        sentence = f"expected the package datasets to read {called}, got none; pip install 'dflash-hf[bench]'"
+        sentence = f"expected the package datasets to read {called}, got none; pip install datasets"
         raise ValueError(sentence) from error
     try:
-        loaded: Any = datasets.load_dataset(path, **options)
+        more: dict[str, Any] = {"streaming": True} if streaming else {}
+        loaded: Any = datasets.load_dataset(path, **options, **more)
     except Exception as error:
         # The libraries below it, for the network, for addresses and for Parquet, each raise kinds of their own.
         raise ValueError(
@@ -238,12 +253,45 @@ def _loaded(called: str, columns: Sequence[str], path: str, **options: Any) -> I
         is_clear = split == "test" or len(loaded) == 1
         require(is_clear, f"one split in {called}, or test", list(loaded), "name one: ORG/NAME:CONFIG:SPLIT")
         loaded = loaded[split]
-    if kept := [column for column in columns if column in loaded.column_names]:
+    # Of a set that is streamed they may not be known before its rows are.
+    if kept := [column for column in columns if column in (loaded.column_names or ())]:
         loaded = loaded.select_columns(kept)
-    for column, feature in loaded.features.items():
+    for column, feature in (loaded.features or {}).items():
         if isinstance(feature, datasets.Image):
             loaded = loaded.cast_column(column, datasets.Image(decode=False))
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):
+            loaded = loaded.cast_column(column, type(feature)(datasets.Image(decode=False)))
     yield from loaded
 
 
-__all__ = ["CONVERSATION", "ImageSource", "Row", "file_rows", "hub_rows"]
+def filled(template: str, row: Row) -> str:
+    """Returns a template with the row's columns in the places of their names in braces; `{{` is a brace.
+
+    Raises:
+        ValueError: If it names no column or one that the row has not, or has more between its braces than a name.
+    """
+    action = "fix --template"
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"expected a template such as 'Q: {{question}}', got {shown(template)}; {action}") from error
+    what = "a template with names of columns in braces"
+    require(any(name is not None for _, name, _, _ in parts), what, template, action)
+    texts: list[str] = []
+    for literal, name, form, conversion in parts:
+        texts.append(literal)
+        if name is None:
+            continue
+        require(bool(name) and not form and not conversion, what, template, action)
+        if name not in row.values:
+            raise ValueError(
+                f"expected the columns of --template in {row.where}, got no {shown(name)} (there are "
+                f"{listed(row.values)}); {action}"
+            )
+        value = row.values[name]
+        require(isinstance(value, str | int | float), f"a text or a number as {name} in {row.where}", value, action)
+        texts.append(str(value))
+    return "".join(texts)
+
+
+__all__ = ["CONVERSATION", "FIX", "ImageSource", "Row", "file_rows", "filled", "hub_rows"]

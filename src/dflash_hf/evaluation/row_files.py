@@ -1,0 +1,154 @@
+"""JSONL files that are written whole or not at all, or line by line, so that a run killed at any time goes on.
+
+A line that a kill or a full disk has cut is the last one and has no end: whoever goes on leaves it out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from dflash_hf.errors import one_line, require
+
+logger = logging.getLogger(__name__)
+
+
+class RowFile(Sequence[dict[str, Any]]):
+    """The rows of a JSONL file, read when they are asked for; in memory are only their places.
+
+    Args:
+        path (`Path`): The file.
+
+    Raises:
+        ValueError: If there is no such file; for a line that is no JSON object, when it is asked for.
+    """
+
+    def __init__(self, path: Path) -> None:
+        require(path.is_file(), "a JSONL file", str(path), "fix the path")
+        self.path = path
+        self._starts, self._numbers = array("Q"), array("Q")
+        with path.open("rb") as stream:
+            start = 0
+            for number, line in enumerate(stream, 1):
+                if line.strip():
+                    self._starts.append(start)
+                    self._numbers.append(number)
+                start += len(line)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(len(self))[index]]
+        at = range(len(self))[index]
+        with self.path.open("rb") as stream:
+            stream.seek(self._starts[at])
+            return self._parsed(stream.readline(), at)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        with self.path.open("rb") as stream:
+            for at, line in enumerate(line for line in stream if line.strip()):
+                yield self._parsed(line, at)
+
+    def where(self, index: int) -> str:
+        """Returns what to call a row in a sentence."""
+        return f"line {self._numbers[index]} of {self.path}"
+
+    def _parsed(self, line: bytes, at: int) -> dict[str, Any]:
+        try:
+            row: Any = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            sentence = f"expected JSON in {self.where(at)}, got something else ({one_line(error)}); "
+            raise ValueError(f"{sentence}fix the line, or go on with the run that wrote it") from error
+        require(isinstance(row, dict), f"a JSON object in {self.where(at)}", row, "fix the line")
+        return row
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    """Returns a row as a line of JSONL."""
+    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes rows behind those of a file, and waits until the disk has them.
+
+    Raises:
+        ValueError: If they cannot be written, on a full disk for example; what was there is kept.
+    """
+    try:
+        with path.open("ab") as file:
+            file.write("".join(map(line_of, rows)).encode())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ValueError(
+            f"expected to write to {path}, got {one_line(error.strerror)}; make room and run it again: it goes on"
+        ) from error
+
+
+def repair(path: Path) -> None:
+    """Takes away what stands behind the last end of a line of a file, if there is such a file."""
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - 2**16)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        if end < size:
+            logger.warning("the last line of %s was not written to its end: it is written again", path)
+            file.truncate(end)
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Writes a file whole or not at all, whenever the process is killed, and returns its path."""
+    part = path.with_name(f".{path.name}.part")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return part.replace(path)
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Writes rows to a file whole or not at all, also where getting the next row fails, and returns its path.
+
+    Raises:
+        ValueError: If the disk is full.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("w", encoding="utf-8", newline="") as file:
+            for row in rows:
+                file.write(line_of(row))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        sentence = f"expected to write {path}, got {one_line(error.strerror or error)}; make room and run it again"
+        raise ValueError(sentence) from error
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    return part.replace(path)
+
+
+__all__ = ["RowFile", "append_rows", "line_of", "repair", "write_rows", "write_whole"]

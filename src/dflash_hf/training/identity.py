@@ -1,0 +1,67 @@
+"""Which target wrote some answers: its settings and its weights as two hashes that are the same in any dtype.
+
+Every weight counts: what is hashed of a tensor are the sums of its rows and of its columns, of the bits of its values
+in bfloat16 as integers. They are exact in any order, and take as long as reading it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+# Of a config: where it is from and how it is run, which is not what it computes.
+NOT_THE_MODEL = {
+    "_name_or_path",
+    "_attn_implementation",
+    "_commit_hash",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+
+
+def target_identity(target: PreTrainedModel) -> dict[str, str]:
+    """Returns `{"config", "weights"}`, two hashes that tell a target from a changed one."""
+    config = json.dumps(_plain(target.config.to_dict()), sort_keys=True, default=str)
+    weights = hashlib.sha256()
+    with torch.no_grad():
+        for name, value in sorted(target.named_parameters()):
+            weights.update(f"{name} {tuple(value.shape)} {_fingerprint(value)}\n".encode())
+    return {"config": hashlib.sha256(config.encode()).hexdigest()[:16], "weights": weights.hexdigest()[:16]}
+
+
+def text_identity(text: str) -> str:
+    """Returns a hash of a text, a chat template's for example."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _fingerprint(value: Tensor) -> str:
+    """A hash of a tensor; nothing of one that is not loaded."""
+    value = value.detach()
+    if value.is_meta:
+        return ""
+    if value.is_floating_point() and value.element_size() > 1:
+        bits = value.to(torch.bfloat16).contiguous().view(torch.int16)
+    elif value.element_size() == 1:
+        bits = value.contiguous().view(torch.uint8)
+    else:
+        bits = value
+    table = bits.reshape(-1, bits.shape[-1]) if bits.ndim else bits.reshape(1, 1)
+    sums = [table.sum(dim, dtype=torch.int64).cpu().numpy().tobytes() for dim in (0, 1)]
+    return hashlib.sha256(b"".join(sums)).hexdigest()
+
+
+def _plain(config: Any) -> Any:
+    if not isinstance(config, dict):
+        return config
+    return {name: _plain(value) for name, value in config.items() if name not in NOT_THE_MODEL}
+
+
+__all__ = ["target_identity", "text_identity"]

@@ -1,0 +1,123 @@
+"""Prompts that the target writes itself, where no data is at hand: what it puts into a user's turn that is empty.
+
+After Magpie (arXiv 2406.08464). A file of them is one of prepared rows, with the batch that each came from: it has
+random numbers of its own, so that a run that was killed ends as one that was not.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from dflash_hf.errors import require
+from dflash_hf.evaluation.row_files import RowFile, append_rows, repair
+from dflash_hf.training.collators import collate
+from dflash_hf.training.conversations import content_id
+from dflash_hf.training.data import Example
+from dflash_hf.training.messages import ChatTemplate
+from dflash_hf.training.prepare import Processing
+from dflash_hf.training.regenerate import generated
+
+logger = logging.getLogger(__name__)
+
+# Batches one after the other of which nothing is kept, after which there is no hope.
+MAX_EMPTY_BATCHES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSettings:
+    """How many prompts to write, and how.
+
+    Args:
+        output (`Path`): The file to write, or to go on with.
+        num_prompts (`int`): How many.
+        max_new_tokens (`int`): Longest prompt in tokens; unfinished ones are left out.
+        batch_size (`int`): How many are written at once.
+        temperature, top_p (`float`): How they are sampled.
+        seed (`int`): Of the samples.
+    """
+
+    output: Path
+    num_prompts: int
+    max_new_tokens: int = 128
+    batch_size: int = 32
+    temperature: float = 1.0
+    top_p: float = 0.95
+    seed: int = 0
+
+    def check(self) -> None:
+        """Refuses settings that cannot be run.
+
+        Raises:
+            ValueError: Naming the first of them.
+        """
+        for name in ("num_prompts", "max_new_tokens", "batch_size"):
+            require(getattr(self, name) > 0, f"at least 1 as {name}", getattr(self, name), "give a larger one")
+        what = "above 0 as temperature: greedy ones would all be the same"
+        require(0 < self.temperature < float("inf"), what, self.temperature, "give a larger one")
+        require(0 < self.top_p <= 1, "above 0 and at most 1 as top_p", self.top_p, "1 is the whole vocabulary")
+
+
+def write_prompts(settings: PromptSettings, target: PreTrainedModel, processing_class: Processing) -> int:
+    """Lets the target write prompts, as many as asked for in all; goes on with a file that is there.
+
+    Those that are empty, unfinished or written before are left out.
+
+    Args:
+        settings (`PromptSettings`): How many, and how.
+        target (`PreTrainedModel`): The target.
+        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): The target's.
+
+    Returns:
+        `int`: How many there are.
+
+    Raises:
+        ValueError: If the chat template writes no turns of the user's, the target writes none, or the disk is full.
+    """
+    settings.check()
+    template = ChatTemplate(processing_class)
+    tokenizer: Any = template.tokenizer
+    before, _ = template.around("user")
+    ends = template.end_of_turn("user")[:1]
+    own = getattr(target.generation_config, "eos_token_id", None)
+    ends += [own] if isinstance(own, int) else list(own or ())
+    require(bool(ends), "a chat template that ends turns with a special token", "one that does not", "give prompts")
+    prefix = Example.from_pair(template.tokens(before), [])
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
+    batch = collate([prefix] * settings.batch_size, padding).to(target.device)
+    options: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "pad_token_id": padding, "top_k": 0}
+    options |= {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p}
+    settings.output.parent.mkdir(parents=True, exist_ok=True)
+    repair(settings.output)
+    known = list(RowFile(settings.output)) if settings.output.is_file() else []
+    seen = {row["id"] for row in known}
+    number = max((row.get("batch", 0) for row in known), default=0)  # once more: not all of it may be there
+    empty = 0
+    while len(seen) < settings.num_prompts:
+        with torch.random.fork_rng():
+            torch.manual_seed((settings.seed * 1_000_003 + number) % 2**63)
+            written = generated(target, batch, ends, **options)
+        rows: list[dict[str, Any]] = []
+        for ids in written:
+            text = tokenizer.decode(ids[:-1], skip_special_tokens=True).strip() if ids[-1] in ends else ""
+            row: dict[str, Any] = {"messages": [{"role": "user", "content": text}]}
+            name = content_id(row)
+            if text and name not in seen and len(seen) < settings.num_prompts:
+                seen.add(name)
+                rows.append({"id": name, **row, "batch": number})
+        append_rows(settings.output, rows)
+        number += 1
+        empty = 0 if rows else empty + 1
+        what = f"a target that writes what a user says within {settings.max_new_tokens} tokens"
+        got = f"nothing new in {MAX_EMPTY_BATCHES} batches"
+        require(empty < MAX_EMPTY_BATCHES, what, got, "raise max_new_tokens or the temperature, or give prompts")
+        logger.info("%d prompts of %d", len(seen), settings.num_prompts)
+    return len(seen)
+
+
+__all__ = ["PromptSettings", "write_prompts"]

@@ -1,0 +1,410 @@
+"""Rows of every form become the same conversations, once each, as long as they may be; bad ones are named."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoProcessor
+
+from dflash_hf.evaluation.rows import Row
+from dflash_hf.training import Example, PrepareSettings, load_rows, read_examples
+from dflash_hf.training.conversations import ConversationReader
+from dflash_hf.training.prepare import Prepared, prepare, read_meta
+from helpers.processors import picture, published_folder
+from helpers.templates import FAMILIES, THOUGHTLESS, byte_tokenizer
+
+CHAT = [
+    {"role": "user", "content": "how many?"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "yes, two"},
+]
+SHAREGPT = [{"from": {"user": "human", "assistant": "gpt"}[t["role"]], "value": t["content"]} for t in CHAT]
+QUESTION = CHAT[:1]
+SYSTEM = {"role": "system", "content": "s"}
+
+
+def answers_of(processor: Any, example: Example) -> str:
+    """The texts that the loss is on."""
+    ids = [token for token, marked in zip(example.input_ids, example.loss_mask, strict=True) if marked]
+    return processor.tokenizer.decode(ids)
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def prepared(folder: Path, tokenizer: Any, *rows: object, **options: Any) -> tuple[list[dict[str, Any]], Prepared]:
+    """What becomes of some rows of a file."""
+    source = write(folder / "in.jsonl", *rows)
+    output = folder / "out.jsonl"
+    output.unlink(missing_ok=True)
+    report = prepare(PrepareSettings(datasets=[str(source)], output=output, **options), tokenizer)
+    return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()], report
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    return FAMILIES["smollm2"].tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"messages": CHAT}, CHAT),
+        ({"messages": [{**turn, "tool_calls": None, "name": None} for turn in CHAT]}, CHAT),
+        ({"conversations": SHAREGPT}, CHAT),
+        ({"conversations": [{"from": "gpt", "value": "hello"}, *SHAREGPT]}, CHAT),
+        (
+            {"conversations": [{"from": "system", "value": "s"}, *SHAREGPT]},
+            [{"role": "system", "content": "s"}, *CHAT],
+        ),
+        ({"conversation": CHAT, "messages": None}, CHAT),
+        ({"prompt": "how many?", "completion": "two"}, CHAT[:2]),
+        ({"prompt": CHAT[:3], "completion": CHAT[3:]}, CHAT),
+        ({"prompt": CHAT[:3], "completion": "yes, two"}, CHAT),
+        ({"prompt": "how many?"}, QUESTION),
+        ({"turns": ["how many?"]}, QUESTION),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "how many?"}]}]}, QUESTION),
+    ],
+)
+def test_every_form_becomes_one(tmp_path: Path, row: dict[str, Any], messages: list[Any]) -> None:
+    (found,) = load_rows(str(write(tmp_path / "a.jsonl", row)))
+    assert found["messages"] == messages
+    (again,) = load_rows(str(write(tmp_path / "b.jsonl", {"messages": messages})))
+    assert found == again, "the id is of the contents"
+
+
+def test_a_template_takes_any_columns_and_text_files_are_prompts(tmp_path: Path) -> None:
+    rows = write(tmp_path / "a.jsonl", {"question": "1 + 1", "answer": "2"})
+    (found,) = load_rows(str(rows), template="{question} = ?\nThink.")
+    assert found["messages"] == [{"role": "user", "content": "1 + 1 = ?\nThink."}]
+    (tmp_path / "b.txt").write_text("one\n\ntwo\n")
+    assert [row["messages"][0]["content"] for row in load_rows(str(tmp_path / "b.txt"))] == ["one", "two"]
+    (tmp_path / "c.json").write_text(json.dumps([{"prompt": "one"}, {"prompt": "two"}]))
+    assert list(load_rows(str(tmp_path / "c.json"))) == list(load_rows(str(tmp_path / "b.txt")))
+    assert len(list(load_rows(str(tmp_path / "c.json"), num_rows=1))) == 1
+
+
+def test_parquet_and_sets_of_the_hub_are_streamed(tmp_path: Path) -> None:
+    """A folder stands for a set of the Hub: `datasets` loads both."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    table = datasets.Dataset.from_dict({"messages": [CHAT[:2], CHAT]})
+    table.to_parquet(str(folder / "train.parquet"))
+    expected = list(load_rows(str(write(tmp_path / "a.jsonl", {"messages": CHAT[:2]}, {"messages": CHAT}))))
+    assert list(load_rows(str(folder / "train.parquet"))) == expected
+    for streaming in (False, True):
+        assert list(load_rows(str(folder), streaming=streaming)) == expected
+        assert list(load_rows(f"{folder}::train", streaming=streaming, num_rows=1)) == expected[:1]
+    with pytest.raises(ValueError, match=r"expected a file \(.*\) or a set as ORG/NAME:CONFIG:SPLIT, got 'nothing'"):
+        list(load_rows("nothing"))
+
+
+def test_what_is_written_is_what_is_read(tmp_path: Path, smollm2: Any) -> None:
+    rows, report = prepared(tmp_path, smollm2, {"messages": CHAT}, {"prompt": "q", "completion": "a"}, {"prompt": "p"})
+    assert [row["sequences"] for row in rows] == [
+        [{"turns": [1, 3], "num_tokens": len(Example.from_messages(smollm2, CHAT).input_ids)}],
+        [{"turns": [1], "num_tokens": rows[1]["sequences"][0]["num_tokens"]}],
+        [],
+    ]
+    assert (report.num_rows, report.num_kept, report.num_sequences, report.left_out) == (3, 3, 2, {})
+    examples: Any = read_examples(tmp_path / "out.jsonl", smollm2)
+    assert examples[:] == [Example.from_messages(smollm2, row["messages"]) for row in rows[:2]]
+    assert list(examples.lengths) == [len(example.input_ids) for example in examples]
+    assert report.num_tokens == sum(examples.lengths)
+
+
+def test_a_template_that_rewrites_turns_gives_each_its_sequence(tmp_path: Path) -> None:
+    tokenizer = FAMILIES["qwen3"].tokenizer()
+    (row,), report = prepared(tmp_path, tokenizer, {"messages": CHAT})
+    assert [sequence["turns"] for sequence in row["sequences"]] == [[1], [3]]
+    examples: Any = read_examples(tmp_path / "out.jsonl", tokenizer)
+    assert examples[:] == [Example.from_messages(tokenizer, CHAT, turns=[turn]) for turn in (1, 3)]
+    assert list(examples.lengths) == [len(example.input_ids) for example in examples]
+    assert report.num_sequences == 2
+    (row,), _ = prepared(tmp_path, tokenizer, {"messages": CHAT}, turns="last")
+    assert [sequence["turns"] for sequence in row["sequences"]] == [[3]]
+    options = {"enable_thinking": False}
+    (row,), _ = prepared(tmp_path, tokenizer, {"messages": CHAT[:2]}, chat_template_kwargs=options)
+    assert row["chat_template_kwargs"] == options
+    (example,) = read_examples(tmp_path / "out.jsonl", tokenizer)
+    assert example == Example.from_messages(tokenizer, CHAT[:2], chat_template_kwargs=options)
+    assert tokenizer.decode(example.input_ids).endswith("</think>\n\ntwo<|im_end|>\n")
+
+
+def test_prompts_alone_for_the_targets_own_answers(tmp_path: Path) -> None:
+    """No answer has to be found then, so that any template will do."""
+    tokenizer = byte_tokenizer(THOUGHTLESS, ("<|User|>", "<|Assistant|>", "<e>"), "<e>")
+    with pytest.raises(ValueError, match=r"its own generation prompt.* \(line 1 of .*in\.jsonl\), or skip bad rows"):
+        prepared(tmp_path, tokenizer, {"messages": CHAT})
+    (row,), _ = prepared(tmp_path, tokenizer, {"messages": CHAT}, turns="none")
+    assert (row["messages"], row["sequences"]) == (CHAT[:3], [])
+    with pytest.raises(ValueError, match=r"expected answers to train on in .*, got '1 prompts without one'; let"):
+        read_examples(tmp_path / "out.jsonl", tokenizer)
+
+
+def test_long_rows_are_cut_or_left_out_and_counted(
+    tmp_path: Path, smollm2: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = {"prompt": "q", "completion": "a" * 100_000}
+    far = {"prompt": "q" * 100_000, "completion": "a"}
+    short = {"prompt": "q", "completion": "a"}
+    only = {"prompt": "p" * 100_000}
+    rows, report = prepared(tmp_path, smollm2, long, far, short, only, max_length=256)
+    assert [row["messages"][0]["content"] for row in rows] == ["q", "q"]
+    source = tmp_path / "in.jsonl"
+    assert report.left_out == {"a prompt longer than the greatest length": (2, f"line 2 of {source}")}
+    assert (report.num_cut, report.num_sequences) == (1, 2)
+    assert report.sentences()[1:] == [
+        "1 sequences are longer than the greatest length and will be cut",
+        f"2 left out: a prompt longer than the greatest length (first: line 2 of {source})",
+    ]
+    examples: Any = read_examples(tmp_path / "out.jsonl", smollm2, max_length=256)
+    whole = Example.from_messages(smollm2, rows[0]["messages"])
+    assert examples[0] == Example(input_ids=whole.input_ids[:256], loss_mask=whole.loss_mask[:256])
+    assert (list(examples.lengths), report.num_tokens) == ([256, len(examples[1].input_ids)], sum(examples.lengths))
+    # A file of somebody else's, read at a length that it was not made for.
+    bare = write(tmp_path / "bare.jsonl", *({"messages": row["messages"]} for row in rows), {"messages": CHAT})
+    assert len(read_examples(bare, smollm2)) == 3
+    with caplog.at_level(logging.WARNING):
+        kept: Any = read_examples(bare, smollm2, max_length=100)
+    prompt = len(examples[1].input_ids) - 2  # answer, end token, end of line
+    assert [example.loss_mask.index(1) for example in kept] == [
+        prompt - 1 + 1 - 1,
+        prompt - 1,
+        kept[2].prompt_length(),
+    ]
+    assert [len(example.input_ids) for example in kept] == list(kept.lengths)
+    with pytest.raises(ValueError, match=r"expected answers to train on in .*, got 'none'; take other data"):
+        read_examples(bare, smollm2, max_length=20)
+    assert f"3 of 3 sequences of {bare} are left out: at 20 tokens" in caplog.text
+
+
+def test_duplicates_and_empty_answers_are_left_out(tmp_path: Path, smollm2: Any) -> None:
+    rows, report = prepared(
+        tmp_path,
+        smollm2,
+        {"messages": CHAT},
+        {"conversations": SHAREGPT},
+        {"prompt": "q", "completion": ""},
+        {"prompt": "q", "completion": "other"},
+        {"prompt": "q", "completion": "other", "more": 1},
+    )
+    assert [row["messages"][-1]["content"] for row in rows] == ["yes, two", "other"]
+    where = f"of {tmp_path / 'in.jsonl'}"
+    assert report.left_out == {"a duplicate": (2, f"line 2 {where}"), "an empty answer": (1, f"line 3 {where}")}
+
+
+BAD: list[tuple[Any, str]] = [
+    ({"text": "q"}, "expected messages, conversations, conversation, turns or prompt in {where}, got text; say what"),
+    ({"messages": []}, "expected messages, a list of turns, in {where}, got []"),
+    ({"messages": "q"}, "expected messages, a list of turns, in {where}, got 'q'"),
+    ({"messages": ["q"]}, "expected a role and a content in turn 0 of {where}, got 'q'"),
+    ({"messages": [{"role": "poet", "content": "q"}]}, "expected a role in turn 0 of {where}, got 'poet' (known are"),
+    ({"messages": [{"role": ["user"], "content": "q"}]}, "expected a role in turn 0 of {where}, got ['user'] (known"),
+    ({"conversations": [{"value": "q"}]}, "expected a role in turn 0 of {where}, got None (known are"),
+    (
+        {"messages": [{"role": "user"}]},
+        "expected a text or a list of blocks as content in turn 0 of",
+    ),
+    (
+        {"messages": [{"role": "user", "content": 3}]},
+        "expected a text or a list of blocks as content in turn 0 of",
+    ),
+    ({"messages": CHAT[1:2]}, "expected a turn of the user's in {where}, got ['assistant']"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
+        "expected blocks of type text or image in",
+    ),
+    ({"prompt": "\ud800"}, "expected a text of whole characters in turn 0 of {where}, got"),
+    ({"prompt": "q", "image": "none.png"}, "expected an image file in {where}, got 'none.png'; fix the path"),
+    ({"prompt": "q", "images": [3]}, "expected an image's path or address in {where}, got 3"),
+    ([1], "expected a JSON object in {where}, got [1]"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD)
+def test_bad_rows_are_named_and_nothing_is_written(tmp_path: Path, smollm2: Any, row: Any, reason: str) -> None:
+    where = f"line 2 of {tmp_path / 'in.jsonl'}"
+    told = refusal(lambda: prepared(tmp_path, smollm2, {"messages": CHAT}, row))
+    assert told is not None
+    assert told.startswith(reason.format(where=where))
+    assert where in told
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["in.jsonl"]
+    if isinstance(row, dict):
+        rows, report = prepared(tmp_path, smollm2, {"messages": CHAT}, row, {"prompt": "p"}, skip_bad_rows=True)
+        assert [found["messages"] for found in rows] == [CHAT, [{"role": "user", "content": "p"}]]
+        ((count, told),) = report.left_out.values()
+        assert (count, where in told) == (1, True)
+
+
+def test_what_a_template_refuses_is_named(tmp_path: Path) -> None:
+    gemma = FAMILIES["gemma"].tokenizer()
+    row = {"messages": [{"role": "system", "content": "s"}, *CHAT]}
+    with pytest.raises(
+        ValueError, match=r"^expected a conversation that the chat template takes in line 1 of .*, got S"
+    ):
+        prepared(tmp_path, gemma, row)
+    gemma.chat_template = "{% for m in messages[-2:] %}<start_of_turn>{{ m.content }}<end_of_turn>{% endfor %}"
+    with pytest.raises(ValueError, match=r"^expected a chat template that writes every turn, .* turn 0 .* \(line 1 "):
+        prepared(tmp_path, gemma, {"messages": CHAT})
+
+
+def test_truncated_files_are_refused_by_their_line(tmp_path: Path, smollm2: Any) -> None:
+    source = write(tmp_path / "in.jsonl", {"messages": CHAT}, {"messages": CHAT[:2]})
+    source.write_bytes(source.read_bytes()[:-9])
+    asked = PrepareSettings(datasets=[str(source)], output=tmp_path / "out.jsonl", skip_bad_rows=True)
+    with pytest.raises(ValueError, match=rf"^expected JSON in line 2 of {source}, got something else"):
+        prepare(asked, smollm2)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["in.jsonl"]
+
+
+def test_what_is_there_is_not_made_again(tmp_path: Path, smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(tmp_path / "in.jsonl", {"messages": CHAT}, {"messages": CHAT})
+    asked = PrepareSettings(datasets=[str(source)], output=tmp_path / "out.jsonl")
+    report = prepare(asked, smollm2)
+    made = asked.output.stat().st_mtime_ns
+    assert prepare(asked, smollm2) == report
+    assert asked.output.stat().st_mtime_ns == made
+    other = PrepareSettings(datasets=[str(source)], output=tmp_path / "out.jsonl", turns="last")
+    for changed, tokenizer in ((other, smollm2), (asked, FAMILIES["gemma"].tokenizer())):
+        with pytest.raises(ValueError, match=r"expected .*out\.jsonl as these settings make it, or no such file, got"):
+            prepare(changed, tokenizer)
+    write(source, {"messages": CHAT})
+    with pytest.raises(ValueError, match=r"expected .*out\.jsonl as these settings make it"):
+        prepare(asked, smollm2)
+    (tmp_path / "out.meta.json").unlink()
+    with pytest.raises(ValueError, match=r"expected .*out\.meta\.json beside .*out\.jsonl, which says what"):
+        read_meta(asked.output)
+    # Killed between two rows, by what no code of ours catches.
+    asked.output.unlink()
+
+    def killed(self: Any, row: Row) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ConversationReader, "__call__", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(asked, smollm2)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["in.jsonl"]
+    assert prepare(asked, smollm2).num_kept == 1
+
+
+def test_rows_with_images(tmp_path: Path) -> None:
+    processor: Any = AutoProcessor.from_pretrained(published_folder(tmp_path / "processor"))
+    for marked in (True, False):
+        if not marked:
+            for mark in ("{% generation %}", "{% endgeneration %}"):
+                processor.chat_template = processor.chat_template.replace(mark, "")
+        folder = tmp_path / str(marked)
+        folder.mkdir()
+        for at, size in enumerate([(24, 16), (64, 48)]):
+            picture(*size).save(folder / f"{at}.png")
+        image = {"type": "image"}
+        said = [{"role": "user", "content": [image, {"type": "text", "text": "what?"}, image]}]
+        answer = {"role": "assistant", "content": "a cat"}
+        own = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "1.png"}}]}, answer]
+        rows = [{"messages": [*said, answer], "images": ["0.png", "1.png"]}, {"messages": own}]
+        rows += [{"prompt": "what?", "completion": "a cat", "image": "0.png"}, {"messages": CHAT, "image": None}]
+        source = write(folder / "in.jsonl", *rows)
+        asked = PrepareSettings(datasets=[str(source)], output=folder / "out" / "out.jsonl")
+        prepare(asked, processor)
+        examples: Any = read_examples(asked.output, processor)
+        pictures = [str(folder / f"{at}.png") for at in (0, 1)]
+        assert examples[0].input_ids == Example.from_messages(processor, [*said, answer], pictures).input_ids
+        assert [len(example.model_inputs.get("image_grid_thw", ())) for example in examples] == [2, 1, 1, 0]
+        assert list(examples.lengths) == [len(example.input_ids) for example in examples]
+        texts = [answers_of(processor, example) for example in examples]
+        assert texts == [*["a cat<|im_end|>"] * 3, "two<|im_end|>yes, two<|im_end|>"]
+        least = sorted(examples.lengths)[-2]
+        assert list(read_examples(asked.output, processor, max_length=least).lengths) == sorted(
+            (n for n in examples.lengths if n <= least), key=list(examples.lengths).index
+        )
+
+
+def test_images_as_bytes_become_files(tmp_path: Path) -> None:
+    processor: Any = AutoProcessor.from_pretrained(published_folder(tmp_path / "processor"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "completion": datasets.Value("string"), "images": [datasets.Image()]}
+    )
+    rows = {"prompt": ["q", "q", "p"], "completion": ["a"] * 3, "images": [[picture(24, 16)], [picture(24, 16)], []]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(folder / "train.parquet"))
+    output = tmp_path / "out" / "out.jsonl"
+    report = prepare(PrepareSettings(datasets=[str(folder)], output=output, streaming=True), processor)
+    assert (report.num_kept, list(report.left_out)) == (2, ["a duplicate"])
+    assert len(list((tmp_path / "out" / "images").iterdir())) == 1
+    moved = tmp_path / "moved"
+    (tmp_path / "out").rename(moved)
+    assert "pixel_values" in read_examples(moved / "out.jsonl", processor)[0].model_inputs
+
+
+ROWS = b"".join(
+    json.dumps(row).encode() + b"\n"
+    for row in (
+        {"messages": CHAT, "images": None},
+        {"conversations": SHAREGPT},
+        {"prompt": "q", "completion": "a"},
+        {"id": "x", "messages": CHAT[:2], "sequences": [{"turns": [1], "num_tokens": 9}]},
+        {"id": "y", "messages": CHAT[:1], "answer_ids": [1, 2], "finished": True, "num_tokens": 9},
+    )
+)
+PIECES = st.sampled_from(
+    [b'"', b"{", b"}", b"[", b"]", b"\n", b"null", b"1e999", b"-1", b"\xff", b"\\ud800", b'"role"', b"<|im_end|>", b""]
+)
+
+
+def mutated() -> Iterator[Any]:
+    """Cuts, and replacements of a few bytes."""
+    yield st.integers(0, len(ROWS)).map(lambda at: ROWS[:at])
+    edits = st.lists(st.tuples(st.integers(0, len(ROWS)), st.integers(0, 12), PIECES), min_size=1, max_size=4)
+
+    def edited(changes: list[tuple[int, int, bytes]]) -> bytes:
+        text = ROWS
+        for at, length, piece in changes:
+            text = text[:at] + piece + text[at + length :]
+        return text
+
+    yield edits.map(edited)
+
+
+def refusal(call: Callable[[], object]) -> str | None:
+    """What a call that may refuse says then."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.one_of(*mutated()))
+def test_mutated_files_are_read_or_refused_in_a_sentence(tmp_path: Path, smollm2: Any, text: bytes) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(text)
+    for path in (output, tmp_path / "out.meta.json"):
+        path.unlink(missing_ok=True)
+    asked = PrepareSettings(datasets=[str(source)], output=output, max_length=200)
+    told = [refusal(lambda: prepare(asked, smollm2))]
+    assert output.exists() == (told[0] is None)
+    for path, max_length in ((output, None), (source, None), (source, 40)):
+        if path.exists():
+            told.append(refusal(lambda p=path, n=max_length: check_sizes(read_examples(p, smollm2, n), n)))
+    assert all(each is None or each.startswith("expected ") for each in told)
+    assert all(each is None or str(tmp_path) in each for each in told)
+
+
+def check_sizes(examples: Any, max_length: int | None) -> None:
+    """Builds examples and compares them with what was said about them."""
+    sizes = [len(example.input_ids) for example in examples]
+    assert len(sizes) == len(examples.lengths)
+    assert max_length is None or max(sizes) <= max_length
