@@ -6,6 +6,7 @@ from dflash_hf.training.data import Example
 from dflash_hf.training.messages import prepare_multimodal_messages
 from dflash_hf.training.regenerate import regenerate_answers
 from dflash_hf.training.trainer import DFlashTrainer, StepReport
+from dflash_hf.training.vocabulary import frequent_tokens
 from dflash_hf.training.walking import WalkedAcceptance, walk, walked_acceptance
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Example",
     "StepReport",
     "WalkedAcceptance",
+    "frequent_tokens",
     "prepare_multimodal_messages",
     "regenerate_answers",
     "walk",
