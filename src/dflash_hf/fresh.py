@@ -170,7 +170,7 @@ def set_first_values(draft: Any, target: PreTrainedModel, draft_token_ids: Seque
         # As the module gives them: some scale or norm the rows of their weight.
         for ids in torch.arange(draft.config.vocab_size, device="cpu").split(8192):
             rows = embedding(ids.to(execution_device(embedding)))
-            draft.embed_tokens.weight[ids] = rows.to("cpu", torch.float32)
+            draft.embed_tokens.weight[ids] = rows.to(draft.embed_tokens.weight)
     if draft.lm_head is not None:
         kept = torch.arange(draft.lm_head.weight.shape[0], device="cpu")
         if draft_token_ids is not None:
@@ -187,8 +187,7 @@ def set_first_values(draft: Any, target: PreTrainedModel, draft_token_ids: Seque
 def _spread_of_logits(draft: Any, head: nn.Module, dtype: torch.dtype) -> float:
     """Standard deviation over the vocabulary of the draft's logits of random states whose mean square is 1."""
     states = torch.randn(16, draft.config.hidden_size, generator=torch.Generator().manual_seed(0), device="cpu")
-    if draft.lm_head is None:
-        states = states.to(execution_device(head), dtype)
+    states = states.to(draft.norm.weight) if draft.lm_head is not None else states.to(execution_device(head), dtype)
     logits = draft.compute_logits(states, head).float()
     return float(logits[logits > -torch.inf].std())
 
