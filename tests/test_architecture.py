@@ -37,6 +37,7 @@ LEVELS = {
     "dflash_hf.processing_qwen3_vl": 1,
     "dflash_hf.attention": 2,
     "dflash_hf.dflash2": 2,
+    "dflash_hf.fresh": 2,
     "dflash_hf.checkpoints": 2,
     "dflash_hf.ops": 2,
     "dflash_hf.cache": 3,

@@ -1,4 +1,6 @@
-"""Loading and saving a draft: any known format in, our own out. Safetensors only, and no code of the checkpoint runs.
+"""Making, loading and saving a draft: fresh for a target, or any known format in, our own out.
+
+Safetensors only, and no code of the checkpoint runs.
 
 The formats themselves are tables in `dflash_hf.checkpoints`; files, devices and dtypes are Transformers' own business.
 """
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
@@ -28,6 +30,7 @@ from dflash_hf.checkpoints.files import (
 )
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.errors import listed, one_line, require
+from dflash_hf.fresh import Tokenizer, fresh_config, set_first_values
 from dflash_hf.generation_config import DFlashGenerationConfig
 
 # The arguments of `from_pretrained` that say which files are meant.
@@ -121,6 +124,62 @@ class DFlashPreTrainedModel(PreTrainedModel):
         draft.generation_config.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
         result: Any = (draft, report) if with_report else draft
         return result
+
+    @classmethod
+    def from_target(
+        cls,
+        target: PreTrainedModel,
+        *,
+        num_hidden_layers: int = 5,
+        block_size: int = 16,
+        num_taps: int = 5,
+        target_layer_ids: Sequence[int] | None = None,
+        mask_token_id: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        draft_token_ids: Sequence[int] | None = None,
+        **fields: Any,
+    ) -> Self:
+        """Makes a fresh draft for a target, to be trained: the published recipes, the target's embedding and head.
+
+        Heads, RoPE, epsilon and the MLP's width come from the target's text config, taps are spread as in z-lab's
+        drafts, attention is full. Cross entropy begins near `log V`.
+
+        Args:
+            target (`PreTrainedModel`): The target; it is not changed.
+            num_hidden_layers (`int`): Layers of the draft.
+            block_size (`int`): Slots of a block, the anchor included.
+            num_taps (`int`): Layers of the target that are tapped, fewer where it is too shallow for as many.
+            target_layer_ids (sequence of `int`, *optional*): Which ones, instead of `num_taps`.
+            mask_token_id (`int`, *optional*): The token that fills a block; it must stand in no text. By default one
+                that the tokenizer does not use, and which one is logged.
+            tokenizer (`PreTrainedTokenizerBase` or `ProcessorMixin`, *optional*): The target's; needed where no
+                `mask_token_id` is given.
+            draft_token_ids (sequence of `int`, *optional*): Tokens of a reduced vocabulary
+                ([`~training.frequent_tokens`]); the draft then has a head of its own with their rows.
+            fields: Other fields of [`DFlashConfig`]: `sample_from_anchor`, `own_embed_tokens` and `own_lm_head` (begun
+                with copies of the target's), `layer_types` and `sliding_window`, DFlash 2's ...
+
+        Returns:
+            The draft, in float32 on the CPU, in training mode.
+
+        Raises:
+            ValueError: If there is no token to fill blocks with, the target has no embedding or head that a draft
+                could use, or a field is unknown, the target's own, or contradicts another one.
+        """
+        config = fresh_config(
+            target,
+            num_hidden_layers=num_hidden_layers,
+            block_size=block_size,
+            num_taps=num_taps,
+            target_layer_ids=target_layer_ids,
+            mask_token_id=mask_token_id,
+            tokenizer=tokenizer,
+            draft_token_ids=draft_token_ids,
+            fields=fields,
+        )
+        draft = cls(config).float()
+        set_first_values(draft, target, draft_token_ids)
+        return draft
 
     def save_pretrained(self, save_directory: PathOrRepo, *args: Any, **kwargs: Any) -> None:
         """Saves the draft in our own format, `generation_config` included; `save_draft` writes the others.

@@ -49,7 +49,10 @@ def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwa
     """
     bound = _signature(original).bind(model, *args, **kwargs).arguments
     draft = bound.get("assistant_model")
-    draft = getattr(draft, "_orig_mod", draft)  # torch.compile's wrapper: blocks never go through its forward
+    # Blocks never go through the forward of a wrapper: torch.compile's, or PEFT's around a draft with adapters.
+    draft = getattr(draft, "_orig_mod", draft)
+    base: Any = draft.get_base_model() if draft is not None and hasattr(draft, "get_base_model") else draft
+    draft = base if isinstance(base, DFlashDraftModel) else draft
     if not isinstance(draft, DFlashDraftModel):
         foreign = None if draft is None else explain_foreign_draft(draft)
         if foreign is not None:

@@ -10,6 +10,7 @@ from dflash_hf.training.prompts import PromptSettings, write_prompts
 from dflash_hf.training.regenerate import regenerate_answers
 from dflash_hf.training.server import AnswerServer
 from dflash_hf.training.trainer import DFlashTrainer
+from dflash_hf.training.vocabulary import frequent_tokens
 from dflash_hf.training.walking import WalkedAcceptance, walk, walked_acceptance
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Regenerated",
     "WalkedAcceptance",
     "check_answers",
+    "frequent_tokens",
     "load_rows",
     "prepare_multimodal_messages",
     "read_examples",

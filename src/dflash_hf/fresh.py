@@ -1,0 +1,249 @@
+"""A fresh draft for a target: its config after the published recipes, a mask token, and values to start from.
+
+Of the target only its config, its embedding and its head are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import logging
+
+from dflash_hf.checkpoints.mapping import FIELDS
+from dflash_hf.configuration_dflash import ROPE_TYPES, DFlashConfig
+from dflash_hf.devices import brought_in, execution_device
+from dflash_hf.errors import listed, require, shown
+from dflash_hf.positions import build_target_layer_ids
+
+logger: Any = logging.get_logger(__name__)
+
+Tokenizer = PreTrainedTokenizerBase | ProcessorMixin
+# Fields that say what the target is, and not how the draft is to be.
+OF_THE_TARGET = ("vocab_size", "hidden_size", "target_hidden_size", "num_target_layers")
+MAX_HEAD_DIM = 128  # published drafts for targets with heads of 256 have twice as many of 128,
+MAX_KEY_VALUE_HEADS = 8  # and none has more of these
+ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id")
+
+
+def fresh_config(
+    target: PreTrainedModel,
+    *,
+    num_hidden_layers: int,
+    block_size: int,
+    num_taps: int,
+    target_layer_ids: Sequence[int] | None,
+    mask_token_id: int | None,
+    tokenizer: Tokenizer | None,
+    draft_token_ids: Sequence[int] | None,
+    fields: Mapping[str, Any],
+) -> DFlashConfig:
+    """Returns the config of a draft for a target; see [`DFlashDraftModel.from_target`].
+
+    Raises:
+        ValueError: See there.
+    """
+    embedding, head = vocabulary_of(target)
+    text: Any = target.config.get_text_config(decoder=True)
+    theirs = sorted({*OF_THE_TARGET} & fields.keys())
+    require(not theirs, "fields of the draft alone", theirs, "the target says what these are; leave them out")
+    unknown = sorted(fields.keys() - set(FIELDS))
+    require(not unknown, "fields of DFlashConfig", listed(unknown), "fix the name")
+    width = int(getattr(embedding, "embedding_dim", text.hidden_size))
+    what = f"an embedding as wide as the target's hidden states ({text.hidden_size})"
+    require(width == text.hidden_size, what, width, "DFlash cannot draft for this target")
+    require(num_taps >= 1, "num_taps >= 1", num_taps, "fix it")
+    # A shallow target has fewer layers to choose from than are asked for.
+    taps = target_layer_ids or dict.fromkeys(build_target_layer_ids(text.num_hidden_layers, num_taps))
+    values: dict[str, Any] = {
+        "vocab_size": text.vocab_size,
+        "hidden_size": text.hidden_size,
+        "num_target_layers": text.num_hidden_layers,
+        "num_hidden_layers": num_hidden_layers,
+        "block_size": block_size,
+        "target_layer_ids": list(taps),
+        "rms_norm_eps": getattr(text, "rms_norm_eps", getattr(text, "norm_eps", 1e-6)),
+        "max_position_embeddings": getattr(text, "max_position_embeddings", None) or 40960,
+        "rope_parameters": _rope(text),
+        "dtype": "float32",
+        **_attention(text),
+        **_mlp(text),
+    }
+    if draft_token_ids is not None:
+        values |= {"own_lm_head": True, "draft_vocab_size": _check_ids(draft_token_ids, text.vocab_size)}
+    if fields.get("own_lm_head") or draft_token_ids is not None:
+        dtype = head.weight.dtype
+        require(dtype.is_floating_point, "a head of floats to copy", dtype, "load the target without quantisation")
+    stated = fields.get("draft_vocab_size")
+    matches = stated is None or stated == values.get("draft_vocab_size")
+    require(matches, "draft_token_ids beside draft_vocab_size", stated, "say which tokens (`frequent_tokens`)")
+    size = min(text.vocab_size, embedding.num_embeddings if isinstance(embedding, nn.Embedding) else text.vocab_size)
+    mask = choose_mask_token(target, tokenizer, size) if mask_token_id is None else mask_token_id
+    values |= {"mask_token_id": mask, **fields}
+    return DFlashConfig(**values)
+
+
+def vocabulary_of(target: PreTrainedModel) -> tuple[Any, Any]:
+    """Returns a target's embedding and head.
+
+    Raises:
+        ValueError: If it lacks one, or is no decoder.
+    """
+    name = type(target).__name__
+    embedding: Any = target.get_input_embeddings()
+    head: Any = target.get_output_embeddings()
+    if target.config.is_encoder_decoder or embedding is None or head is None:
+        raise ValueError(
+            f"expected a decoder-only target with an input embedding and an output head, got {name}; load it with "
+            "AutoModelForCausalLM or AutoModelForImageTextToText"
+        )
+    return embedding, head
+
+
+def choose_mask_token(target: PreTrainedModel, tokenizer: Tokenizer | None, size: int) -> int:
+    """Chooses a token that stands in no text, and logs which.
+
+    The tokenizer's own mask token; else the first id behind its tokens that the embedding has a row for, as in z-lab's
+    drafts for Qwen3; else a special token that neither a role, nor a config, nor the chat template names, those
+    that are called reserved first.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        tokenizer (`PreTrainedTokenizerBase` or `ProcessorMixin`): The target's.
+        size (`int`): Ids that can be looked up.
+
+    Raises:
+        ValueError: If there is no tokenizer, or all its tokens are in use.
+    """
+    tokens: Any = getattr(tokenizer, "tokenizer", tokenizer)
+    if tokens is None:
+        raise ValueError(
+            "expected the target's tokenizer or mask_token_id, got neither; a block is filled with a token that no "
+            "text holds, and only the tokenizer knows which these are"
+        )
+    named = _named_ids(target) | {getattr(tokens, role) for role in ROLES}
+    used = {*tokens.get_vocab().values()}
+    behind = next((i for i in range(max(used) + 1, size) if i not in named), None)
+    if tokens.mask_token_id is not None and tokens.mask_token_id < size:
+        chosen, why = tokens.mask_token_id, "the tokenizer's own mask token"
+    elif behind is not None:
+        chosen, why = behind, "the first one behind the tokenizer's tokens"
+    else:
+        template = str(tokens.chat_template or "")
+        spare = {
+            index: token.content
+            for index, token in tokens.added_tokens_decoder.items()
+            if token.special and index < size and index not in named and token.content not in template
+        }
+        if not spare:
+            raise ValueError(
+                f"expected a token that no text holds, got a tokenizer that uses all {size} rows of the embedding; "
+                "pass a rare token as mask_token_id"
+            )
+        reserved = [index for index, text in spare.items() if "reserved" in text or "unused" in text]
+        chosen = min(reserved) if reserved else max(spare)
+        why = f"the special token {shown(spare[chosen])}: no id is unused, and this one has to stay out of all texts"
+    logger.warning(f"The draft's mask token is {chosen}, {why}.")
+    return int(chosen)
+
+
+@torch.no_grad()
+def set_first_values(draft: Any, target: PreTrainedModel, draft_token_ids: Sequence[int] | None) -> None:
+    """Copies what a draft has of its own from the target, and sets its last norm so that its first loss is `log V`.
+
+    With a last norm of 1 it is several times that. A fresh draft's states keep the direction of the mask token's
+    embedding, and tokens that stand in no text resemble each other, so these get the highest logits of all; and the
+    logits spread as far as the head's rows are long. With random signs in the norm that direction is one like any
+    other, and divided by its length random states have logits that spread by 1. Smaller values alone would do it too,
+    but training is the slower then (docs/log.md).
+
+    Args:
+        draft (`DFlashDraftModel`): Changed in place.
+        target (`PreTrainedModel`): Its target.
+        draft_token_ids (sequence of `int`, *optional*): Tokens of a reduced vocabulary.
+    """
+    embedding, head = vocabulary_of(target)
+    if draft.embed_tokens is not None:
+        # As the module gives them: some scale or norm the rows of their weight.
+        for ids in torch.arange(draft.config.vocab_size, device="cpu").split(8192):
+            rows = embedding(ids.to(execution_device(embedding)))
+            draft.embed_tokens.weight[ids] = rows.to(draft.embed_tokens.weight)
+    if draft.lm_head is not None:
+        kept = torch.arange(draft.lm_head.weight.shape[0], device="cpu")
+        if draft_token_ids is not None:
+            ids = torch.tensor(sorted(draft_token_ids), device="cpu")
+            draft.d2t.copy_(ids - kept)
+            kept = ids
+        with brought_in(head):
+            draft.lm_head.weight.copy_(head.weight[kept.to(head.weight.device)])
+    spread = _spread_of_logits(draft, head, target.dtype)
+    signs = torch.randint_like(draft.norm.weight, 2) * 2 - 1
+    draft.norm.weight.copy_(signs / spread if spread > 0 else signs)
+
+
+def _spread_of_logits(draft: Any, head: nn.Module, dtype: torch.dtype) -> float:
+    """Standard deviation over the vocabulary of the draft's logits of random states whose mean square is 1."""
+    states = torch.randn(16, draft.config.hidden_size, generator=torch.Generator().manual_seed(0), device="cpu")
+    states = states.to(draft.norm.weight) if draft.lm_head is not None else states.to(execution_device(head), dtype)
+    logits = draft.compute_logits(states, head).float()
+    return float(logits[logits > -torch.inf].std())
+
+
+def _named_ids(target: PreTrainedModel) -> set[Any]:
+    """Ids of tokens that a target's configs name: ends, padding, places of images."""
+    found: set[Any] = set()
+    configs: list[Any] = [target.config, target.config.get_text_config(decoder=True), target.generation_config]
+    for config in configs:
+        for name, value in vars(config).items() if config is not None else ():
+            if name.endswith(("_token_id", "_token_ids", "_token_index")):
+                found |= {*value} if isinstance(value, list | tuple) else {value}
+    return found
+
+
+def _attention(text: Any) -> dict[str, int]:
+    """The shape of the draft's attention: the target's, with more and smaller heads where those are wide."""
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    split = max(1, size // MAX_HEAD_DIM) if size % MAX_HEAD_DIM == 0 else 1
+    heads, size = heads * split, size // split
+    wanted = min(MAX_KEY_VALUE_HEADS, (getattr(text, "num_key_value_heads", None) or heads) * split)
+    groups = next(number for number in range(wanted, 0, -1) if heads % number == 0)
+    return {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": size}
+
+
+def _mlp(text: Any) -> dict[str, int]:
+    """The width of the draft's MLP: the target's, or Qwen3's rule where that is the width of an expert."""
+    width: Any = getattr(text, "intermediate_size", None)
+    is_whole = isinstance(width, int) and width > text.hidden_size
+    return {"intermediate_size": width if is_whole else 3 * text.hidden_size}
+
+
+def _rope(text: PreTrainedConfig) -> dict[str, Any] | None:
+    """The target's RoPE as far as a draft has it: over plain indices, over whole heads; `None` where there is none."""
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # where each kind of layer has its own
+    if rope.get("rope_theta") is None:
+        return None
+    needed = ROPE_TYPES.get(rope.get("rope_type", "default"))
+    if needed is None or any(rope.get(name) is None for name in needed):
+        return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    names = {*needed, "rope_theta", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"}
+    return {"rope_type": "default"} | {n: v for n, v in rope.items() if v is not None and n in (*names, "rope_type")}
+
+
+def _check_ids(token_ids: Sequence[int], size: int) -> int:
+    """Number of tokens of a reduced vocabulary.
+
+    Raises:
+        ValueError: Unless they are different ids of the target.
+    """
+    ids: Tensor = torch.tensor(list(token_ids), dtype=torch.long, device="cpu")
+    known = bool(ids.numel()) and int(ids.min()) >= 0 and int(ids.max()) < size and ids.unique().numel() == ids.numel()
+    require(known, f"different draft_token_ids from 0 to {size - 1}", list(token_ids[:8]), "take `frequent_tokens`")
+    return int(ids.numel())
+
+
+__all__ = ["choose_mask_token", "fresh_config", "set_first_values", "vocabulary_of"]
