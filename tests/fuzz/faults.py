@@ -20,8 +20,8 @@ from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.cache.recurrent import RecurrentGroup
 from dflash_hf.generation import integration, prefill, sampling, step
 from dflash_hf.generation.accept import SynchronizedRows, accept_matching
-from dflash_hf.generation.outputs import Recorder
-from dflash_hf.generation.processors import BlockProcessors
+from dflash_hf.generation.sampling import BlockProcessors
+from dflash_hf.generation.stats import Recorder
 from dflash_hf.generation.user_cache import UserCache
 from dflash_hf.target import hidden_states
 

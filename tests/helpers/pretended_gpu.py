@@ -52,7 +52,7 @@ from dflash_hf.generation import prefill as prefill_module
 from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.run import Run
-from dflash_hf.generation.static_step import StaticStep
+from dflash_hf.generation.step import StaticStep
 from dflash_hf.target import fused
 from dflash_hf.target.parts import find_target
 

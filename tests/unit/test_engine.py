@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from dflash_hf import DFlashGenerationConfig, free_buffers
 from dflash_hf.cache import ragged, size
-from dflash_hf.generation import buffers, cuda_graph, static_step
+from dflash_hf.generation import buffers, cuda_graph, step
 from dflash_hf.generation.buffers import buckets_between, kept_buffers, round_up
 from dflash_hf.generation.cuda_graph import uncaptured, why_not
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
@@ -422,7 +422,7 @@ def test_nothing_is_written_beyond_the_buffers(family: str, engine: Any, monkeyp
 
     monkeypatch.setattr(ragged.RaggedLayer, "__init__", fenced_init)
     monkeypatch.setattr(buffers.DecodeState, "allocate", fenced_state)
-    for module in (buffers, static_step):
+    for module in (buffers, step):
         monkeypatch.setattr(module, "round_up", lambda length: length)  # not a slot to spare
     out = target.generate(**inputs, **GREEDY, assistant_model=draft)
     assert torch.equal(out, ref)

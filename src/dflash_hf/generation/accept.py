@@ -26,8 +26,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingC
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import ops
-from dflash_hf.generation.processors import BlockProcessors
-from dflash_hf.generation.sampling import accept_rejection, choose, choose_from_logits, ends_row
+from dflash_hf.generation.sampling import BlockProcessors, accept_rejection, choose, choose_from_logits, ends_row
 from dflash_hf.generation.state import NUM_REPORTED, DecodeState
 
 # See `iterate`: proposals [B, W - 1], the target's tokens [B, W] and logits [B, W, V] -> number accepted [B].

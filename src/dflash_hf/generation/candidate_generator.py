@@ -13,8 +13,14 @@ from dflash_hf.cache.context import NewContext
 from dflash_hf.devices import execution_device
 from dflash_hf.dflash2 import follow_path
 from dflash_hf.generation.buffers import FixedBuffers
-from dflash_hf.generation.processors import BlockProcessors
-from dflash_hf.generation.sampling import DRAFT_STREAM, TARGET_STREAM, choose, choose_from_logits, gumbel_noise
+from dflash_hf.generation.sampling import (
+    DRAFT_STREAM,
+    TARGET_STREAM,
+    BlockProcessors,
+    choose,
+    choose_from_logits,
+    gumbel_noise,
+)
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target

@@ -27,7 +27,7 @@ from dflash_hf.devices import execution_devices, is_offloaded
 from dflash_hf.generation.capture import NotCapturableError, capture, first_line
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads, counts_groups
 from dflash_hf.generation.run import Run
-from dflash_hf.generation.static_step import StaticStep
+from dflash_hf.generation.step import StaticStep
 from dflash_hf.generation.widths import useful_widths
 from dflash_hf.generation_config import Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel

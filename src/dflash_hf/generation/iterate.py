@@ -23,9 +23,9 @@ from dflash_hf.generation.accept import Accept
 from dflash_hf.generation.candidate_generator import Propose
 from dflash_hf.generation.integration import prepare
 from dflash_hf.generation.prefill import prefill
-from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.run import Run
+from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.generation.step import step
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target

@@ -21,11 +21,11 @@ from dflash_hf.devices import eagerly
 from dflash_hf.generation.buffers import give_buffers
 from dflash_hf.generation.capture import device_errors_explained
 from dflash_hf.generation.cuda_graph import choose_engine, start_engine
-from dflash_hf.generation.outputs import DFlashGenerateOutput
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.run import Run, make_room, tapped
 from dflash_hf.generation.state import DecodeState
+from dflash_hf.generation.stats import DFlashGenerateOutput
 from dflash_hf.generation.step import step, verify
 from dflash_hf.generation.user_cache import UserCache
 from dflash_hf.generation.widths import give_chooser

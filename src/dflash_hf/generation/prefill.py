@@ -19,13 +19,11 @@ from dflash_hf.devices import execution_device
 from dflash_hf.generation.accept import SynchronizedRows
 from dflash_hf.generation.buffers import BufferShape, FixedBuffers, affordable_length, free_buffers, take_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
-from dflash_hf.generation.outputs import Recorder
-from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.run import Run, first_room
-from dflash_hf.generation.sampling import new_key
+from dflash_hf.generation.sampling import BlockProcessors, new_key
 from dflash_hf.generation.state import NUM_REPORTED, DecodeState, StateShape
-from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
+from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.step import settle, take_note
 from dflash_hf.generation.user_cache import UserCache
 from dflash_hf.generation.widths import WidthChooser, take_chooser

@@ -22,11 +22,10 @@ from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.generation.accept import Accept, SynchronizedRows
 from dflash_hf.generation.buffers import FixedBuffers, free_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
-from dflash_hf.generation.outputs import Recorder
-from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.ranks import Ranks
+from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.generation.state import DecodeState
-from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
+from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.user_cache import UserCache
 from dflash_hf.generation.widths import WidthChooser
 from dflash_hf.target.fused import fused_modules
