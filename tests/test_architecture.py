@@ -50,7 +50,7 @@ LEVELS = {
     # The public surface and what is built on it; that they do not go in circles is the cycle rule's business.
     "dflash_hf": 7,
     "dflash_hf.registration": 7,
-    "dflash_hf.generation.integration": 7,
+    "dflash_hf.generation.generate": 7,
     "dflash_hf.generation.iterate": 7,
     "dflash_hf.bench": 7,
     "dflash_hf.chat": 7,

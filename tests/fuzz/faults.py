@@ -18,7 +18,7 @@ from dflash_hf import attention, ops, scopes
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.cache.recurrent import RecurrentGroup
-from dflash_hf.generation import integration, prefill, sampling, step
+from dflash_hf.generation import generate, prefill, sampling, step
 from dflash_hf.generation.accept import SynchronizedRows, accept_matching
 from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.generation.stats import Recorder
@@ -250,7 +250,7 @@ def settings_changed(patches: Patches) -> None:
         config.max_length = (config.max_length or 0) + 1
         check(settings)
 
-    _wrapped(patches, integration, "check_settings", changed)
+    _wrapped(patches, generate, "check_settings", changed)
 
 
 def cache_not_restored(patches: Patches) -> None:

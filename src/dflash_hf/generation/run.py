@@ -1,4 +1,4 @@
-"""One run: its parts, what the host knows of it, and how many new tokens its buffers have room for.
+"""A call, the run that it becomes, what the host knows of it, and how many new tokens its buffers have room for.
 
 A limit says little about how long an answer gets, and plain `generate` allocates nothing for it. So a run begins with
 room for some tokens of its limit, and doubles that when a step could need more. The host knows from the last step how
@@ -7,13 +7,15 @@ much there is, so that nothing is read for it.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import inspect
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
 
 import torch
-from transformers.generation.stopping_criteria import StoppingCriteria
+from transformers import Cache, GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf.cache.ragged import RaggedCache
@@ -28,10 +30,64 @@ from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.user_cache import UserCache
 from dflash_hf.generation.widths import WidthChooser
+from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.fused import fused_modules
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
 from dflash_hf.target.reentry import KEYWORD, ragged_attention
+
+# Criteria that the commit itself decides.
+LENGTH_AND_END = (EosTokenCriteria, MaxLengthCriteria)
+
+
+@dataclass(kw_only=True)
+class Call:
+    """A call of `generate` with a draft: what it was given, and what Transformers has made of that.
+
+    It stands in place of Transformers' own sampling loop, as `custom_generate`.
+
+    Args:
+        target, draft, ranks: Of the call.
+        answer (callable): What is done once everything is prepared.
+        streamer (`BaseStreamer`, *optional*): Gets every accepted run; `generate` puts the prompt.
+        cache (`Cache`, *optional*): `past_key_values` that the caller passed.
+        started (`float`): `time.perf_counter()` at the user's call.
+
+    Then, as `generate` prepared them: `input_ids` `[B, S]`, int64, left-padded, on the target's device; `given_on`,
+    where they were; `processors`, `criteria`, `config`; and `inputs`, keywords for the target's prefill.
+    """
+
+    # What is asked for before every call, and takes its time to be found out.
+    __signature__: ClassVar[inspect.Signature] = inspect.signature(cast(Any, GenerationMixin)._sample)
+
+    target: Target
+    draft: DFlashDraftModel
+    ranks: Ranks
+    answer: Callable[[Call], Any]
+    streamer: BaseStreamer | None
+    cache: Cache | None
+    started: float
+    input_ids: torch.LongTensor = field(init=False)
+    given_on: torch.device = field(init=False)
+    processors: LogitsProcessorList = field(init=False)
+    criteria: StoppingCriteriaList = field(init=False)
+    config: GenerationConfig = field(init=False)
+    inputs: dict[str, Any] = field(init=False)
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **inputs: Any,
+    ) -> Any:
+        """Takes what `generate` has prepared, and answers."""
+        self.given_on, self.input_ids = input_ids.device, cast(torch.LongTensor, input_ids.to(self.target.device))
+        self.processors, self.criteria = logits_processor, stopping_criteria
+        self.config, self.inputs = generation_config, inputs
+        return self.answer(self)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -166,4 +222,4 @@ def _grow(run: Run, room: int) -> None:
     run.stats.cache_bytes = run.cache.num_bytes() + generator.cache.num_bytes()
 
 
-__all__ = ["Run", "first_room", "has_room", "make_room", "tapped"]
+__all__ = ["LENGTH_AND_END", "Call", "Run", "first_room", "has_room", "make_room", "tapped"]
