@@ -255,15 +255,15 @@ def test_steps_read_nothing_on_the_host(
     def guarded(run: Run, engine: str) -> None:
         """`generate.advance`, with each step under guard once each has run and loaded its kernels."""
         nonlocal num_guarded
-        with torch.no_grad(), tapped(run) as taps:
+        with torch.no_grad(), tapped(run):
             while not bool(run.state.done.all()):
                 with nullcontext() if num_guarded == 0 else no_host_reads(device):
-                    step(run, taps)
+                    step(run)
                 num_guarded += 1
                 finish(run, run.state.outcome[:NUM_REPORTED].tolist(), run.state.tokens)
 
     def step(run: Run, taps: Taps) -> None:
-        logits = forwards(run, taps=taps).logits
+        logits = forwards(run).logits
         assert logits is not None
         settle(run, logits)
 

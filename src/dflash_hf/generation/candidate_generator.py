@@ -55,7 +55,7 @@ class DFlashCandidateGenerator:
         self.rule: Rule = rule
         # Width K of the draft's block, and tokens that are verified at most: K or fewer, or K + 1 where the anchor's
         # slot proposes too.
-        self.block_size, self.verify_width = buffers.shape.state.block_size, buffers.shape.state.width
+        self.block_size, self.verify_width = buffers.shape.block_size, buffers.shape.width
         self.device = execution_device(draft)
         self.cache = buffers.draft_cache
         self.buffers = buffers

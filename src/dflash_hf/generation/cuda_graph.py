@@ -133,12 +133,7 @@ def check_capturable(target: Target, draft: DFlashDraftModel) -> None:
 
 
 def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
-    """Returns the engine that a call asks for, as far as it can be had; says once in the log why it cannot.
-
-    Raises:
-        ValueError: See [`check_capturable`].
-    """
-    check_capturable(target, draft)
+    """Returns the engine that a call asks for, as far as it can be had; says once in the log why it cannot."""
     wanted = draft.generation_config.engine
     if wanted == "eager" or (wanted == "cuda_graph" and draft in _uncaptured):
         return wanted
@@ -282,7 +277,7 @@ class GraphStep(StaticStep):
         """Captures the step over `bound` slots, of the state's width, after running it once on the same stream."""
         if self.graphs.pool is None:
             self.graphs.pool = torch.cuda.graph_pool_handle()
-        device, pool = self.buffers.shape.state.device, self.graphs.pool
+        device, pool = self.buffers.shape.device, self.graphs.pool
         graph, outputs = capture(lambda: self.warm_up(bound), lambda: self.body(bound), device, pool)
         return Captured(graph, outputs, self.run.state.draft_probs)
 
@@ -309,7 +304,7 @@ class GraphStep(StaticStep):
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Makes the buffers' device the current one: replays go to its stream."""
-        return torch.cuda.device(self.buffers.shape.state.device)
+        return torch.cuda.device(self.buffers.shape.device)
 
     @contextmanager
     def _frozen(self) -> Generator[None]:

@@ -233,9 +233,9 @@ def advance(run: Run, engine: Engine = "eager") -> None:
         if run.finished:
             return
         # Processors, criteria and streamers may call the target themselves: they find it as they left it.
-        with nullcontext() if run.calls_out() else tapped(run) as taps:
+        with nullcontext() if run.calls_out() else tapped(run):
             while not run.finished:
-                step(run, taps)
+                step(run)
 
 
 def keep(run: Run, sequences: Tensor) -> None:
@@ -249,9 +249,9 @@ def keep(run: Run, sequences: Tensor) -> None:
     @torch.inference_mode()
     def verify_all(blocks: Iterator[RaggedBlock]) -> None:
         run.ranks.meet()
-        with run.ranks.forward(), tapped(run) as taps:
+        with run.ranks.forward(), tapped(run):
             for block in blocks:
-                verify(run, block, taps)
+                verify(run, block)
 
     if run.kept is not None:
         make_room(run)  # for padding behind rows that ended early

@@ -149,7 +149,7 @@ def _start(call: Call, exact: bool) -> Run:
 
 
 def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generator[DFlashStep]:
-    """Yields the prefill, then one step after the other; everything that is held is held inside `_Verified`."""
+    """Yields the prefill, then one step after the other; nothing is held while it waits."""
     state, models = run.state, (run.target.model, run.generator.draft)
     # Looked up once: every part of both models has to be asked.
     compiled = [model for model in models if is_compiled(model)]
@@ -169,40 +169,27 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
     while not run.finished:
         index += 1
         with run.ranks.together(), eagerly(*compiled), no_gradients():
-            verified = _Verified(run)
-        yield verified.as_step(index, output_logits, output_hidden_states)
-    if run.streamer is not None:
-        run.streamer.end()
-
-
-class _Verified:
-    """A step that has been done. What is copied out of it is made outside inference mode, so autograd takes it."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        run.watch.skip()
-        self.before = run.state.anchor.clone(), run.state.lengths.clone()
-        self.logits, self.counts = step(run)
-
-    def as_step(self, index: int, output_logits: bool, output_hidden_states: bool) -> DFlashStep:
-        """Copies what it did."""
-        run, (anchor, lengths) = self.run, (tensor.clone() for tensor in self.before)
-        state, generator = run.state, run.generator
-        return DFlashStep(
+            run.watch.skip()
+            before = state.anchor.clone(), state.lengths.clone()
+            logits, counts = step(run)
+        # Outside inference mode, so that autograd takes the copies.
+        anchor, lengths = (tensor.clone() for tensor in before)
+        drafted = run.generator.logits
+        yield DFlashStep(
             index=index,
             anchor=anchor,
             proposals=state.proposals.clone(),
             tokens=(state.tokens if run.accept is None else cast(_Checked, run.accept).given[1]).clone(),
             positions=lengths[:, None] + torch.arange(1, state.width + 1, device=lengths.device),
-            num_accepted=state.num_accepted.clone().masked_fill(
-                torch.tensor(self.counts, device=lengths.device) == 0, 0
-            ),
-            committed=_committed(run, self.counts),
+            num_accepted=state.num_accepted.masked_fill(torch.tensor(counts, device=lengths.device) == 0, 0),
+            committed=_committed(run, counts),
             done=state.done.clone(),
-            logits=self.logits.clone() if output_logits else None,
-            draft_logits=generator.logits.clone() if output_logits and generator.logits is not None else None,
-            hidden_states=generator.context_hidden_states.clone() if output_hidden_states else None,
+            logits=logits.clone() if output_logits else None,
+            draft_logits=drafted.clone() if output_logits and drafted is not None else None,
+            hidden_states=run.generator.context_hidden_states.clone() if output_hidden_states else None,
         )
+    if run.streamer is not None:
+        run.streamer.end()
 
 
 def _committed(run: Run, counts: list[int]) -> list[Tensor]:

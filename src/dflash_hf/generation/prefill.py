@@ -13,14 +13,12 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.cache.size import OutOfRoomError
-from dflash_hf.devices import execution_device
 from dflash_hf.generation.accept import SynchronizedRows
-from dflash_hf.generation.buffers import BufferShape, FixedBuffers, affordable_length, free_buffers, take_buffers
+from dflash_hf.generation.buffers import affordable_length, else_freed, take_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
 from dflash_hf.generation.run import LENGTH_AND_END, Call, Run, first_room
 from dflash_hf.generation.sampling import BlockProcessors, new_key
-from dflash_hf.generation.state import NUM_REPORTED, DecodeState, StateShape
+from dflash_hf.generation.state import NUM_REPORTED, BufferShape, DecodeState
 from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.step import settle, take_note
 from dflash_hf.generation.user_cache import UserCache
@@ -62,8 +60,8 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     delta = position_delta(call, lengths)
     eos_ids = _eos_ids(call.criteria, input_ids.device)
     room = first_room(limit, affordable_length(target, draft, len(input_ids)) - longest if keeps_buffers else None)
-    shape = StateShape.of(delta, eos_ids, block_size, width)
-    buffers = _buffers(target, draft, shape, longest + room, input_ids.shape[1] + room, keeps_buffers)
+    shape = BufferShape.of(draft, block_size, width, delta, eos_ids)
+    buffers = take_buffers(target, draft, shape, longest + room, input_ids.shape[1] + room, keeps_buffers)
     generator = DFlashCandidateGenerator(draft, target, processors, buffers, rule)
     if kept is not None:
         kept.begin(generator, positions.to(input_ids.device), limit)
@@ -104,20 +102,6 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     )
     _commit_first(run, outputs)
     return run
-
-
-def _buffers(
-    target: Target, draft: DFlashDraftModel, state: StateShape, length: int, num_columns: int, keeps_buffers: bool
-) -> FixedBuffers:
-    """Buffers for rows of `length` tokens and a block behind them: those of an earlier call, or new ones."""
-    shape = BufferShape(state=state, draft_device=execution_device(draft), draft_dtype=draft.dtype)
-    if keeps_buffers:
-        return take_buffers(target, draft, shape, max(length, num_columns) + shape.block)
-    try:
-        return FixedBuffers.allocate(target, draft, shape, length + shape.block, num_columns + shape.state.width)
-    except OutOfRoomError:
-        free_buffers(draft)
-        return FixedBuffers.allocate(target, draft, shape, length + shape.block, num_columns + shape.state.width)
 
 
 def _fill(
@@ -191,16 +175,15 @@ def _into_ragged(
     """
     buffers, width, keep = generator.buffers, generator.verify_width, kept is not None and kept.given
     exact = max_length + (buffers.shape.block if keeps_buffers else width)
-    length = buffers.capacity if keeps_buffers else exact
-    recurrences = generator.target.recurrences
-    try:
-        cache = RaggedCache.take_prefill(filled, positions, length, width, keep, buffers.cache, recurrences)
-    except OutOfRoomError:
-        free_buffers(generator.draft)
-        cache = RaggedCache.take_prefill(filled, positions, exact, width, keep, buffers.cache, recurrences)
-        buffers.capacity = min(buffers.capacity, exact)
-    buffers.take_cache(cache)
-    return cache
+
+    def take(length: int) -> RaggedCache:
+        buffers.capacity = min(buffers.capacity, length)
+        recurrences = generator.target.recurrences
+        return RaggedCache.take_prefill(filled, positions, length, width, keep, buffers.cache, recurrences)
+
+    buffers.take_cache(else_freed(generator.draft, take, buffers.capacity if keeps_buffers else exact, exact))
+    assert buffers.cache is not None
+    return buffers.cache
 
 
 def _describe(

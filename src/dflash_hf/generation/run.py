@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -20,9 +21,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.recurrent import noting
-from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.generation.accept import Accept, SynchronizedRows
-from dflash_hf.generation.buffers import FixedBuffers, free_buffers
+from dflash_hf.generation.buffers import FixedBuffers, else_freed
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.sampling import BlockProcessors
@@ -115,6 +115,7 @@ class Run:
         num_new (`int`): Tokens that the longest answer has.
         keeps_buffers (`bool`): Whether the buffers go back for the next call when the run has ended well.
         finished (`bool`): Whether every row has ended.
+        taps (`Taps`, *optional*): Those that are open, see [`tapped`].
     """
 
     target: Target
@@ -140,6 +141,7 @@ class Run:
     accept: Accept | None = None
     num_new: int = 0
     finished: bool = False
+    taps: Taps | None = None
 
     @property
     def state(self) -> DecodeState:
@@ -159,11 +161,21 @@ class Run:
 
 @contextmanager
 def tapped(run: Run) -> Generator[Taps]:
-    """The target with its attention switched, kernels in its modules, its layers tapped and its recurrences noted."""
+    """The target with its attention switched, kernels in its modules, its layers tapped and its recurrences noted.
+
+    Where it is so already, for several verifies, nothing is done.
+    """
+    if run.taps is not None:
+        yield run.taps
+        return
     ids = run.generator.draft.config.target_layer_ids
     taps = Taps(run.target.layers, ids, counts=lambda kwargs: kwargs.get(KEYWORD) is run.cache)
     with ragged_attention(run.target), fused_modules(run.target), noting(run.cache.layers), taps.open():
-        yield taps
+        run.taps = taps
+        try:
+            yield taps
+        finally:
+            run.taps = None
 
 
 # New tokens that there is room for at the beginning, at most; fixed buffers do not grow, see `make_room`.
@@ -201,11 +213,7 @@ def make_room(run: Run) -> None:
     if has_room(run):
         return
     least = min(run.state.limit, run.num_new + run.generator.verify_width)
-    try:
-        _grow(run, min(run.state.limit, max(2 * run.room, least)))
-    except OutOfRoomError:
-        free_buffers(run.generator.draft)
-        _grow(run, least)
+    else_freed(run.generator.draft, partial(_grow, run), min(run.state.limit, max(2 * run.room, least)), least)
 
 
 def _grow(run: Run, room: int) -> None:

@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -184,27 +185,14 @@ class SpeculativeStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain numbers, for JSON: counts per row and verify, and what follows from them."""
+        derived = ("acceptance_length", "acceptance_length_per_row", "num_verifies", "num_new_tokens")
         return {
-            "acceptance_length": self.acceptance_length,
-            "acceptance_length_per_row": self.acceptance_length_per_row,
+            **{name: getattr(self, name) for name in (*derived, "time_to_first_token", "total_seconds")},
             "acceptance_length_as": {name: self.acceptance_length_as(name) for name in get_args(Definition)},
             "acceptance_per_position": self.acceptance_per_position(),
             "conditional_acceptance_per_position": self.acceptance_per_position(conditional=True),
             "acceptance_histogram": self.acceptance_histogram(),
-            "num_committed": [list(row) for row in self.num_committed],
-            "num_accepted": [list(row) for row in self.num_accepted],
-            "num_proposed": self.num_proposed,
-            "verify_widths": list(self.verify_widths),
-            "num_verifies": self.num_verifies,
-            "num_new_tokens": self.num_new_tokens,
-            "num_target_forwards": self.num_target_forwards,
-            "num_draft_forwards": self.num_draft_forwards,
-            **{f"{part}_seconds": getattr(self, f"{part}_seconds") for part in get_args(Part)},
-            "time_to_first_token": self.time_to_first_token,
-            "total_seconds": self.total_seconds,
-            "engine": self.engine,
-            "proposal": self.proposal,
-            "cache_bytes": self.cache_bytes,
+            **asdict(self),
         }
 
     def to_frame(self) -> Any:
@@ -365,14 +353,9 @@ class Recorder:
 
     def _joined(self, name: str) -> tuple[Tensor, ...]:
         """One tensor `[B, ...]` per new token."""
-        rows = [torch.cat(pieces) for pieces in self._pieces[name] if pieces]
-        longest = max(row.shape[0] for row in rows)
-        padded = rows[0].new_zeros(self._rows, longest, *rows[0].shape[1:])
-        for index, pieces in enumerate(self._pieces[name]):
-            if pieces:
-                row = torch.cat(pieces)
-                padded[index, : row.shape[0]] = row
-        return padded.unbind(1)
+        some = next(pieces[0] for pieces in self._pieces[name] if pieces)
+        rows = [torch.cat(pieces) if pieces else some[:0] for pieces in self._pieces[name]]
+        return pad_sequence(rows, batch_first=True).unbind(1)
 
 
 def _mean(values: Sequence[float]) -> float:

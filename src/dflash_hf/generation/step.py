@@ -22,17 +22,12 @@ from dflash_hf.generation.buffers import buckets_between, reads_lengths_on_devic
 from dflash_hf.generation.compiled import compile_errors, compiled_layers
 from dflash_hf.generation.run import Run, has_room, make_room, tapped
 from dflash_hf.generation.state import NUM_REPORTED
-from dflash_hf.target.hidden_states import Taps
 
 logger: Any = logging.get_logger(__name__)
 
 
-def step(run: Run, taps: Taps | None = None) -> tuple[Tensor, list[int]]:
+def step(run: Run) -> tuple[Tensor, list[int]]:
     """Runs one step eagerly, over exactly as many keys as there are.
-
-    Args:
-        run (`Run`): Changed in place.
-        taps (`Taps`, *optional*): Those of a target that is tapped already, see [`verify`].
 
     Returns:
         `tuple[torch.Tensor, list[int]]`: The target's logits `[B, W, V]`, and how many tokens each row has committed.
@@ -40,7 +35,7 @@ def step(run: Run, taps: Taps | None = None) -> tuple[Tensor, list[int]]:
     make_room(run)
     begin(run)
     with run.ranks.forward():
-        outputs = forwards(run, taps=taps)
+        outputs = forwards(run)
     return conclude(run, outputs)
 
 
@@ -53,13 +48,12 @@ def begin(run: Run) -> None:
     run.stats.num_draft_forwards += run.state.width > 1
 
 
-def forwards(run: Run, bound: int | None = None, taps: Taps | None = None) -> CausalLMOutputWithPast:
+def forwards(run: Run, bound: int | None = None) -> CausalLMOutputWithPast:
     """Drafts, where more than the anchor is to be verified, and verifies.
 
     Args:
         run (`Run`): Its `state.block`, caches and context are changed in place.
         bound (`int`, *optional*): How many slots of every row to read; by default as many as the longest row needs.
-        taps (`Taps`, *optional*): See [`verify`].
 
     Returns:
         `CausalLMOutputWithPast`: The target's output, with logits `[B, W, V]`.
@@ -76,10 +70,10 @@ def forwards(run: Run, bound: int | None = None, taps: Taps | None = None) -> Ca
         run.generator.pass_over(is_static=bound is not None)
     if bound is None:
         run.watch.lap("draft")
-    return verify(run, block, taps)
+    return verify(run, block)
 
 
-def verify(run: Run, block: RaggedBlock, taps: Taps | None = None) -> CausalLMOutputWithPast:
+def verify(run: Run, block: RaggedBlock) -> CausalLMOutputWithPast:
     """Runs the target once over the anchor and the proposals, and hands its tapped states to the draft.
 
     Through the top-level model, so that soft caps, adapters and device hooks apply. Keys and values of all `W` tokens
@@ -88,8 +82,6 @@ def verify(run: Run, block: RaggedBlock, taps: Taps | None = None) -> CausalLMOu
     Args:
         run (`Run`): Its caches are changed in place.
         block (`RaggedBlock`): Where `state.block` stands.
-        taps (`Taps`, *optional*): Those of a target that is tapped already; without them it is tapped, and its
-            attention switched, for no longer than this call.
 
     Returns:
         `CausalLMOutputWithPast`: The target's output, with logits `[B, W, V]`.
@@ -98,7 +90,7 @@ def verify(run: Run, block: RaggedBlock, taps: Taps | None = None) -> CausalLMOu
         RuntimeError: If a layer did not go over the ragged cache as it must.
     """
     state, target = run.state, run.target
-    with tapped(run) if taps is None else nullcontext(taps) as open_taps:
+    with tapped(run) as taps:
         run.cache.begin(block)
         outputs = target.model(
             input_ids=state.block,
@@ -110,7 +102,7 @@ def verify(run: Run, block: RaggedBlock, taps: Taps | None = None) -> CausalLMOu
             **run.extra,
         )
         run.cache.check_passed()
-        run.generator.observe_block(open_taps.take(), block)
+        run.generator.observe_block(taps.take(), block)
     return outputs
 
 
