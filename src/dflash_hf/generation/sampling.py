@@ -1,8 +1,7 @@
 """Choosing tokens: logits processors over a block, noise that is keyed by what it is for, rejection of proposals.
 
 Warpers that look at nothing but the scores run once over all positions. Everything else (processors that read the
-prefix, unknown ones, stateful ones) runs position by position over the rows that still match, stopping at a row's
-first mismatch, so that no processor ever sees a rejected token.
+prefix, unknown ones, stateful ones) is applied position by position, see `accept`.
 
 Random numbers follow from (seed, row, position, stream), not from how many were drawn before. That is what makes a
 sampled text the same at every block size: the token at a position is drawn with the same noise whether the position is
@@ -98,8 +97,8 @@ class BlockProcessors:
         """Applies all processors to one position: prefixes `[B, S]`, scores `[B, V]`."""
         return self.processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
 
-    def _at(self, ids: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
-        """Applies all processors to one position; a prefix function is asked about the given rows only."""
+    def at(self, ids: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
+        """Applies all processors to one position; a prefix function is asked about the given rows `[B]` only."""
         for processor in self.processors:
             if type(processor) is PrefixConstrainedLogitsProcessor:
                 # It may know nothing about the prefixes that rows standing elsewhere are shown with. It is told the
@@ -124,58 +123,6 @@ class BlockProcessors:
         return self.warpers(
             cast(torch.LongTensor, flat.new_empty(flat.shape[0], 0, dtype=torch.long)), cast(torch.FloatTensor, flat)
         ).view_as(scores)
-
-    def walk(
-        self,
-        logits_BWV: Tensor,
-        proposals: Tensor,
-        ids: Tensor,
-        columns: list[int],
-        running: list[bool],
-        choose: Callable[[Tensor, int], Tensor],
-        ends: Callable[[Tensor, int], Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """Applies all processors position by position, to each row as long as its proposals match.
-
-        Args:
-            logits_BWV (`torch.Tensor` of shape `[B, W, V]`): The target's logits.
-            proposals (`torch.Tensor` of shape `[B, W - 1]`): Proposed tokens.
-            ids (`torch.Tensor` of shape `[B, >= max(columns) + W]`): Every row's tokens so far, left-padded; the
-                proposals are written behind them, in place.
-            columns (`list[int]`): Number of columns of `ids` that each row has filled.
-            running (`list[bool]`): Rows that have not finished.
-            choose (callable): Turns scores `[B, V]` at a position into tokens `[B]`.
-            ends (callable): Says which of the tokens `[B]` chosen at a position end their rows.
-
-        Returns:
-            `tuple[torch.Tensor, torch.Tensor]`: Scores `[B, W, V]` (raw beyond a row's first mismatch) and the tokens
-            chosen from them `[B, W]`.
-        """
-        scores = logits_BWV.to(torch.float32, copy=True)
-        tokens = torch.zeros(scores.shape[:2], dtype=torch.long, device=scores.device)
-        filled = torch.tensor(columns, device=ids.device)
-        active = torch.tensor(running, device=ids.device)
-        for position in range(scores.shape[1]):
-            lengths = filled + position
-            for length in sorted({n + position for n, on in zip(columns, active.tolist(), strict=True) if on}):
-                rows = active & (lengths == length)
-                # All rows every time, because processors hold settings per row; rows that stand elsewhere show their
-                # own committed tokens, then padding, and what comes back for them is dropped.
-                seen = torch.minimum(torch.where(active, lengths, filled), torch.tensor(length, device=ids.device))
-                prefix = ids[:, :length].clone()
-                prefix[torch.arange(length, device=ids.device) >= seen[:, None]] = self.pad_id
-                processed = self._at(prefix, scores[:, position].clone(), rows)
-                scores[:, position] = torch.where(rows[:, None], processed, scores[:, position])
-            tokens[:, position] = choose(scores[:, position], position)
-            if position == scores.shape[1] - 1:
-                break
-            chosen = tokens[:, position]
-            active = active & (chosen == proposals[:, position]) & ~ends(chosen, position)
-            if not bool(active.any()):
-                break
-            written = ids.gather(1, lengths[:, None])[:, 0]
-            ids.scatter_(1, lengths[:, None], torch.where(active, proposals[:, position], written)[:, None])
-        return scores, tokens
 
 
 def gumbel_noise(key: Tensor, positions_BK: Tensor, tokens: Tensor, stream: int = 0) -> Tensor:
