@@ -173,6 +173,7 @@ def begin(
         call = Call(
             target=find_target(model),
             draft=draft,
+            draft_modules=list(draft.modules()),
             ranks=Ranks(model),
             answer=functools.partial(prefill_module.prefill, keeps_buffers=True),
             streamer=None,

@@ -410,8 +410,6 @@ def test_nothing_is_written_beyond_the_buffers(family: str, engine: Any, monkeyp
     def fenced_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self.key_buffer, self.value_buffer = fenced(self.key_buffer), fenced(self.value_buffer)
-        self._rows = (self.key_buffer.flatten(0, 1), self.value_buffer.flatten(0, 1))
-        self._all = (self.key_buffer.transpose(1, 2), self.value_buffer.transpose(1, 2))
 
     allocate = buffers.DecodeState.allocate
 

@@ -129,7 +129,7 @@ class FixedBuffers:
 
     def num_bytes(self) -> int:
         """Returns the size of everything in bytes, without what is private to graphs."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.owned())
+        return sum(tensor.nbytes for tensor in self.owned())
 
     def owned(self) -> list[Tensor]:
         """Returns every tensor that must stay where it is."""

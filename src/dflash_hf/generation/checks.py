@@ -140,14 +140,16 @@ def check_inputs(target: Target, settings: Settings) -> None:
                 "tokens to come; leave these columns out"
             )
         mask = mask[:, :columns]
-    is_padded = mask is not None and mask.dim() == 2 and not bool(mask.all())
-    if is_padded and bool((mask.sum(dim=-1) == 0).any()):
-        raise ValueError("expected at least one real token in every row, got an attention_mask row of zeros; fill it")
-    if is_padded and bool((mask[:, -1] == 0).any()):
-        raise ValueError(
-            "expected left-padded prompts, got an attention_mask with a zero in its last column; "
-            "tokenize with padding_side='left'"
-        )
+    if mask is not None and mask.dim() == 2 and not bool(mask.all()):
+        if bool((mask.sum(dim=-1) == 0).any()):
+            raise ValueError(
+                "expected at least one real token in every row, got an attention_mask row of zeros; fill it"
+            )
+        if bool((mask[:, -1] == 0).any()):
+            raise ValueError(
+                "expected left-padded prompts, got an attention_mask with a zero in its last column; "
+                "tokenize with padding_side='left'"
+            )
     num_rows = prompt.shape[0] * (settings["num_return_sequences"] or 1)
     check_cache(cache, target, num_rows, prompt.shape[1], mask)
 

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, StoppingCriteriaList, StopStringCrite
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.checkpoints import explain_foreign_draft
-from dflash_hf.devices import eagerly, execution_devices
+from dflash_hf.devices import eagerly, execution_devices, modules_of
 from dflash_hf.generation.buffers import give_buffers
 from dflash_hf.generation.capture import device_errors_explained
 from dflash_hf.generation.checks import Settings, check_images, check_inputs, check_settings, check_stock
@@ -53,17 +53,18 @@ def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwa
     Raises:
         ValueError: If something in the call cannot be honoured.
     """
-    bound = _signature(original).bind(model, *args, **kwargs).arguments
-    draft = bound.get("assistant_model")
+    arguments = kwargs
+    if args:
+        bound = _signature(original).bind(model, *args, **kwargs).arguments
+        del bound["self"]
+        arguments = {**bound.pop("kwargs", {}), **bound}
+    draft = arguments.get("assistant_model")
     draft = getattr(draft, "_orig_mod", draft)  # torch.compile's wrapper: blocks never go through its forward
     if not isinstance(draft, DFlashDraftModel):
         foreign = None if draft is None else explain_foreign_draft(draft)
         if foreign is not None:
             raise ValueError(foreign)
         return original(model, *args, **kwargs)
-    bound.pop("self")
-    extra = bound.pop("kwargs", {})
-    arguments = {**bound, **extra}
     if Settings(model, arguments)["speculation_type"] == "dflash":
         check_stock(draft)
         return original(model, *args, **kwargs)
@@ -113,7 +114,8 @@ def _prepare(
     target = find_target(model)
     check_target(target)
     check_pair(target, draft.config)
-    if len(devices := execution_devices(draft)) > 1:
+    draft_modules = modules_of(draft)
+    if len(devices := execution_devices(draft_modules)) > 1:
         raise ValueError(
             f"expected a draft on one device, got {sorted(str(device) for device in devices)}; load it with "
             'device_map={"": device}'
@@ -140,6 +142,7 @@ def _prepare(
     arguments["custom_generate"] = Call(
         target=target,
         draft=draft,
+        draft_modules=draft_modules,
         ranks=ranks,
         answer=answer,
         streamer=arguments.get("streamer"),
@@ -190,7 +193,7 @@ def decode(call: Call) -> DFlashGenerateOutput | torch.LongTensor:
     draft.last_stats = None
     engine = choose_engine(target, draft)
     kept = UserCache.find(target, call.cache, bool(config.return_dict_in_generate))
-    with eagerly(target.model, draft), nullcontext() if kept is None else kept.restored_on_error():
+    with eagerly(target.modules, call.draft_modules), nullcontext() if kept is None else kept.restored_on_error():
         run = prefill(call, kept, keeps_buffers=engine != "eager")
         try:
             with torch.inference_mode() if target.takes_inference_mode else torch.no_grad():

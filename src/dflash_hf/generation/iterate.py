@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dflash_hf.devices import eagerly, is_compiled
+from dflash_hf.devices import eagerly, is_compiled, modules_of
 from dflash_hf.generation.accept import Accept
 from dflash_hf.generation.candidate_generator import Propose
 from dflash_hf.generation.generate import answer_with
@@ -144,15 +144,15 @@ def _start(call: Call, exact: bool) -> Run:
             "expected no past_key_values, got a cache: a run that may be left half-way cannot advance one; pass the "
             "whole conversation instead"
         )
-    with eagerly(call.target.model, call.draft):
+    with eagerly(call.target.modules, call.draft_modules):
         return prefill(call)
 
 
 def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generator[DFlashStep]:
     """Yields the prefill, then one step after the other; nothing is held while it waits."""
-    state, models = run.state, (run.target.model, run.generator.draft)
+    state, models = run.state, (run.target.modules, modules_of(run.generator.draft))
     # Looked up once: every part of both models has to be asked.
-    compiled = [model for model in models if is_compiled(model)]
+    compiled = [modules for modules in models if is_compiled(modules)]
     no_gradients = torch.inference_mode if run.target.takes_inference_mode else torch.no_grad
     first = torch.stack(_committed(run, [1] * state.ids.shape[0]))
     yield DFlashStep(

@@ -75,7 +75,10 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     cache = _into_ragged(generator, filled, positions, longest + room, kept, keeps_buffers)
     state = buffers.state
     state.begin(input_ids, lengths=lengths, limit=limit, position_delta=delta, eos_ids=eos_ids, seed=seed)
-    _describe(stats, generator, cache, state)
+    stats.num_committed, stats.num_accepted = ([[] for _ in range(len(input_ids))] for _ in range(2))
+    stats.num_proposed, stats.num_target_forwards = width - 1, 1
+    stats.proposal = rule if state.is_sampled else "greedy"
+    stats.cache_bytes = cache.num_bytes() + generator.cache.num_bytes()
     criteria = [c for c in call.criteria if type(c) not in LENGTH_AND_END]
     recorder = Recorder(config, input_ids.shape[0])
     run = Run(
@@ -186,16 +189,6 @@ def _into_ragged(
     return buffers.cache
 
 
-def _describe(
-    stats: SpeculativeStats, generator: DFlashCandidateGenerator, cache: RaggedCache, state: DecodeState
-) -> None:
-    """Says in the statistics what is known of a run before its first step."""
-    stats.num_committed, stats.num_accepted = ([[] for _ in range(state.ids.shape[0])] for _ in range(2))
-    stats.num_proposed, stats.num_target_forwards = generator.verify_width - 1, 1
-    stats.proposal = generator.rule if state.is_sampled else "greedy"
-    stats.cache_bytes = cache.num_bytes() + generator.cache.num_bytes()
-
-
 def _commit_first(run: Run, outputs: CausalLMOutputWithPast) -> None:
     """Commits the token that the prefill decides: a step that has verified the prompts' last tokens."""
     run.recorder.add_prefill(outputs)
@@ -229,26 +222,20 @@ def _widths_and_rule(
 
 
 def _chooser(generator: DFlashCandidateGenerator, state: DecodeState, keeps_buffers: bool) -> WidthChooser | None:
-    """What chooses the width of each verify, if that follows the run; costs of captured steps are measured anew."""
-    target, draft, width = generator.target, generator.draft, generator.verify_width
-    if width < 2 or not _follows(target, draft, state, generator.rule, keeps_buffers):
-        return None
-    kept = None if keeps_buffers else take_chooser(draft, target.model, state.ids.shape[0], width)
-    return WidthChooser(width) if kept is None else kept
-
-
-def _follows(target: Target, draft: DFlashDraftModel, state: DecodeState, rule: Rule, keeps_buffers: bool) -> bool:
-    """Returns True if the width of each verify follows the run.
+    """What chooses the width of each verify, if that follows the run; costs of captured steps are measured anew.
 
     Where nothing is said about it, only where steps are not to be captured, a graph per width, and where the text does
     not follow the width too: rejection draws another one, and in half precision near ties turn.
     """
+    target, draft, width = generator.target, generator.draft, generator.verify_width
     asked = draft.generation_config.verify_width
-    if asked is not None:
-        return asked == "auto"
-    is_half = target.model.dtype.itemsize < 4 or torch.is_autocast_enabled(target.device.type)
-    draws = state.is_sampled and rule == "sample"
-    return WidthChooser.by_default and not (keeps_buffers or is_half or draws)
+    if asked is None and WidthChooser.by_default and not keeps_buffers:
+        is_half = target.model.dtype.itemsize < 4 or torch.is_autocast_enabled(target.device.type)
+        asked = None if is_half or (state.is_sampled and generator.rule == "sample") else "auto"
+    if asked != "auto" or width < 2:
+        return None
+    kept = None if keeps_buffers else take_chooser(draft, target.model, state.ids.shape[0], width)
+    return WidthChooser(width) if kept is None else kept
 
 
 def _limit(criteria: StoppingCriteriaList, generation_config: GenerationConfig, num_columns: int) -> int:
@@ -313,13 +300,15 @@ def prompt_positions(call: Call, past: int) -> Tensor:
     """
     mask, embeds = call.inputs.get("attention_mask"), call.inputs.get("inputs_embeds")
     batch, columns = call.input_ids.shape if embeds is None else embeds.shape[:2]
-    if mask is None:
-        if embeds is None and past:
-            # A mask of ones is dropped on the way; its width says what is cached already.
-            columns = getattr(call.config, "_mask_length", columns)
+    if mask is not None:
+        mask = mask.cpu() != 0
+        mask = mask if past else mask[:, :columns]
+        columns = mask.shape[1]
+    elif embeds is None and past:
+        # A mask of ones is dropped on the way; its width says what is cached already.
+        columns = getattr(call.config, "_mask_length", columns)
+    if mask is None or bool(mask.all()):
         return torch.arange(columns, device="cpu").expand(batch, -1)
-    mask = mask.cpu() != 0
-    mask = mask if past else mask[:, :columns]
     if not bool(mask[:, -1].all()):
         raise ValueError(
             "expected left-padded prompts, got padding after the last token (without an attention_mask every pad "

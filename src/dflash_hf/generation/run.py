@@ -15,12 +15,14 @@ from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
+from torch import nn
 from transformers import Cache, GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.recurrent import noting
+from dflash_hf.devices import plain_tensors
 from dflash_hf.generation.accept import Accept, SynchronizedRows
 from dflash_hf.generation.buffers import FixedBuffers, else_freed
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
@@ -48,6 +50,7 @@ class Call:
 
     Args:
         target, draft, ranks: Of the call.
+        draft_modules (`list[nn.Module]`): The draft and all its parts.
         answer (callable): What is done once everything is prepared.
         streamer (`BaseStreamer`, *optional*): Gets every accepted run; `generate` puts the prompt.
         cache (`Cache`, *optional*): `past_key_values` that the caller passed.
@@ -62,6 +65,7 @@ class Call:
 
     target: Target
     draft: DFlashDraftModel
+    draft_modules: list[nn.Module]
     ranks: Ranks
     answer: Callable[[Call], Any]
     streamer: BaseStreamer | None
@@ -221,8 +225,7 @@ def _grow(run: Run, room: int) -> None:
     length = run.prompt + room + max(generator.block_size, generator.verify_width)
     for cache in (generator.cache, run.cache):
         cache.grow(length)
-    # Outside inference mode, like all that a call leaves behind.
-    with torch.inference_mode(False):
+    with plain_tensors():
         ids = state.ids.new_zeros(state.ids.shape[0], state.columns + room + state.whole_block.shape[1])
         num = min(ids.shape[1], state.ids.shape[1])
         ids[:, :num] = state.ids[:, :num]

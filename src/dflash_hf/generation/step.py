@@ -122,7 +122,7 @@ def settle(run: Run, logits_BWV: Tensor) -> Tensor:
     if run.criteria and run.synchronized is None:
         stop_by_criteria(state, run.criteria, num_accepted)
     num_accepted = run.ranks.decided(state, num_accepted, run.synchronized)
-    commit(state, run.generator.draft.config.mask_token_id, num_accepted)
+    commit(state, run.generator.mask_token_id, num_accepted)
     return scores
 
 
