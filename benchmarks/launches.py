@@ -48,11 +48,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper
 
 from dflash_hf.cache.ragged import RaggedLayer
-from dflash_hf.generation import compiled, cuda_graph, prefill, static_step, step
+from dflash_hf.generation import compiled, cuda_graph, prefill, step
 from dflash_hf.generation.cuda_graph import Captured, GraphStep
 from dflash_hf.generation.host_reads import reads_on_host
 from dflash_hf.generation.run import Run
-from dflash_hf.generation.static_step import StaticStep
+from dflash_hf.generation.step import StaticStep
 from helpers import pretended_gpu as pretended
 
 TEMPERATURE = 0.7
@@ -75,9 +75,9 @@ def parts_of(count: CountLaunches) -> Generator[None]:
         return run
 
     with (
-        mock.patch.object(static_step, "forwards", named("draft", static_step.forwards)),
+        mock.patch.object(step, "forwards", named("draft", step.forwards)),
         mock.patch.object(step, "verify", named("verify", step.verify)),
-        mock.patch.object(static_step, "settle", named("decide", static_step.settle)),
+        mock.patch.object(step, "settle", named("decide", step.settle)),
     ):
         yield
 

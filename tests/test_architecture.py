@@ -30,6 +30,7 @@ LEVELS = {
     "dflash_hf.configuration_dflash": 1,
     "dflash_hf.devices": 1,
     "dflash_hf.errors": 1,
+    "dflash_hf.figures": 1,
     "dflash_hf.formats": 1,
     "dflash_hf.generation_config": 1,
     "dflash_hf.positions": 1,
@@ -50,7 +51,7 @@ LEVELS = {
     # The public surface and what is built on it; that they do not go in circles is the cycle rule's business.
     "dflash_hf": 7,
     "dflash_hf.registration": 7,
-    "dflash_hf.generation.integration": 7,
+    "dflash_hf.generation.generate": 7,
     "dflash_hf.generation.iterate": 7,
     "dflash_hf.bench": 7,
     "dflash_hf.chat": 7,
@@ -82,14 +83,12 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.target.hidden_states": set(),
     "dflash_hf.target.parts": set(),
     "dflash_hf.generation.accept": {"_take_column", "decide_by_position", "stop_by_criteria"},
-    "dflash_hf.generation.sampling": set(),
+    "dflash_hf.generation.sampling": {"_plain", "at"},
     "dflash_hf.generation.buffers": set(),
     "dflash_hf.generation.candidate_generator": set(),
-    "dflash_hf.generation.processors": {"_at", "_plain", "walk"},
     "dflash_hf.generation.run": set(),
     "dflash_hf.generation.state": set(),
-    "dflash_hf.generation.static_step": {"_run_ahead"},
-    "dflash_hf.generation.step": {"conclude", "take_note"},
+    "dflash_hf.generation.step": {"_run_ahead", "conclude", "take_note"},
 }
 # What moves when a row moves on, and the functions that may change it: the start of a run, and the commit.
 ROW_COUNTS = {"anchor", "cursor", "lengths", "remaining"}

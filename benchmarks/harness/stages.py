@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dflash_hf.generation import loop
+from dflash_hf.generation import generate
 from dflash_hf.generation import step as step_module
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.capture import NotCapturableError
 from dflash_hf.generation.cuda_graph import GraphStep, uncaptured
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
 from dflash_hf.generation.run import Run
-from dflash_hf.generation.static_step import StaticStep
+from dflash_hf.generation.step import StaticStep
 from dflash_hf.scopes import held
 
 from .clock import Marks, synchronize
@@ -128,17 +128,17 @@ def measure_stages(pair: Pair, inputs: Inputs, settings: Settings, width: int, s
 @contextmanager
 def _at_first_step(probe: Callable[[Run], None]) -> Generator[None]:
     """Has `generate` call a function where it would take its first step, and end there."""
-    whole = loop.advance
+    whole = generate.advance
 
     def advance(run: Run, *args: Any, **kwargs: Any) -> None:
         with torch.inference_mode():
             probe(run)
 
-    loop.advance = advance  # pyright: ignore[reportAttributeAccessIssue]
+    generate.advance = advance  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
-        loop.advance = whole
+        generate.advance = whole
 
 
 def _time(run: Run, samples: int) -> Stages:

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from dflash_hf.generation.buffers import free_buffers
     from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
     from dflash_hf.generation.iterate import DFlashStep, iterate
-    from dflash_hf.generation.outputs import DFlashGenerateOutput
-    from dflash_hf.generation.stats import SpeculativeStats
+    from dflash_hf.generation.stats import DFlashGenerateOutput, SpeculativeStats
     from dflash_hf.generation_config import DFlashGenerationConfig
     from dflash_hf.modeling_dflash import DFlashDraftModel
 else:
@@ -26,7 +25,7 @@ else:
         "DFlashCandidateGenerator": "generation.candidate_generator",
         "DFlashConfig": "configuration_dflash",
         "DFlashDraftModel": "modeling_dflash",
-        "DFlashGenerateOutput": "generation.outputs",
+        "DFlashGenerateOutput": "generation.stats",
         "DFlashGenerationConfig": "generation_config",
         "DFlashStep": "generation.iterate",
         "SpeculativeStats": "generation.stats",

@@ -6,11 +6,13 @@ own carries as `_hf_hook`, bring them in around its forward.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +29,8 @@ def execution_device(module: nn.Module) -> torch.device:
     Raises:
         ValueError: If that weight is on `meta` and nothing brings it in.
     """
-    for part in module.modules():
-        weight = next(iter(part.parameters(recurse=False)), None)
+    for part in [module] if _first_weight(module) is not None else modules_of(module):
+        weight = _first_weight(part)
         if weight is None:
             continue
         if weight.device.type != "meta":
@@ -45,22 +47,24 @@ def execution_device(module: nn.Module) -> torch.device:
     )
 
 
+def _first_weight(module: nn.Module) -> Tensor | None:
+    return next((weight for weight in module._parameters.values() if weight is not None), None)
+
+
 def modules_of(module: nn.Module) -> list[nn.Module]:
     """Returns a module and all its parts, each once: in a fraction of the time that `module.modules()` takes."""
-    found, seen = [module], {module}
-    for part in found:  # which grows meanwhile
-        for child in part._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                found.append(child)
-    return found
+    found: dict[nn.Module | None, None] = {module: None}
+    level = [module]
+    while level:
+        children = dict.fromkeys(chain.from_iterable([part._modules.values() for part in level if part._modules]))
+        level = [child for child in children if child is not None and child not in found]
+        found.update(dict.fromkeys(level))
+    return cast(list[nn.Module], list(found))
 
 
-def execution_devices(module: nn.Module) -> set[torch.device]:
-    """Returns every device that parts of a module with weights of their own compute on."""
-    weights = {
-        part: weight for part in modules_of(module) for weight in part._parameters.values() if weight is not None
-    }
+def execution_devices(modules: Iterable[nn.Module]) -> set[torch.device]:
+    """Returns every device that those of some modules compute on that have weights of their own."""
+    weights = {part: weight for part in modules for weight in part._parameters.values() if weight is not None}
     found = {weight.device for weight in weights.values()}
     if not any(device.type == "meta" for device in found):
         return found
@@ -85,9 +89,19 @@ def total_memory(device: torch.device) -> int | None:
     """Returns the bytes of memory that a device has; `None` where that is not known."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    if device.type == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+    return _host_memory() if device.type == "cpu" else None
+
+
+@functools.cache
+def _host_memory() -> int | None:
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
+
+
+def plain_tensors() -> AbstractContextManager[Any]:
+    """Has what is made in it be no inference tensors: the next call may be outside inference mode."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 @contextmanager
@@ -133,9 +147,8 @@ def is_offloaded(module: nn.Module) -> bool:
     return any(getattr(hook, "offload", False) for part in module.modules() for hook in _hooks(part))
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Returns True if a call of the module runs code of `torch.compile`, however that was asked for."""
-    parts = modules_of(module)
+def is_compiled(parts: Sequence[nn.Module]) -> bool:
+    """Returns True if a call of one of these modules runs code of `torch.compile`, however that was asked for."""
     if any(hasattr(kind, "_torchdynamo_orig_callable") for kind in {type(part) for part in parts}):
         return True
     for part in parts:
@@ -155,13 +168,15 @@ _stance: Any = None
 
 
 @contextmanager
-def eagerly(*modules: nn.Module) -> Generator[None]:
-    """Runs compiled modules as they were before `torch.compile`; does nothing where none is compiled.
+def eagerly(*models: Sequence[nn.Module]) -> Generator[None]:
+    """Runs compiled models as they were before `torch.compile`; does nothing where none is compiled.
+
+    A model is given as all its modules, itself first, as [`modules_of`] returns them.
 
     Compiled code runs no hooks that were added later, so it cannot be tapped. The stance is one for all threads: the
     first run sets it and the last one puts it back, and what other threads have compiled runs eagerly meanwhile.
     """
-    compiled = [type(module).__name__ for module in modules if is_compiled(module)]
+    compiled = [type(modules[0]).__name__ for modules in models if is_compiled(modules)]
     if not compiled:
         yield
         return
@@ -202,6 +217,7 @@ __all__ = [
     "is_compiled",
     "is_offloaded",
     "modules_of",
+    "plain_tensors",
     "raw_embeddings",
     "total_memory",
 ]

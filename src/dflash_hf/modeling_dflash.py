@@ -120,6 +120,7 @@ class DFlashAttention(nn.Module):
         self.dropout = float(config.attention_dropout)
         self.scaling = config.head_dim**-0.5
         self.kind: AttentionKind = config.attention_kind(layer_idx)
+        self.num_key_heads = config.num_key_value_heads
         query_size, key_size = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         self.repeats = config.num_attention_heads // config.num_key_value_heads
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
@@ -128,6 +129,11 @@ class DFlashAttention(nn.Module):
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
         self.q_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def cache_shape(self) -> LayerShape:
+        """Returns the shape of its layer of the draft's cache."""
+        size, window = self.head_dim, self.kind[0]
+        return LayerShape(num_heads=self.num_key_heads, key_size=size, value_size=size, window=window)
 
     def project_q(self, hidden_states: Tensor, cos_sin: CosSin) -> Tensor:
         """Returns queries (normed, rotated), token-major `[B, K, H, E]`."""
@@ -243,16 +249,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def cache_shapes(self) -> list[LayerShape]:
         """Returns the shape of each layer of the draft's cache."""
-        config = self.config
-        return [
-            LayerShape(
-                num_heads=config.num_key_value_heads,
-                key_size=config.head_dim,
-                value_size=config.head_dim,
-                window=config.attention_kind(index)[0],
-            )
-            for index in range(config.num_hidden_layers)
-        ]
+        return [layer.self_attn.cache_shape() for layer in self._layers()]
 
     def project_context(self, context_hidden_states: Tensor) -> Tensor:
         """Projects tapped states `[B, C, L * D]` to context features `[B, C, D]`."""

@@ -55,7 +55,7 @@ def register() -> None:
 
 
 def _wrap_generate(utils: Any) -> None:
-    """Puts a shim around `generate`; what it does with a draft is in `generation.integration`."""
+    """Puts a shim around `generate`; what it does with a draft is in `generation.generate`."""
     original = utils.GenerationMixin.generate
     if hasattr(original, _MARK):
         return
@@ -67,7 +67,7 @@ def _wrap_generate(utils: Any) -> None:
         undo_stale()
         if not args and "assistant_model" not in kwargs:
             return original(self, *args, **kwargs)
-        from dflash_hf.generation.integration import generate_with
+        from dflash_hf.generation.generate import generate_with
 
         return generate_with(original, self, *args, **kwargs)
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from dflash_hf import ops
 from dflash_hf.cache.ragged import RaggedLayer
-from dflash_hf.generation import static_step
+from dflash_hf.generation import step
 
 X = torch.ones(4, 6)
 WEIGHT = torch.ones(3, 6)
@@ -106,7 +106,7 @@ def test_compiling_helps_where_no_kernels_run() -> None:
 
 
 def test_what_is_added_to_a_step_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, settle, write_rows = run(), static_step.settle, RaggedLayer.write_rows
+    before, settle, write_rows = run(), step.settle, RaggedLayer.write_rows
     planted = 1 << 20
 
     def slower(run_: Any, logits: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def test_what_is_added_to_a_step_is_counted(monkeypatch: pytest.MonkeyPatch) -> 
         layer.key_buffer.sum().item()
         write_rows(layer, *args)
 
-    monkeypatch.setattr(static_step, "settle", slower)
+    monkeypatch.setattr(step, "settle", slower)
     monkeypatch.setattr(launches, "_write_rows", reading)
     after = run()
     assert after["kernels"] == before["kernels"] + 2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dflash_hf import ops
-from dflash_hf.generation import compiled, static_step
+from dflash_hf.generation import compiled, step
 from dflash_hf.generation.compiled import compiled_layers
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import find_target
@@ -132,7 +132,7 @@ def test_a_compilation_that_fails_is_said_once_and_does_without(
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(compiled, "backend", failing)
-    static_step.logger.warning_once.cache_clear()
+    step.logger.warning_once.cache_clear()
     for _ in range(2):
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     said = [r.getMessage() for r in caplog.records if "torch.compile cannot compile them" in r.getMessage()]

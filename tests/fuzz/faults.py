@@ -18,10 +18,10 @@ from dflash_hf import attention, ops, scopes
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.cache.recurrent import RecurrentGroup
-from dflash_hf.generation import integration, prefill, sampling, step
+from dflash_hf.generation import accept, generate, prefill, sampling, step
 from dflash_hf.generation.accept import SynchronizedRows, accept_matching
-from dflash_hf.generation.outputs import Recorder
-from dflash_hf.generation.processors import BlockProcessors
+from dflash_hf.generation.sampling import BlockProcessors
+from dflash_hf.generation.stats import Recorder
 from dflash_hf.generation.user_cache import UserCache
 from dflash_hf.target import hidden_states
 
@@ -107,19 +107,17 @@ def position_off_by_one(patches: Patches) -> None:
 def rejected_token_shown(patches: Patches) -> None:
     """A processor sees all proposals before it is known which stand."""
 
-    def shown(walk: Any, self: Any, logits: Tensor, proposals: Tensor, ids: Tensor, *rest: Any) -> Any:
-        if not proposals.shape[1]:
-            return walk(self, logits, proposals, ids, *rest)
-        columns, running, choose, _ = rest
-        right = torch.cat([proposals, proposals[:, :1]], dim=1)
-        scores, _ = walk(self, logits, proposals, ids, columns, running, lambda scores, at: right[:, at], _never)
-        return scores, torch.stack([choose(scores[:, at], at) for at in range(logits.shape[1])], dim=1)
+    def shown(decide: Any, state: Any, logits: Tensor, processors: BlockProcessors) -> Any:
+        if state.width == 1:
+            return decide(state, logits, processors)
+        positions, right = iter(range(state.width)), torch.cat([state.proposals, state.proposals[:, :1]], dim=1)
+        with pytest.MonkeyPatch.context() as meanwhile:
+            meanwhile.setattr(accept, "choose", lambda *_: right[:, next(positions), None])
+            scores = decide(state, logits, processors)
+        state.tokens.copy_(accept.choose(scores, state.key, state.decided_positions))
+        return scores
 
-    _wrapped(patches, BlockProcessors, "walk", shown)
-
-
-def _never(tokens: Tensor, index: int) -> Tensor:
-    return torch.zeros_like(tokens, dtype=torch.bool)
+    _wrapped(patches, step, "decide_by_position", shown)
 
 
 def neighbours_row(patches: Patches) -> None:
@@ -250,7 +248,7 @@ def settings_changed(patches: Patches) -> None:
         config.max_length = (config.max_length or 0) + 1
         check(settings)
 
-    _wrapped(patches, integration, "check_settings", changed)
+    _wrapped(patches, generate, "check_settings", changed)
 
 
 def cache_not_restored(patches: Patches) -> None:

@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from dflash_hf import DFlashDraftModel
 from dflash_hf.attention import RaggedBlock, attend, mask_repeats
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.generation import loop
+from dflash_hf.generation import generate
 from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.run import Run, tapped
 from dflash_hf.generation.state import NUM_REPORTED
@@ -255,21 +255,21 @@ def test_steps_read_nothing_on_the_host(
     num_guarded = 0
 
     def guarded(run: Run, engine: str) -> None:
-        """`loop.advance`, with each step under guard once each has run and loaded its kernels."""
+        """`generate.advance`, with each step under guard once each has run and loaded its kernels."""
         nonlocal num_guarded
-        with torch.no_grad(), tapped(run) as taps:
+        with torch.no_grad(), tapped(run):
             while not bool(run.state.done.all()):
                 with nullcontext() if num_guarded == 0 else no_host_reads(device):
-                    step(run, taps)
+                    step(run)
                 num_guarded += 1
                 finish(run, run.state.outcome[:NUM_REPORTED].tolist(), run.state.tokens)
 
     def step(run: Run, taps: Taps) -> None:
-        logits = forwards(run, taps=taps).logits
+        logits = forwards(run).logits
         assert logits is not None
         settle(run, logits)
 
-    monkeypatch.setattr(loop, "advance", guarded)
+    monkeypatch.setattr(generate, "advance", guarded)
     torch.manual_seed(0)
     out = target.generate(**inputs, **settings, assistant_model=draft)
     assert num_guarded > 2

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from dflash_hf import free_buffers
-from dflash_hf.generation import buffers, static_step, widths
+from dflash_hf.generation import buffers, step, widths
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.cuda_graph import GraphStep, why_not
-from dflash_hf.generation.static_step import StaticStep
+from dflash_hf.generation.step import StaticStep
 from dflash_hf.target.parts import find_target
 from helpers.static import set_engine, tensor_oracle
 from helpers.vision import vision_prompts, vision_target
@@ -133,7 +133,7 @@ def test_costs_of_widths_are_measured_once_and_the_steady_state_waits_for_nothin
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "gemma3", "qwen3-moe"])
 def test_compiled_layers_give_the_plain_text_from_graphs(family: str, caplog: pytest.LogCaptureFixture) -> None:
-    static_step.logger.warning_once.cache_clear()
+    step.logger.warning_once.cache_clear()
     target = target_on_gpu(family, torch.float32)
     inputs = on_gpu(prompts([4, 11, 7], 1))
     ref = target.generate(**inputs, **GREEDY)

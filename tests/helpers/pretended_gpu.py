@@ -21,6 +21,7 @@ What this cannot see:
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -51,8 +52,8 @@ from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.generation import prefill as prefill_module
 from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.ranks import Ranks
-from dflash_hf.generation.run import Run
-from dflash_hf.generation.static_step import StaticStep
+from dflash_hf.generation.run import Call, Run
+from dflash_hf.generation.step import StaticStep
 from dflash_hf.target import fused
 from dflash_hf.target.parts import find_target
 
@@ -169,19 +170,17 @@ def begin(
         kwargs["position_ids"] = model._prepare_position_ids_for_generation(ids, {"input_ids": ids, **kwargs})
     criteria = [MaxLengthCriteria(prompt + limit), EosTokenCriteria(torch.tensor([1, 2], device="cuda"))]
     with Answers(prompt - 1):
-        return prefill_module.prefill(
-            find_target(model),
-            ids,
-            LogitsProcessorList(processors),
-            StoppingCriteriaList(criteria),
-            settings,
-            draft,
-            streamer=None,
-            model_kwargs=kwargs,
-            started=0.0,
+        call = Call(
+            target=find_target(model),
+            draft=draft,
+            draft_modules=list(draft.modules()),
             ranks=Ranks(model),
-            keeps_buffers=True,
+            answer=functools.partial(prefill_module.prefill, keeps_buffers=True),
+            streamer=None,
+            cache=None,
+            started=0.0,
         )
+        return call(model, ids, LogitsProcessorList(processors), StoppingCriteriaList(criteria), settings, **kwargs)
 
 
 @dataclass(slots=True)

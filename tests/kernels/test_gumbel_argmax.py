@@ -8,8 +8,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 from dflash_hf import ops
-from dflash_hf.generation.processors import BlockProcessors
-from dflash_hf.generation.sampling import choose, choose_from_logits
+from dflash_hf.generation.sampling import BlockProcessors, choose, choose_from_logits
 from dflash_kernels import gumbel_argmax
 from dflash_kernels._dispatch import runs_kernel
 from dflash_kernels.gumbel_argmax import exponential_noise

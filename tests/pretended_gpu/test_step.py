@@ -39,7 +39,7 @@ from dflash_hf.generation import step as step_module
 from dflash_hf.generation.cuda_graph import check_capturable, why_not
 from dflash_hf.generation.host_reads import HostReadError
 from dflash_hf.generation.run import Run
-from dflash_hf.generation.static_step import StaticStep
+from dflash_hf.generation.step import StaticStep
 from dflash_hf.target.parts import Target, find_target
 from helpers.pretended_gpu import Step, begin, build_draft, build_target, captured_step
 

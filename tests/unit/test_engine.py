@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from dflash_hf import DFlashGenerationConfig, free_buffers
 from dflash_hf.cache import ragged, size
-from dflash_hf.generation import buffers, cuda_graph, static_step
+from dflash_hf.generation import buffers, cuda_graph, step
 from dflash_hf.generation.buffers import buckets_between, kept_buffers, round_up
 from dflash_hf.generation.cuda_graph import uncaptured, why_not
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
@@ -410,8 +410,6 @@ def test_nothing_is_written_beyond_the_buffers(family: str, engine: Any, monkeyp
     def fenced_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self.key_buffer, self.value_buffer = fenced(self.key_buffer), fenced(self.value_buffer)
-        self._rows = (self.key_buffer.flatten(0, 1), self.value_buffer.flatten(0, 1))
-        self._all = (self.key_buffer.transpose(1, 2), self.value_buffer.transpose(1, 2))
 
     allocate = buffers.DecodeState.allocate
 
@@ -422,7 +420,7 @@ def test_nothing_is_written_beyond_the_buffers(family: str, engine: Any, monkeyp
 
     monkeypatch.setattr(ragged.RaggedLayer, "__init__", fenced_init)
     monkeypatch.setattr(buffers.DecodeState, "allocate", fenced_state)
-    for module in (buffers, static_step):
+    for module in (buffers, step):
         monkeypatch.setattr(module, "round_up", lambda length: length)  # not a slot to spare
     out = target.generate(**inputs, **GREEDY, assistant_model=draft)
     assert torch.equal(out, ref)

@@ -140,11 +140,11 @@ def test_only_so_many_buffers_are_kept(monkeypatch: pytest.MonkeyPatch, caplog: 
     set_engine(draft, "static")
     for batch in range(1, 8):
         target.generate(**prompts([5] * batch, 0), max_new_tokens=3, do_sample=False, assistant_model=draft)
-    assert [kept.shape.state.batch for kept in kept_buffers(draft)] == [4, 5, 6, 7]
+    assert [kept.shape.batch for kept in kept_buffers(draft)] == [4, 5, 6, 7]
     total = 4 * kept_buffers(draft)[-1].num_bytes()
     monkeypatch.setattr(buffers, "total_memory", lambda device: total)
     target.generate(**prompts([5] * 7, 0), max_new_tokens=3, do_sample=False, assistant_model=draft)
-    assert [kept.shape.state.batch for kept in kept_buffers(draft)] == [7]
+    assert [kept.shape.batch for kept in kept_buffers(draft)] == [7]
     buffers.logger.warning_once.cache_clear()
     monkeypatch.setattr(buffers, "total_memory", lambda device: total - 1)
     for _ in range(2):

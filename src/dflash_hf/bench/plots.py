@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_hf.generation import plots
+from dflash_hf.figures import svg
 
 # matplotlib knows no variables: it is given colours of which each stands for one. On its own, a figure has the light
 # ones. Okabe and Ito's, which those who see colours differently can tell apart; every line has its own marker too.
@@ -125,7 +125,7 @@ def short(name: str) -> str:
 
 def figure(name: str, title: str, caption: str, height: float, draw: Callable[[Any], None]) -> Figure:
     """Draws a figure, its colours made variables, its ids its own on a page of several."""
-    element = plots.svg(draw, WIDTH, height, STYLE)
+    element = svg(draw, WIDTH, height, STYLE)
     element = re.sub(r"<metadata>.*?</metadata>\s*", "", element, flags=re.DOTALL)
     element = re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{name}-", element)
     for stand_in, variable in VARIABLES.items():

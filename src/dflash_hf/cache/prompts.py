@@ -25,18 +25,22 @@ class PromptSlots:
         """
         key = (ring, num_columns, device)
         if key not in self._found:
-            positions = self.positions[:, self.positions.shape[1] - num_columns :]
-            kept = (positions >= 0) & (positions > positions.amax(dim=1, keepdim=True) - ring)
-            slots = positions % ring
-            run = slots[0, 0] + torch.arange(num_columns, device="cpu") if num_columns else slots[0]
-            rows = torch.arange(len(slots), device="cpu")[:, None] * ring
-            if not bool(kept.all()):
-                self._found[key] = kept.flatten().nonzero()[:, 0].to(device), (slots + rows)[kept].to(device)
-            elif num_columns and bool((slots == run).all()):
-                self._found[key] = slice(int(run[0]), int(run[-1]) + 1)
-            else:
-                self._found[key] = None, (slots + rows).flatten().to(device)
+            self._found[key] = self._find(ring, num_columns, device)
         return self._found[key]
+
+    def _find(self, ring: int, num_columns: int, device: torch.device) -> slice | tuple[Tensor | None, Tensor]:
+        positions = self.positions[:, self.positions.shape[1] - num_columns :]
+        if num_columns:
+            # As many indices as columns: none is missing, and they count up by one.
+            first, last = int(positions[0, 0]), int(positions[0, -1])
+            is_run = first >= 0 and last - first == num_columns - 1 and first // ring == last // ring
+            if is_run and (len(positions) == 1 or bool((positions == positions[0]).all())):
+                return slice(first % ring, last % ring + 1)
+        kept = (positions >= 0) & (positions > positions.amax(dim=1, keepdim=True) - ring)
+        slots = positions % ring + torch.arange(len(positions), device="cpu")[:, None] * ring
+        if bool(kept.all()):
+            return None, slots.flatten().to(device)
+        return kept.flatten().nonzero()[:, 0].to(device), slots[kept].to(device)
 
 
 __all__ = ["PromptSlots"]

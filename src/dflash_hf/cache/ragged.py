@@ -22,6 +22,7 @@ from dflash_hf.cache.prompts import PromptSlots
 from dflash_hf.cache.recurrence import Recurrence
 from dflash_hf.cache.recurrent import Members, RecurrentGroup, RecurrentLayer, plan_groups
 from dflash_hf.cache.size import LayerShape, check_memory
+from dflash_hf.devices import plain_tensors
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -47,33 +48,26 @@ class RaggedLayer(CacheLayerMixin):
         super().__init__()
         self.shape = shape
         self.ring = shape.ring(max_length, block)
-        # Plain tensors in any case: a call outside inference mode could not write to others.
-        with torch.inference_mode(False):
-            self.key_buffer = torch.zeros(
-                batch, self.ring, shape.num_heads, shape.key_size, dtype=dtype, device=device
-            )
-            self.value_buffer = torch.zeros(
-                batch, self.ring, shape.num_heads, shape.value_size, dtype=value_dtype or dtype, device=device
-            )
-            self._make_views()
+        rows = (batch, self.ring, shape.num_heads)
+        with plain_tensors():
+            self.key_buffer = torch.zeros(*rows, shape.key_size, dtype=dtype, device=device)
+            self.value_buffer = torch.zeros(*rows, shape.value_size, dtype=value_dtype or dtype, device=device)
+        # Views, made once and not for every write and read.
+        self._rows: tuple[Tensor, Tensor] | None = None
+        self._all: tuple[Tensor, Tensor] | None = None
+        self._views: tuple[Tensor, Tensor] | None = None
         self.is_initialized = True
 
-    def _make_views(self) -> None:
-        """Makes views of the buffers once, not for every write and read."""
-        self._rows = (self.key_buffer.flatten(0, 1), self.value_buffer.flatten(0, 1))
-        self._all = (self.key_buffer.transpose(1, 2), self.value_buffer.transpose(1, 2))
-        self._views: tuple[Tensor, Tensor] | None = None
-
-    @torch.inference_mode(False)
     def grow(self, ring: int) -> None:
         """Moves what is held into buffers of `ring` slots; the old ones must never have wrapped."""
         for name in ("key_buffer", "value_buffer"):
             old: Tensor = getattr(self, name)
-            new = old.new_zeros(old.shape[0], ring, *old.shape[2:])
-            new[:, : self.ring] = old
+            with plain_tensors():
+                new = old.new_zeros(old.shape[0], ring, *old.shape[2:])
+                new[:, : self.ring] = old
             setattr(self, name, new)
         self.ring = ring
-        self._make_views()
+        self._rows = self._all = self._views = None
 
     def write(self, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> None:
         """Writes a block in place at each row's length; no host sync."""
@@ -83,6 +77,9 @@ class RaggedLayer(CacheLayerMixin):
             self.key_buffer.narrow(1, first, block.width).copy_(key_BKGE)
             self.value_buffer.narrow(1, first, block.width).copy_(value_BKGE)
             return
+        if self._rows is None:
+            with plain_tensors():
+                self._rows = (self.key_buffer.flatten(0, 1), self.value_buffer.flatten(0, 1))
         keys, values = self._rows
         slots = block.on(keys.device).slots(self.ring)
         if key_BKGE.dtype != keys.dtype or value_BKGE.dtype != values.dtype:
@@ -106,6 +103,8 @@ class RaggedLayer(CacheLayerMixin):
         """Returns views of the keys and values that a block has to read: `[B, G, extent, E]`."""
         extent = block.extent(self.ring)
         if self._views is None or self._views[0].shape[2] != extent:
+            if self._all is None:
+                self._all = (self.key_buffer.transpose(1, 2), self.value_buffer.transpose(1, 2))
             keys, values = self._all
             self._views = (keys.narrow(2, 0, extent), values.narrow(2, 0, extent))
         return self._views
@@ -138,7 +137,7 @@ class RaggedLayer(CacheLayerMixin):
     def release(self) -> None:
         """Drops the buffers; nothing can be read or written afterwards."""
         self.key_buffer = self.value_buffer = self.key_buffer.new_empty(0)
-        self._rows, self._views = (self.key_buffer, self.value_buffer), None
+        self._rows = self._all = self._views = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Does nothing: the buffers exist from the start."""
@@ -179,7 +178,7 @@ class _LayerPlan:
                 f"expected keys and values in every layer of the prefill cache, got {type(source).__name__} in "
                 f"layer {index}; this target has a layer without its own K/V and is not supported"
             )
-        num_bytes = keys.numel() * keys.element_size() + values.numel() * values.element_size()
+        num_bytes = keys.nbytes + values.nbytes
         keys, values = stored_columns(source)
         if keys.shape[2] > num_columns:
             raise ValueError(
@@ -431,7 +430,7 @@ class RaggedCache(Cache):
 
     def num_bytes(self) -> int:
         """Returns the size of all buffers in bytes."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
+        return sum(buffer.nbytes for buffer in self.buffers())
 
 
 def _check_plans(

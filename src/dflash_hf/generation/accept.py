@@ -26,8 +26,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingC
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import ops
-from dflash_hf.generation.processors import BlockProcessors
-from dflash_hf.generation.sampling import accept_rejection, choose, choose_from_logits, ends_row
+from dflash_hf.generation.sampling import BlockProcessors, accept_rejection, choose, choose_from_logits, ends_row
 from dflash_hf.generation.state import NUM_REPORTED, DecodeState
 
 # See `iterate`: proposals [B, W - 1], the target's tokens [B, W] and logits [B, W, V] -> number accepted [B].
@@ -93,21 +92,34 @@ def decide_at_once(
 def decide_by_position(state: DecodeState, logits_BWV: Tensor, processors: BlockProcessors) -> Tensor:
     """Decides position by position, each row as long as its proposals match: for processors that read the prefix.
 
-    Writes `state.tokens`, reads on the host; returns processed scores `[B, W, V]`, raw beyond a row's first mismatch.
+    No processor ever sees a rejected token. Writes `state.tokens` and columns of `state.ids` that are not committed
+    yet, reads on the host; returns processed scores `[B, W, V]`, raw beyond a row's first mismatch.
     """
-    positions = state.decided_positions
-
-    def choose_at(scores: Tensor, index: int) -> Tensor:
-        return choose(scores[:, None], state.key, positions[:, index : index + 1])[:, 0]
-
-    def ends(tokens: Tensor, index: int) -> Tensor:
-        at_limit = state.remaining <= index + 1
-        return at_limit if state.eos_ids is None else at_limit | ends_row(tokens, state.eos_ids)
-
-    columns = state.cursor.tolist()
-    running = (~state.done).tolist()
-    scores, tokens = processors.walk(logits_BWV, state.proposals, state.ids, columns, running, choose_at, ends)
-    state.tokens.copy_(tokens)
+    scores, ids, filled = logits_BWV.to(torch.float32, copy=True), state.ids, state.cursor
+    columns, active, positions = filled.tolist(), ~state.done, state.decided_positions
+    state.tokens.zero_()
+    for position in range(state.width):
+        lengths = filled + position
+        for length in sorted({n + position for n, on in zip(columns, active.tolist(), strict=True) if on}):
+            rows = active & (lengths == length)
+            # All rows every time, because processors hold settings per row; rows that stand elsewhere show their own
+            # committed tokens, then padding, and what comes back for them is dropped.
+            seen = torch.where(active, lengths, filled).clamp_max(length)
+            prefix = ids[:, :length].clone()
+            prefix[torch.arange(length, device=ids.device) >= seen[:, None]] = processors.pad_id
+            processed = processors.at(prefix, scores[:, position].clone(), rows)
+            scores[:, position] = torch.where(rows[:, None], processed, scores[:, position])
+        chosen = choose(scores[:, position, None], state.key, positions[:, position, None])[:, 0]
+        state.tokens[:, position] = chosen
+        if position == state.width - 1:
+            break
+        active = active & (chosen == state.proposals[:, position]) & (state.remaining > position + 1)
+        if state.eos_ids is not None:
+            active = active & ~ends_row(chosen, state.eos_ids)
+        if not bool(active.any()):
+            break
+        written = ids.gather(1, lengths[:, None])[:, 0]
+        ids.scatter_(1, lengths[:, None], torch.where(active, state.proposals[:, position], written)[:, None])
     return scores
 
 
@@ -226,7 +238,11 @@ class SynchronizedRows:
         """
         is_stateless, last, positions = self.processors.is_stateless, state.width - 1, state.decided_positions
         scores = self.processors.warp(logits_BCV) if is_stateless else logits_BCV.to(torch.float32, copy=True)
-        chosen, agreed = self._at_once(state, scores, positions) if is_stateless else (None, None)
+        chosen, agreed = None, None
+        if is_stateless:
+            agreed = decide_at_once(state, logits_BCV, self.processors)
+            chosen = state.tokens.clone()
+            agreed = accept_matching(state.proposals, chosen) if agreed is None else agreed
         self.num_columns = int(state.num_new.max())  # what stands, which another rank may have decided
         committed, was_running = torch.zeros_like(state.remaining), self._running()
         for column in range(last + 1):
@@ -255,14 +271,6 @@ class SynchronizedRows:
     def _running(self) -> Tensor:
         """Rows whose tokens count `[B]`."""
         return self.unfinished if self.pad_id is not None else torch.ones_like(self.unfinished)
-
-    def _at_once(self, state: DecodeState, scores: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens of all columns `[B, C]` where none depends on the prefix, and how many proposals each row keeps."""
-        if state.draft_probs is not None and state.key is not None and scores.shape[1] > 1:
-            agreed, chosen = accept_rejection(state.proposals, scores, state.draft_probs, state.key, positions)
-            return chosen, agreed
-        chosen = choose(scores, state.key, positions)
-        return chosen, accept_matching(state.proposals, chosen) if scores.shape[1] > 1 else None
 
     def _take_column(self, state: DecodeState, tokens: Tensor, scores: Tensor) -> Tensor:
         """Appends one column to every row and asks what has finished; returns the rows whose token counts `[B]`."""

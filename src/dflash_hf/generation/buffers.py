@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,35 +23,16 @@ from dflash_hf.cache.ragged import RaggedCache, RaggedLayer
 from dflash_hf.cache.recurrent import RecurrentGroup
 from dflash_hf.cache.size import OutOfRoomError, buffer_bytes, check_memory
 from dflash_hf.devices import free_memory, total_memory
-from dflash_hf.generation.state import DecodeState, StateShape
+from dflash_hf.generation.state import BufferShape, DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
 
+T = TypeVar("T")
 logger: Any = logging.get_logger(__name__)
 MAX_KEPT = 4
 KEPT_SHARE = 0.25  # of a device's memory
 # Lengths that steps are captured for: multiples of the smallest, four to an octave.
 SMALLEST_BUCKET = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BufferShape:
-    """What buffers have to have in common with a call, besides room.
-
-    Args:
-        state (`StateShape`): Rows, widths and the target's device.
-        draft_device (`torch.device`): The draft's.
-        draft_dtype (`torch.dtype`): The draft's.
-    """
-
-    state: StateShape
-    draft_device: torch.device
-    draft_dtype: torch.dtype
-
-    @property
-    def block(self) -> int:
-        """The longest block that is written at once."""
-        return max(self.state.block_size, self.state.width)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -101,14 +82,14 @@ class FixedBuffers:
         Raises:
             OutOfRoomError: If the draft's context is larger than what is free of the device's memory.
         """
-        itemsize, device, batch = shape.draft_dtype.itemsize, shape.draft_device, shape.state.batch
+        itemsize, device, batch = shape.draft_dtype.itemsize, shape.draft_device, shape.batch
         shapes = [(layer, itemsize, itemsize) for layer in draft.cache_shapes()]
         check_memory(shapes, device, batch, capacity, shape.block)
         return cls(
             shape=shape,
             capacity=capacity,
             target=weakref.ref(target.model),
-            state=DecodeState.allocate(shape.state, num_columns),
+            state=DecodeState.allocate(shape, num_columns),
             draft_cache=RaggedCache(
                 draft.cache_shapes(),
                 batch=batch,
@@ -118,10 +99,10 @@ class FixedBuffers:
                 device=device,
             ),
             context_states=torch.zeros(
-                batch, shape.state.width, draft.fc.in_features, dtype=shape.draft_dtype, device=device
+                batch, shape.width, draft.fc.in_features, dtype=shape.draft_dtype, device=device
             ),
             context_lengths=torch.zeros(batch, dtype=torch.long, device=device),
-            offset=torch.zeros(batch, dtype=torch.long, device=shape.state.device),
+            offset=torch.zeros(batch, dtype=torch.long, device=shape.device),
         )
 
     def reopen(self) -> None:
@@ -131,7 +112,7 @@ class FixedBuffers:
         gigabytes. Rings are emptied: behind a long prompt, slots that are masked have never been written.
         """
         if self.idle is not None:
-            torch.cuda.current_stream(self.shape.state.device).wait_event(self.idle)
+            torch.cuda.current_stream(self.shape.device).wait_event(self.idle)
         caches = [self.draft_cache, *([] if self.cache is None else [self.cache])]
         stays = reads_lengths_on_device(*caches)
         self.context_states.zero_()
@@ -148,7 +129,7 @@ class FixedBuffers:
 
     def num_bytes(self) -> int:
         """Returns the size of everything in bytes, without what is private to graphs."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.owned())
+        return sum(tensor.nbytes for tensor in self.owned())
 
     def owned(self) -> list[Tensor]:
         """Returns every tensor that must stay where it is."""
@@ -222,16 +203,24 @@ class _Store:
 _stores: weakref.WeakKeyDictionary[DFlashDraftModel, _Store] = weakref.WeakKeyDictionary()
 
 
-def take_buffers(target: Target, draft: DFlashDraftModel, shape: BufferShape, length: int) -> FixedBuffers:
-    """Returns cleared buffers for rows of up to `length` tokens, a block included: kept ones, else new ones.
+def take_buffers(
+    target: Target, draft: DFlashDraftModel, shape: BufferShape, length: int, num_columns: int, keeps: bool
+) -> FixedBuffers:
+    """Returns cleared buffers for rows of up to `length` tokens and `num_columns` of ids, and a block behind them.
 
-    They are the caller's until [`give_buffers`]. Kept ones that are too short are freed first, and new ones are twice
-    as long where that can be kept: a growing conversation is captured anew a few times, not with every turn. Those of
-    other shapes are freed where there is no room beside them.
+    New ones, or, where they are to be kept between calls, those of an earlier one: they are the caller's until
+    [`give_buffers`]. Kept ones that are too short are freed first, and new ones are twice as long where that can be
+    kept: a growing conversation is captured anew a few times, not with every turn. Those of other shapes are freed
+    where there is no room beside them.
 
     Raises:
         OutOfRoomError: If the draft's context is larger than what is free of the device's memory.
     """
+    if not keeps:
+        num_columns += shape.width
+        length += shape.block
+        return else_freed(draft, lambda n: FixedBuffers.allocate(target, draft, shape, n, num_columns), length, length)
+    length = max(length, num_columns) + shape.block
     store = _stores.setdefault(draft, _Store())
     with store.lock:
         alike = [kept for kept in store.kept if kept.shape == shape and kept.target() is target.model]
@@ -241,24 +230,33 @@ def take_buffers(target: Target, draft: DFlashDraftModel, shape: BufferShape, le
     if found is not None:
         found.reopen()
         return found
-    total = total_memory(shape.state.device)
+    total = total_memory(shape.device)
     doubled = [2 * b.capacity for b in alike if total is not None and 2 * b.num_bytes() <= total * KEPT_SHARE]
-    capacity = max([round_up(length), *doubled])
     del alike, gone, store
+    longest = max([round_up(length), *doubled])
+    return else_freed(draft, lambda n: FixedBuffers.allocate(target, draft, shape, n, n), longest, length)
+
+
+def else_freed(draft: DFlashDraftModel, make: Callable[[int], T], length: int, least: int) -> T:
+    """Returns what `make` makes for `length` tokens, or, all that is kept being freed, for `least` of them.
+
+    Raises:
+        OutOfRoomError: If there is no room for that either.
+    """
     try:
-        return FixedBuffers.allocate(target, draft, shape, capacity, capacity)
+        return make(length)
     except OutOfRoomError:
         free_buffers(draft)
-        return FixedBuffers.allocate(target, draft, shape, length, length)
+        return make(least)
 
 
 def give_buffers(draft: DFlashDraftModel, buffers: FixedBuffers) -> None:
     """Keeps buffers for the next call of their shape, instead of the least recently used ones if they are too many."""
     store = _stores.setdefault(draft, _Store())
-    if buffers.shape.state.device.type == "cuda":
+    if buffers.shape.device.type == "cuda":
         buffers.idle = torch.cuda.Event()
-        buffers.idle.record(torch.cuda.current_stream(buffers.shape.state.device))
-    total = total_memory(buffers.shape.state.device)
+        buffers.idle.record(torch.cuda.current_stream(buffers.shape.device))
+    total = total_memory(buffers.shape.device)
     with store.lock:
         buffers.target = weakref.ref(buffers.target(), store.forget_dead)
         store.kept = [*store.kept, buffers][-MAX_KEPT:]
@@ -268,7 +266,7 @@ def give_buffers(draft: DFlashDraftModel, buffers: FixedBuffers) -> None:
     if not is_kept:
         logger.warning_once(
             f"Buffers of a run with a DFlash draft were more than {KEPT_SHARE:.0%} of the memory of "
-            f"{buffers.shape.state.device} and are not kept: such calls allocate and capture every time. Fewer rows "
+            f"{buffers.shape.device} and are not kept: such calls allocate and capture every time. Fewer rows "
             "or a lower max_new_tokens need less"
         )
 
@@ -291,10 +289,10 @@ def free_buffers(draft: DFlashDraftModel) -> None:
 
 
 __all__ = [
-    "BufferShape",
     "FixedBuffers",
     "affordable_length",
     "buckets_between",
+    "else_freed",
     "free_buffers",
     "give_buffers",
     "kept_buffers",

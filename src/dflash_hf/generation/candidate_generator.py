@@ -10,11 +10,16 @@ from torch import Tensor
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache.context import NewContext
-from dflash_hf.devices import execution_device
 from dflash_hf.dflash2 import follow_path
 from dflash_hf.generation.buffers import FixedBuffers
-from dflash_hf.generation.processors import BlockProcessors
-from dflash_hf.generation.sampling import DRAFT_STREAM, TARGET_STREAM, choose, choose_from_logits, gumbel_noise
+from dflash_hf.generation.sampling import (
+    DRAFT_STREAM,
+    TARGET_STREAM,
+    BlockProcessors,
+    choose,
+    choose_from_logits,
+    gumbel_noise,
+)
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
@@ -49,8 +54,10 @@ class DFlashCandidateGenerator:
         self.rule: Rule = rule
         # Width K of the draft's block, and tokens that are verified at most: K or fewer, or K + 1 where the anchor's
         # slot proposes too.
-        self.block_size, self.verify_width = buffers.shape.state.block_size, buffers.shape.state.width
-        self.device = execution_device(draft)
+        self.block_size, self.verify_width = buffers.shape.block_size, buffers.shape.width
+        self.device, self.dtype = buffers.shape.draft_device, buffers.shape.draft_dtype
+        # How far ahead of each slot's own position the token is that it proposes.
+        self.ahead, self.mask_token_id = int(draft.config.sample_from_anchor), draft.config.mask_token_id
         self.cache = buffers.draft_cache
         self.buffers = buffers
         # Per row, the first index that there is context for [B]; the draft counts from there. None: from 0.
@@ -71,10 +78,9 @@ class DFlashCandidateGenerator:
             positions (`torch.Tensor` of shape `[B, S]`): Index of each token in its row, negative for padding;
                 on the host.
         """
-        draft = self.draft
-        states = context_hidden_states.to(self.device, draft.dtype)
+        states = context_hidden_states.to(self.device, self.dtype)
         own = positions if self.offset is None else positions - self.offset.to(positions.device)[:, None]
-        draft.write_prompt(states, own, self.cache)
+        self.draft.write_prompt(states, own, self.cache)
 
     def begin(self, lengths: Tensor) -> None:
         """Begins a run whose prompts have these `lengths` `[B]`; `offset` is known and stays."""
@@ -141,10 +147,8 @@ class DFlashCandidateGenerator:
         draft, device = self.draft, state.block.device
         self.cache.begin(self._on_draft(block))
         noise_embeds = draft.embed(state.draft_ids, self.target.embedding)
-        hidden = draft.forward_block(noise_embeds.to(self.device, draft.dtype), self.cache, self._context())
-        # The slots that propose, and how far ahead of each one's own position its token is.
-        ahead = int(draft.config.sample_from_anchor)
-        slots = slice(1 - ahead, state.width - ahead)
+        hidden = draft.forward_block(noise_embeds.to(self.device, self.dtype), self.cache, self._context())
+        slots = slice(1 - self.ahead, state.width - self.ahead)  # those that propose
         hidden = states = hidden[:, slots]
         if draft.lm_head is None:
             dtype = noise_embeds.dtype if draft.embed_tokens is None else self.target.model.dtype
@@ -157,7 +161,7 @@ class DFlashCandidateGenerator:
         if state.key is None or self.rule == "argmax":
             state.proposals.copy_(draft.best_path(hidden, logits, state.anchor))
             return
-        positions = block.positions[:, slots] + ahead
+        positions = block.positions[:, slots] + self.ahead
         if draft.candidate_selector is not None:
             candidates, scores = draft.candidate_selector(hidden, logits, state.anchor)
             self._propose_path(state, candidates, scores, positions, logits.shape[-1])

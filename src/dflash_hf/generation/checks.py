@@ -23,9 +23,11 @@ from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dflash_hf.cache.ragged import layer_window
+from dflash_hf.errors import require
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
 
+_DEFAULTS = GenerationConfig._get_default_generation_params()
 SUPPORTED_LAYERS = (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -69,7 +71,7 @@ class Settings:
             return self.arguments[name]
         configs: list[Any] = [self.arguments.get("generation_config"), self.model.generation_config]
         found = (value for config in configs if (value := getattr(config, name, None)) is not None)
-        return next(found, GenerationConfig._get_default_generation_params().get(name))
+        return next(found, _DEFAULTS.get(name))
 
 
 def check_settings(settings: Settings) -> None:
@@ -101,8 +103,7 @@ def check_settings(settings: Settings) -> None:
         ),
     ]
     for bad, expected, got, reason in refused:
-        if bad:
-            raise ValueError(f"expected {expected} with a DFlash draft, got {got!r}; {reason}; or drop the draft")
+        require(not bad, f"{expected} with a DFlash draft", got, f"{reason}; or drop the draft")
 
 
 def _is_sharded(model: Any) -> bool:
@@ -139,13 +140,16 @@ def check_inputs(target: Target, settings: Settings) -> None:
                 "tokens to come; leave these columns out"
             )
         mask = mask[:, :columns]
-    if mask is not None and mask.dim() == 2 and bool((mask.sum(dim=-1) == 0).any()):
-        raise ValueError("expected at least one real token in every row, got an attention_mask row of zeros; fill it")
-    if mask is not None and mask.dim() == 2 and bool((mask[:, -1] == 0).any()):
-        raise ValueError(
-            "expected left-padded prompts, got an attention_mask with a zero in its last column; "
-            "tokenize with padding_side='left'"
-        )
+    if mask is not None and mask.dim() == 2 and not bool(mask.all()):
+        if bool((mask.sum(dim=-1) == 0).any()):
+            raise ValueError(
+                "expected at least one real token in every row, got an attention_mask row of zeros; fill it"
+            )
+        if bool((mask[:, -1] == 0).any()):
+            raise ValueError(
+                "expected left-padded prompts, got an attention_mask with a zero in its last column; "
+                "tokenize with padding_side='left'"
+            )
     num_rows = prompt.shape[0] * (settings["num_return_sequences"] or 1)
     check_cache(cache, target, num_rows, prompt.shape[1], mask)
 
@@ -211,11 +215,9 @@ def check_cache(cache: object, target: Target, rows: int, num_ids: int, mask: Te
             "one of those or drop assistant_model"
         )
     references = DynamicCache(config=target.config).layers
-    if len(cache.layers) != len(references) and (cache.layers or cache.layer_class_to_replicate is not DynamicLayer):
-        raise ValueError(
-            f"expected past_key_values with {len(references)} layers (the target's), got {len(cache.layers)}; pass a "
-            "cache that was made for this target"
-        )
+    num, wanted = len(cache.layers), f"past_key_values with {len(references)} layers (the target's)"
+    fits = num == len(references) or (not num and cache.layer_class_to_replicate is DynamicLayer)
+    require(fits, wanted, num, "pass a cache that was made for this target")
     if any(map(is_recurrent, references)) and not cache.layers:
         raise ValueError(
             "expected past_key_values that know the target's recurrent layers, got a cache made without a config; use "
@@ -233,11 +235,8 @@ def check_cache(cache: object, target: Target, rows: int, num_ids: int, mask: Te
         kept, window = layer_window(layer), layer_window(reference)
         # A static layer that is shorter than the window is a matter of room: see `UserCache.begin`.
         shorter = isinstance(layer, StaticLayer) and window is not None and kept is not None and kept < window
-        if kept is not None and kept != window and not shorter:
-            raise ValueError(
-                f"expected layer {index} of past_key_values to keep {window or 'all'} tokens (the target's window), "
-                f"got {kept}; make the cache with config=model.config"
-            )
+        wanted = f"layer {index} of past_key_values to keep {window or 'all'} tokens (the target's window)"
+        require(kept in (None, window) or shorter, wanted, kept, "make the cache with config=model.config")
     _check_columns(cache, rows, num_ids, mask)
 
 
@@ -271,17 +270,11 @@ def _check_columns(cache: Cache, rows: int, num_ids: int, mask: Tensor | None) -
     layers: list[Any] = [layer for layer in cache.layers if not is_recurrent(layer)]
     keys = [layer.keys for layer in layers]
     own = {tensor.shape[0] for tensor in keys if isinstance(tensor, Tensor) and tensor.dim() == 4}
-    if own - {rows}:
-        raise ValueError(
-            f"expected past_key_values with {rows} rows (input_ids times num_return_sequences), got {sorted(own)}; "
-            "call cache.batch_repeat_interleave"
-        )
+    wanted = f"past_key_values with {rows} rows (input_ids times num_return_sequences)"
+    require(own <= {rows}, wanted, sorted(own), "call cache.batch_repeat_interleave")
     lengths = {int(layer.get_seq_length()) for layer in layers}
-    if len(lengths) > 1:
-        raise ValueError(
-            f"expected past_key_values with as many columns in every layer, got {sorted(lengths)}; it comes from a "
-            "forward that was interrupted, start from a new one"
-        )
+    interrupted = "it comes from a forward that was interrupted, start from a new one"
+    require(len(lengths) < 2, "past_key_values with as many columns in every layer", sorted(lengths), interrupted)
     past = int(cache.get_seq_length())
     num_columns = num_ids if mask is None or mask.shape[1] == num_ids else past + num_ids
     if past and (num_columns <= past or (mask is not None and mask.shape[1] != num_columns)):

@@ -23,11 +23,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from dflash_hf import ops
-from dflash_hf.devices import execution_devices, is_offloaded
+from dflash_hf.devices import execution_devices, is_offloaded, modules_of
 from dflash_hf.generation.capture import NotCapturableError, capture, first_line
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads, counts_groups
 from dflash_hf.generation.run import Run
-from dflash_hf.generation.static_step import StaticStep
+from dflash_hf.generation.step import StaticStep
 from dflash_hf.generation.widths import useful_widths
 from dflash_hf.generation_config import Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -133,12 +133,7 @@ def check_capturable(target: Target, draft: DFlashDraftModel) -> None:
 
 
 def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
-    """Returns the engine that a call asks for, as far as it can be had; says once in the log why it cannot.
-
-    Raises:
-        ValueError: See [`check_capturable`].
-    """
-    check_capturable(target, draft)
+    """Returns the engine that a call asks for, as far as it can be had; says once in the log why it cannot."""
     wanted = draft.generation_config.engine
     if wanted == "eager" or (wanted == "cuda_graph" and draft in _uncaptured):
         return wanted
@@ -157,7 +152,7 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str | None:
     parts = [*target.layers, target.embedding, target.head]
     if any(is_offloaded(part) for part in (model, draft)):
         return "weights that are offloaded"
-    if len({device for part in (*parts, draft) for device in execution_devices(part)}) > 1:
+    if len({device for part in (*parts, draft) for device in execution_devices(modules_of(part))}) > 1:
         return "parts on several devices"
     if not target.takes_inference_mode:
         return "weights that are no plain tensors (quantised or sharded)"
@@ -282,7 +277,7 @@ class GraphStep(StaticStep):
         """Captures the step over `bound` slots, of the state's width, after running it once on the same stream."""
         if self.graphs.pool is None:
             self.graphs.pool = torch.cuda.graph_pool_handle()
-        device, pool = self.buffers.shape.state.device, self.graphs.pool
+        device, pool = self.buffers.shape.device, self.graphs.pool
         graph, outputs = capture(lambda: self.warm_up(bound), lambda: self.body(bound), device, pool)
         return Captured(graph, outputs, self.run.state.draft_probs)
 
@@ -309,7 +304,7 @@ class GraphStep(StaticStep):
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Makes the buffers' device the current one: replays go to its stream."""
-        return torch.cuda.device(self.buffers.shape.state.device)
+        return torch.cuda.device(self.buffers.shape.device)
 
     @contextmanager
     def _frozen(self) -> Generator[None]:

@@ -7,28 +7,23 @@ held during a pause: no hook, no switched attention.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
-from transformers.generation.streamers import BaseStreamer
+from transformers import PreTrainedModel
 
-from dflash_hf.devices import eagerly, is_compiled
+from dflash_hf.devices import eagerly, is_compiled, modules_of
 from dflash_hf.generation.accept import Accept
 from dflash_hf.generation.candidate_generator import Propose
-from dflash_hf.generation.integration import prepare
+from dflash_hf.generation.generate import answer_with
 from dflash_hf.generation.prefill import prefill
-from dflash_hf.generation.processors import BlockProcessors
-from dflash_hf.generation.ranks import Ranks
-from dflash_hf.generation.run import Run
+from dflash_hf.generation.run import LENGTH_AND_END, Call, Run
+from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.generation.step import step
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target.parts import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -117,10 +112,8 @@ def iterate(
             "expected proposal 'argmax' or 'shared_noise' beside a rule of your own, got 'sample', whose acceptance "
             "needs the distribution of the proposals; change draft.generation_config.proposal"
         )
-    ranks = Ranks(model)
-    engine = functools.partial(_start, exact=accept is None, ranks=ranks)
-    with ranks.together():
-        run: Run = cast(Any, model).generate(**prepare(model, draft, kwargs, engine))
+    start = functools.partial(_start, exact=accept is None)
+    run: Run = answer_with(start, cast(Any, model).generate, model, draft, kwargs)
     draft.last_stats = run.stats
     if draft.generation_config.verify_width is None:
         run.chooser = None  # to be looked at, a run drafts at every step
@@ -132,61 +125,34 @@ def iterate(
     return _steps(run, output_logits, output_hidden_states)
 
 
-def _start(
-    model: PreTrainedModel,
-    input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    *,
-    target: Target,
-    draft: DFlashDraftModel,
-    exact: bool,
-    ranks: Ranks,
-    streamer: BaseStreamer | None = None,
-    started: float | None = None,
-    given_cache: Cache | None = None,
-    **model_kwargs: Any,
-) -> Run:
-    """Stands where `decode` stands in `generate`, and returns after the prefill; arguments as there."""
-    if not exact and not BlockProcessors(logits_processor).is_stateless:
+def _start(call: Call, exact: bool) -> Run:
+    """Stands where `decode` stands, and returns after the prefill."""
+    if not exact and not BlockProcessors(call.processors).is_stateless:
         raise ValueError(
             "expected only temperature, top-k, top-p and other warpers of single scores beside accept, got "
-            f"{[type(p).__name__ for p in logits_processor]}; the others never see what lies behind a mismatch"
+            f"{[type(p).__name__ for p in call.processors]}; the others never see what lies behind a mismatch"
         )
-    together = [c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
-    if not exact and (together or (streamer is not None and input_ids.shape[0] > 1)):
+    together = [c for c in call.criteria if type(c) not in LENGTH_AND_END]
+    if not exact and (together or (call.streamer is not None and call.input_ids.shape[0] > 1)):
         raise ValueError(
             "expected no stopping criteria but length and end of sequence, and a streamer only with one row, beside "
-            f"accept, got {[type(c).__name__ for c in together] or type(streamer).__name__}; stop iterating instead"
+            f"accept, got {[type(c).__name__ for c in together] or type(call.streamer).__name__}; stop iterating "
+            "instead"
         )
-    if given_cache is not None:
+    if call.cache is not None:
         raise ValueError(
             "expected no past_key_values, got a cache: a run that may be left half-way cannot advance one; pass the "
             "whole conversation instead"
         )
-    started = time.perf_counter() if started is None else started
-    ids = cast(torch.LongTensor, input_ids.to(target.device))
-    with eagerly(model, draft):
-        return prefill(
-            target,
-            ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            draft,
-            streamer,
-            model_kwargs,
-            started,
-            ranks,
-        )
+    with eagerly(call.target.modules, call.draft_modules):
+        return prefill(call)
 
 
 def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generator[DFlashStep]:
-    """Yields the prefill, then one step after the other; everything that is held is held inside `_Verified`."""
-    state, models = run.state, (run.target.model, run.generator.draft)
+    """Yields the prefill, then one step after the other; nothing is held while it waits."""
+    state, models = run.state, (run.target.modules, modules_of(run.generator.draft))
     # Looked up once: every part of both models has to be asked.
-    compiled = [model for model in models if is_compiled(model)]
+    compiled = [modules for modules in models if is_compiled(modules)]
     no_gradients = torch.inference_mode if run.target.takes_inference_mode else torch.no_grad
     first = torch.stack(_committed(run, [1] * state.ids.shape[0]))
     yield DFlashStep(
@@ -203,40 +169,27 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
     while not run.finished:
         index += 1
         with run.ranks.together(), eagerly(*compiled), no_gradients():
-            verified = _Verified(run)
-        yield verified.as_step(index, output_logits, output_hidden_states)
-    if run.streamer is not None:
-        run.streamer.end()
-
-
-class _Verified:
-    """A step that has been done. What is copied out of it is made outside inference mode, so autograd takes it."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        run.watch.skip()
-        self.before = run.state.anchor.clone(), run.state.lengths.clone()
-        self.logits, self.counts = step(run)
-
-    def as_step(self, index: int, output_logits: bool, output_hidden_states: bool) -> DFlashStep:
-        """Copies what it did."""
-        run, (anchor, lengths) = self.run, (tensor.clone() for tensor in self.before)
-        state, generator = run.state, run.generator
-        return DFlashStep(
+            run.watch.skip()
+            before = state.anchor.clone(), state.lengths.clone()
+            logits, counts = step(run)
+        # Outside inference mode, so that autograd takes the copies.
+        anchor, lengths = (tensor.clone() for tensor in before)
+        drafted = run.generator.logits
+        yield DFlashStep(
             index=index,
             anchor=anchor,
             proposals=state.proposals.clone(),
             tokens=(state.tokens if run.accept is None else cast(_Checked, run.accept).given[1]).clone(),
             positions=lengths[:, None] + torch.arange(1, state.width + 1, device=lengths.device),
-            num_accepted=state.num_accepted.clone().masked_fill(
-                torch.tensor(self.counts, device=lengths.device) == 0, 0
-            ),
-            committed=_committed(run, self.counts),
+            num_accepted=state.num_accepted.masked_fill(torch.tensor(counts, device=lengths.device) == 0, 0),
+            committed=_committed(run, counts),
             done=state.done.clone(),
-            logits=self.logits.clone() if output_logits else None,
-            draft_logits=generator.logits.clone() if output_logits and generator.logits is not None else None,
-            hidden_states=generator.context_hidden_states.clone() if output_hidden_states else None,
+            logits=logits.clone() if output_logits else None,
+            draft_logits=drafted.clone() if output_logits and drafted is not None else None,
+            hidden_states=run.generator.context_hidden_states.clone() if output_hidden_states else None,
         )
+    if run.streamer is not None:
+        run.streamer.end()
 
 
 def _committed(run: Run, counts: list[int]) -> list[Tensor]:

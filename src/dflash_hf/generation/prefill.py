@@ -7,25 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import Cache, DynamicCache, GenerationConfig, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
-from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.cache.size import OutOfRoomError
-from dflash_hf.devices import execution_device
 from dflash_hf.generation.accept import SynchronizedRows
-from dflash_hf.generation.buffers import BufferShape, FixedBuffers, affordable_length, free_buffers, take_buffers
+from dflash_hf.generation.buffers import affordable_length, else_freed, take_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
-from dflash_hf.generation.outputs import Recorder
-from dflash_hf.generation.processors import BlockProcessors
-from dflash_hf.generation.ranks import Ranks
-from dflash_hf.generation.run import Run, first_room
-from dflash_hf.generation.sampling import new_key
-from dflash_hf.generation.state import NUM_REPORTED, DecodeState, StateShape
-from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
+from dflash_hf.generation.run import LENGTH_AND_END, Call, Run, first_room
+from dflash_hf.generation.sampling import BlockProcessors, new_key
+from dflash_hf.generation.state import NUM_REPORTED, BufferShape, DecodeState
+from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.step import settle, take_note
 from dflash_hf.generation.user_cache import UserCache
 from dflash_hf.generation.widths import WidthChooser, take_chooser
@@ -36,62 +30,57 @@ from dflash_hf.target.reentry import outermost
 from dflash_hf.target.support import check_length
 
 
-def prefill(
-    target: Target,
-    input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    draft: DFlashDraftModel,
-    streamer: BaseStreamer | None,
-    model_kwargs: dict[str, Any],
-    started: float,
-    ranks: Ranks,
-    kept: UserCache | None = None,
-    keeps_buffers: bool = False,
-) -> Run:
+def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = False) -> Run:
     """Runs the target over the prompts with taps on, moves its cache into the ragged one, commits the first token.
 
-    Arguments as `decode`; `kept` is the cache that `keep` will advance; `keeps_buffers` takes
-    those of an earlier call, which go back for the next one. Reads lengths on the host.
+    Reads lengths on the host.
+
+    Args:
+        call (`Call`): Prepared.
+        kept (`UserCache`, *optional*): What `keep` will advance.
+        keeps_buffers (`bool`): Take those of an earlier call, which go back for the next one.
 
     Raises:
         ValueError: If the run would cross a boundary of the target's RoPE, or its K/V have no room in memory.
         RuntimeError: If the taps did not fire.
     """
+    target, draft, input_ids, config, ranks = call.target, call.draft, call.input_ids, call.config, call.ranks
     devices = (input_ids.device, draft.device) if draft.generation_config.synchronize else ()
-    watch = Stopwatch(stats := SpeculativeStats(), started, devices)
+    watch = Stopwatch(stats := SpeculativeStats(), call.started, devices)
     watch.lap("prepare")
-    pad = generation_config._pad_token_tensor
-    processors = BlockProcessors(logits_processor, 0 if pad is None else int(pad))
-    block_size, width, rule = _widths_and_rule(draft, generation_config, processors)
+    pad = config._pad_token_tensor
+    processors = BlockProcessors(call.processors, 0 if pad is None else int(pad))
+    block_size, width, rule = _widths_and_rule(draft, config, processors)
     past = 0 if kept is None else kept.past
-    positions = prompt_positions(target, input_ids, generation_config, model_kwargs, past)
-    limit = _limit(stopping_criteria, generation_config, input_ids.shape[1])
+    positions = prompt_positions(call, past)
+    limit = _limit(call.criteria, config, input_ids.shape[1])
     lengths = (positions[:, -1] + 1).to(input_ids.device)
     longest = int(positions[:, -1].max()) + 1
     check_length(target, min(longest, past or longest), positions.shape[1] + limit + width - 1)
-    delta = position_delta(target, input_ids, model_kwargs, lengths)
-    eos_ids = _eos_ids(stopping_criteria, input_ids.device)
+    delta = position_delta(call, lengths)
+    eos_ids = _eos_ids(call.criteria, input_ids.device)
     room = first_room(limit, affordable_length(target, draft, len(input_ids)) - longest if keeps_buffers else None)
-    shape = StateShape.of(delta, eos_ids, block_size, width)
-    buffers = _buffers(target, draft, shape, longest + room, input_ids.shape[1] + room, keeps_buffers)
+    shape = BufferShape.of(draft, block_size, width, delta, eos_ids)
+    buffers = take_buffers(target, draft, shape, longest + room, input_ids.shape[1] + room, keeps_buffers)
     generator = DFlashCandidateGenerator(draft, target, processors, buffers, rule)
     if kept is not None:
         kept.begin(generator, positions.to(input_ids.device), limit)
     generator.begin(lengths)
-    call = {**model_kwargs, **vars(generation_config), "past_key_values": None if kept is None else past}
-    ranks.begin({**call, "input_ids": input_ids, "block_size": block_size, "verify_width": width})
-    seed = new_key(input_ids.device) if generation_config.do_sample else None
+    given = {**call.inputs, **vars(config), "past_key_values": None if kept is None else past}
+    ranks.begin({**given, "input_ids": input_ids, "block_size": block_size, "verify_width": width})
+    seed = new_key(input_ids.device) if config.do_sample else None
     ranks.share(seed)
     with ranks.forward():
-        outputs, filled = _fill(generator, input_ids, generation_config, model_kwargs, positions, kept)
+        outputs, filled = _fill(call, generator, positions, kept)
     cache = _into_ragged(generator, filled, positions, longest + room, kept, keeps_buffers)
     state = buffers.state
     state.begin(input_ids, lengths=lengths, limit=limit, position_delta=delta, eos_ids=eos_ids, seed=seed)
-    _describe(stats, generator, cache, state)
-    criteria = [c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
-    recorder = Recorder(generation_config, input_ids.shape[0])
+    stats.num_committed, stats.num_accepted = ([[] for _ in range(len(input_ids))] for _ in range(2))
+    stats.num_proposed, stats.num_target_forwards = width - 1, 1
+    stats.proposal = rule if state.is_sampled else "greedy"
+    stats.cache_bytes = cache.num_bytes() + generator.cache.num_bytes()
+    criteria = [c for c in call.criteria if type(c) not in LENGTH_AND_END]
+    recorder = Recorder(config, input_ids.shape[0])
     run = Run(
         target=target,
         ranks=ranks,
@@ -100,14 +89,14 @@ def prefill(
         cache=cache,
         processors=processors,
         criteria=criteria,
-        streamer=streamer,
-        synchronized=SynchronizedRows.if_needed(processors, criteria, streamer, state, recorder.has_scores),
+        streamer=call.streamer,
+        synchronized=SynchronizedRows.if_needed(processors, criteria, call.streamer, state, recorder.has_scores),
         recorder=recorder,
         stats=stats,
         watch=watch,
         chooser=_chooser(generator, state, keeps_buffers),
         kept=kept,
-        extra=extra_inputs(model_kwargs),
+        extra=extra_inputs(call.inputs),
         reach=None if target.num_positions is None else (target.num_positions - delta).tolist(),
         prompt=longest,
         longest=longest,
@@ -118,36 +107,17 @@ def prefill(
     return run
 
 
-def _buffers(
-    target: Target, draft: DFlashDraftModel, state: StateShape, length: int, num_columns: int, keeps_buffers: bool
-) -> FixedBuffers:
-    """Buffers for rows of `length` tokens and a block behind them: those of an earlier call, or new ones."""
-    shape = BufferShape(state=state, draft_device=execution_device(draft), draft_dtype=draft.dtype)
-    if keeps_buffers:
-        return take_buffers(target, draft, shape, max(length, num_columns) + shape.block)
-    try:
-        return FixedBuffers.allocate(target, draft, shape, length + shape.block, num_columns + shape.state.width)
-    except OutOfRoomError:
-        free_buffers(draft)
-        return FixedBuffers.allocate(target, draft, shape, length + shape.block, num_columns + shape.state.width)
-
-
 def _fill(
-    generator: DFlashCandidateGenerator,
-    input_ids: torch.LongTensor,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    positions: Tensor,
-    kept: UserCache | None,
+    call: Call, generator: DFlashCandidateGenerator, positions: Tensor, kept: UserCache | None
 ) -> tuple[CausalLMOutputWithPast, Cache]:
     """Runs Transformers' own prefill (the user's attention implementation, chunks, images) with taps on.
 
     The taps are projected to draft context chunk by chunk, so no feature tensor of the whole prompt is kept. Returns
     the target's output (of the last chunk) and the cache that it filled.
     """
-    target, draft = generator.target, generator.draft
+    target, draft = call.target, call.draft
     given = kept.cache if kept is not None and kept.given else None
-    model_kwargs["past_key_values"] = _empty_cache(target, model_kwargs) if given is None else given
+    call.inputs["past_key_values"] = _empty_cache(call) if given is None else given
     seen = past = 0 if kept is None else kept.past
 
     def sink(states: Tensor) -> None:
@@ -160,7 +130,7 @@ def _fill(
         outermost(target.model, target.decoder) as is_ours,
         Taps(target.layers, ids, sink, deepstack, counts=lambda kwargs: is_ours()).open(),
     ):
-        outputs = run_prefill(target, input_ids, generation_config, model_kwargs, past, positions.shape[1])
+        outputs = run_prefill(call, past, positions.shape[1])
     if seen != positions.shape[1]:
         raise RuntimeError(
             f"expected taps on {positions.shape[1] - past} prompt tokens, got {seen - past}; a compiled target runs "
@@ -178,19 +148,19 @@ def _fill(
             f"expected {type(target.model).__name__} to go on with the cache passed in, got a new one from it (its "
             "RoPE depends on the length); pass the whole conversation without past_key_values"
         )
-    del model_kwargs["past_key_values"], outputs.past_key_values
+    del call.inputs["past_key_values"], outputs.past_key_values
     return outputs, filled
 
 
-def _empty_cache(target: Target, model_kwargs: dict[str, Any]) -> DynamicCache:
+def _empty_cache(call: Call) -> DynamicCache:
     """The cache that `generate` prepared if it is what a prefill needs, else a new one.
 
     A static, quantised or offloaded one would save nothing: decoding has a cache of its own.
     """
-    prepared: Any = model_kwargs.get("past_key_values")
+    prepared: Any = call.inputs.get("past_key_values")
     if type(prepared) is DynamicCache and not prepared.offloading and not int(prepared.get_seq_length()):
         return prepared
-    return DynamicCache(config=target.config)
+    return DynamicCache(config=call.target.config)
 
 
 def _into_ragged(
@@ -208,26 +178,15 @@ def _into_ragged(
     """
     buffers, width, keep = generator.buffers, generator.verify_width, kept is not None and kept.given
     exact = max_length + (buffers.shape.block if keeps_buffers else width)
-    length = buffers.capacity if keeps_buffers else exact
-    recurrences = generator.target.recurrences
-    try:
-        cache = RaggedCache.take_prefill(filled, positions, length, width, keep, buffers.cache, recurrences)
-    except OutOfRoomError:
-        free_buffers(generator.draft)
-        cache = RaggedCache.take_prefill(filled, positions, exact, width, keep, buffers.cache, recurrences)
-        buffers.capacity = min(buffers.capacity, exact)
-    buffers.take_cache(cache)
-    return cache
 
+    def take(length: int) -> RaggedCache:
+        buffers.capacity = min(buffers.capacity, length)
+        recurrences = generator.target.recurrences
+        return RaggedCache.take_prefill(filled, positions, length, width, keep, buffers.cache, recurrences)
 
-def _describe(
-    stats: SpeculativeStats, generator: DFlashCandidateGenerator, cache: RaggedCache, state: DecodeState
-) -> None:
-    """Says in the statistics what is known of a run before its first step."""
-    stats.num_committed, stats.num_accepted = ([[] for _ in range(state.ids.shape[0])] for _ in range(2))
-    stats.num_proposed, stats.num_target_forwards = generator.verify_width - 1, 1
-    stats.proposal = generator.rule if state.is_sampled else "greedy"
-    stats.cache_bytes = cache.num_bytes() + generator.cache.num_bytes()
+    buffers.take_cache(else_freed(generator.draft, take, buffers.capacity if keeps_buffers else exact, exact))
+    assert buffers.cache is not None
+    return buffers.cache
 
 
 def _commit_first(run: Run, outputs: CausalLMOutputWithPast) -> None:
@@ -263,26 +222,20 @@ def _widths_and_rule(
 
 
 def _chooser(generator: DFlashCandidateGenerator, state: DecodeState, keeps_buffers: bool) -> WidthChooser | None:
-    """What chooses the width of each verify, if that follows the run; costs of captured steps are measured anew."""
-    target, draft, width = generator.target, generator.draft, generator.verify_width
-    if width < 2 or not _follows(target, draft, state, generator.rule, keeps_buffers):
-        return None
-    kept = None if keeps_buffers else take_chooser(draft, target.model, state.ids.shape[0], width)
-    return WidthChooser(width) if kept is None else kept
-
-
-def _follows(target: Target, draft: DFlashDraftModel, state: DecodeState, rule: Rule, keeps_buffers: bool) -> bool:
-    """Returns True if the width of each verify follows the run.
+    """What chooses the width of each verify, if that follows the run; costs of captured steps are measured anew.
 
     Where nothing is said about it, only where steps are not to be captured, a graph per width, and where the text does
     not follow the width too: rejection draws another one, and in half precision near ties turn.
     """
+    target, draft, width = generator.target, generator.draft, generator.verify_width
     asked = draft.generation_config.verify_width
-    if asked is not None:
-        return asked == "auto"
-    is_half = target.model.dtype.itemsize < 4 or torch.is_autocast_enabled(target.device.type)
-    draws = state.is_sampled and rule == "sample"
-    return WidthChooser.by_default and not (keeps_buffers or is_half or draws)
+    if asked is None and WidthChooser.by_default and not keeps_buffers:
+        is_half = target.model.dtype.itemsize < 4 or torch.is_autocast_enabled(target.device.type)
+        asked = None if is_half or (state.is_sampled and generator.rule == "sample") else "auto"
+    if asked != "auto" or width < 2:
+        return None
+    kept = None if keeps_buffers else take_chooser(draft, target.model, state.ids.shape[0], width)
+    return WidthChooser(width) if kept is None else kept
 
 
 def _limit(criteria: StoppingCriteriaList, generation_config: GenerationConfig, num_columns: int) -> int:
@@ -304,50 +257,36 @@ PER_TOKEN = {"attention_mask", "position_ids", "token_type_ids", "mm_token_type_
 IMAGE_SIZES = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
 
 
-def run_prefill(
-    target: Target,
-    input_ids: torch.LongTensor,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    past: int,
-    num_columns: int,
-) -> Any:
+def run_prefill(call: Call, past: int, num_columns: int) -> Any:
     """Runs `GenerationMixin._prefill` over the columns that the cache does not have yet.
 
     Older Transformers cut a continued conversation into chunks as if nothing was cached, so that is done here.
 
     Args:
-        target (`Target`): The target.
-        input_ids (`torch.LongTensor` of shape `[B, S]`): The whole conversation, or its new tokens.
-        generation_config, model_kwargs: As `generate` prepared them.
-        past (`int`): Columns in `model_kwargs["past_key_values"]`.
+        call (`Call`): Its `inputs` hold the cache to fill.
+        past (`int`): Columns in that.
         num_columns (`int`): Columns of the whole conversation.
 
     Returns:
         What the target returned for the last chunk.
     """
-    model: Any = target.model
-    if not past or model_kwargs.get("inputs_embeds") is not None:  # embeddings are cut by `_prefill` itself
-        return model._prefill(input_ids, generation_config, model_kwargs)
-    config = copy.copy(generation_config)
+    model: Any = call.target.model
+    if not past or call.inputs.get("inputs_embeds") is not None:  # embeddings are cut by `_prefill` itself
+        return model._prefill(call.input_ids, call.config, call.inputs)
+    config = copy.copy(call.config)
     config.prefill_chunk_size = None
-    new = input_ids[:, past - num_columns :]
+    new = call.input_ids[:, past - num_columns :]
     outputs, end = None, past
-    for chunk in torch.split(new, generation_config.prefill_chunk_size or new.shape[1], dim=1):
+    for chunk in torch.split(new, call.config.prefill_chunk_size or new.shape[1], dim=1):
         end += chunk.shape[1]
         left = num_columns - end
-        cut = {
-            name: value[..., : value.shape[-1] - left]
-            for name in PER_TOKEN
-            if (value := model_kwargs.get(name)) is not None
-        }
-        outputs = model._prefill(chunk, config, {**model_kwargs, **cut})
+        given = {name: call.inputs.get(name) for name in PER_TOKEN}
+        cut = {name: value[..., : value.shape[-1] - left] for name, value in given.items() if value is not None}
+        outputs = model._prefill(chunk, config, {**call.inputs, **cut})
     return outputs
 
 
-def prompt_positions(
-    target: Target, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], past: int
-) -> Tensor:
+def prompt_positions(call: Call, past: int) -> Tensor:
     """Returns the index in its row of every token of the conversation, cached or new: `[B, T]`, negative for padding.
 
     On the host, where all that follows from them is decided: a mask is read once.
@@ -359,21 +298,23 @@ def prompt_positions(
         ValueError: If a row ends in padding, or has padding between tokens where windows are counted in columns; also
             in a mask that `generate` inferred from pad ids.
     """
-    mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
-    batch, columns = input_ids.shape if embeds is None else embeds.shape[:2]
-    if mask is None:
-        if embeds is None and past:
-            # A mask of ones is dropped on the way; its width says what is cached already.
-            columns = getattr(generation_config, "_mask_length", columns)
+    mask, embeds = call.inputs.get("attention_mask"), call.inputs.get("inputs_embeds")
+    batch, columns = call.input_ids.shape if embeds is None else embeds.shape[:2]
+    if mask is not None:
+        mask = mask.cpu() != 0
+        mask = mask if past else mask[:, :columns]
+        columns = mask.shape[1]
+    elif embeds is None and past:
+        # A mask of ones is dropped on the way; its width says what is cached already.
+        columns = getattr(call.config, "_mask_length", columns)
+    if mask is None or bool(mask.all()):
         return torch.arange(columns, device="cpu").expand(batch, -1)
-    mask = mask.cpu() != 0
-    mask = mask if past else mask[:, :columns]
     if not bool(mask[:, -1].all()):
         raise ValueError(
             "expected left-padded prompts, got padding after the last token (without an attention_mask every pad "
             "token counts as padding); tokenize with padding_side='left' and pass attention_mask"
         )
-    if bool((mask[:, 1:] < mask[:, :-1]).any()) and any(DynamicCache(config=target.config).is_sliding):
+    if bool((mask[:, 1:] < mask[:, :-1]).any()) and any(DynamicCache(config=call.target.config).is_sliding):
         raise ValueError(
             "expected no padding between tokens with a target that has sliding windows, which plain generate counts "
             "in columns, got some; pass the whole conversation left-padded, without past_key_values"
@@ -381,7 +322,7 @@ def prompt_positions(
     return (mask.long().cumsum(dim=1) - 1).masked_fill(~mask, -1)
 
 
-def position_delta(target: Target, input_ids: Tensor, model_kwargs: dict[str, Any], lengths: Tensor) -> Tensor:
+def position_delta(call: Call, lengths: Tensor) -> Tensor:
     """Returns target position minus index at the last token of prompts of these `lengths` `[B]`: what plain decoding
     goes on counting from.
 
@@ -392,11 +333,11 @@ def position_delta(target: Target, input_ids: Tensor, model_kwargs: dict[str, An
     Raises:
         ValueError: If the target leaves out the positions that `generate` prepared, and counts by itself.
     """
-    if model_kwargs.get("position_ids") is None:
+    if call.inputs.get("position_ids") is None:
         return torch.zeros_like(lengths)
-    model: Any = target.model
-    kwargs = {**model_kwargs, "past_key_values": _empty_cache(target, model_kwargs), "use_cache": True}
-    last = torch.zeros_like(lengths[:, None], device=input_ids.device)
+    model: Any = call.target.model
+    kwargs = {**call.inputs, "past_key_values": _empty_cache(call), "use_cache": True}
+    last = torch.zeros_like(lengths[:, None])
     step = model.prepare_inputs_for_generation(last, next_sequence_length=1, is_first_iteration=False, **kwargs)
     position_ids = step.get("position_ids")
     if position_ids is None:

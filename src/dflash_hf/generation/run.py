@@ -1,4 +1,4 @@
-"""One run: its parts, what the host knows of it, and how many new tokens its buffers have room for.
+"""A call, the run that it becomes, what the host knows of it, and how many new tokens its buffers have room for.
 
 A limit says little about how long an answer gets, and plain `generate` allocates nothing for it. So a run begins with
 room for some tokens of its limit, and doubles that when a step could need more. The host knows from the last step how
@@ -7,32 +7,91 @@ much there is, so that nothing is read for it.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import inspect
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, cast
 
 import torch
-from transformers.generation.stopping_criteria import StoppingCriteria
+from torch import nn
+from transformers import Cache, GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.recurrent import noting
-from dflash_hf.cache.size import OutOfRoomError
+from dflash_hf.devices import plain_tensors
 from dflash_hf.generation.accept import Accept, SynchronizedRows
-from dflash_hf.generation.buffers import FixedBuffers, free_buffers
+from dflash_hf.generation.buffers import FixedBuffers, else_freed
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
-from dflash_hf.generation.outputs import Recorder
-from dflash_hf.generation.processors import BlockProcessors
 from dflash_hf.generation.ranks import Ranks
+from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.generation.state import DecodeState
-from dflash_hf.generation.stats import SpeculativeStats, Stopwatch
+from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.user_cache import UserCache
 from dflash_hf.generation.widths import WidthChooser
+from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.fused import fused_modules
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
 from dflash_hf.target.reentry import KEYWORD, ragged_attention
+
+# Criteria that the commit itself decides.
+LENGTH_AND_END = (EosTokenCriteria, MaxLengthCriteria)
+
+
+@dataclass(kw_only=True)
+class Call:
+    """A call of `generate` with a draft: what it was given, and what Transformers has made of that.
+
+    It stands in place of Transformers' own sampling loop, as `custom_generate`.
+
+    Args:
+        target, draft, ranks: Of the call.
+        draft_modules (`list[nn.Module]`): The draft and all its parts.
+        answer (callable): What is done once everything is prepared.
+        streamer (`BaseStreamer`, *optional*): Gets every accepted run; `generate` puts the prompt.
+        cache (`Cache`, *optional*): `past_key_values` that the caller passed.
+        started (`float`): `time.perf_counter()` at the user's call.
+
+    Then, as `generate` prepared them: `input_ids` `[B, S]`, int64, left-padded, on the target's device; `given_on`,
+    where they were; `processors`, `criteria`, `config`; and `inputs`, keywords for the target's prefill.
+    """
+
+    # What is asked for before every call, and takes its time to be found out.
+    __signature__: ClassVar[inspect.Signature] = inspect.signature(cast(Any, GenerationMixin)._sample)
+
+    target: Target
+    draft: DFlashDraftModel
+    draft_modules: list[nn.Module]
+    ranks: Ranks
+    answer: Callable[[Call], Any]
+    streamer: BaseStreamer | None
+    cache: Cache | None
+    started: float
+    input_ids: torch.LongTensor = field(init=False)
+    given_on: torch.device = field(init=False)
+    processors: LogitsProcessorList = field(init=False)
+    criteria: StoppingCriteriaList = field(init=False)
+    config: GenerationConfig = field(init=False)
+    inputs: dict[str, Any] = field(init=False)
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **inputs: Any,
+    ) -> Any:
+        """Takes what `generate` has prepared, and answers."""
+        self.given_on, self.input_ids = input_ids.device, cast(torch.LongTensor, input_ids.to(self.target.device))
+        self.processors, self.criteria = logits_processor, stopping_criteria
+        self.config, self.inputs = generation_config, inputs
+        return self.answer(self)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +119,7 @@ class Run:
         num_new (`int`): Tokens that the longest answer has.
         keeps_buffers (`bool`): Whether the buffers go back for the next call when the run has ended well.
         finished (`bool`): Whether every row has ended.
+        taps (`Taps`, *optional*): Those that are open, see [`tapped`].
     """
 
     target: Target
@@ -85,6 +145,7 @@ class Run:
     accept: Accept | None = None
     num_new: int = 0
     finished: bool = False
+    taps: Taps | None = None
 
     @property
     def state(self) -> DecodeState:
@@ -104,11 +165,21 @@ class Run:
 
 @contextmanager
 def tapped(run: Run) -> Generator[Taps]:
-    """The target with its attention switched, kernels in its modules, its layers tapped and its recurrences noted."""
+    """The target with its attention switched, kernels in its modules, its layers tapped and its recurrences noted.
+
+    Where it is so already, for several verifies, nothing is done.
+    """
+    if run.taps is not None:
+        yield run.taps
+        return
     ids = run.generator.draft.config.target_layer_ids
     taps = Taps(run.target.layers, ids, counts=lambda kwargs: kwargs.get(KEYWORD) is run.cache)
     with ragged_attention(run.target), fused_modules(run.target), noting(run.cache.layers), taps.open():
-        yield taps
+        run.taps = taps
+        try:
+            yield taps
+        finally:
+            run.taps = None
 
 
 # New tokens that there is room for at the beginning, at most; fixed buffers do not grow, see `make_room`.
@@ -146,11 +217,7 @@ def make_room(run: Run) -> None:
     if has_room(run):
         return
     least = min(run.state.limit, run.num_new + run.generator.verify_width)
-    try:
-        _grow(run, min(run.state.limit, max(2 * run.room, least)))
-    except OutOfRoomError:
-        free_buffers(run.generator.draft)
-        _grow(run, least)
+    else_freed(run.generator.draft, partial(_grow, run), min(run.state.limit, max(2 * run.room, least)), least)
 
 
 def _grow(run: Run, room: int) -> None:
@@ -158,8 +225,7 @@ def _grow(run: Run, room: int) -> None:
     length = run.prompt + room + max(generator.block_size, generator.verify_width)
     for cache in (generator.cache, run.cache):
         cache.grow(length)
-    # Outside inference mode, like all that a call leaves behind.
-    with torch.inference_mode(False):
+    with plain_tensors():
         ids = state.ids.new_zeros(state.ids.shape[0], state.columns + room + state.whole_block.shape[1])
         num = min(ids.shape[1], state.ids.shape[1])
         ids[:, :num] = state.ids[:, :num]
@@ -167,4 +233,4 @@ def _grow(run: Run, room: int) -> None:
     run.stats.cache_bytes = run.cache.num_bytes() + generator.cache.num_bytes()
 
 
-__all__ = ["Run", "first_room", "has_room", "make_room", "tapped"]
+__all__ = ["LENGTH_AND_END", "Call", "Run", "first_room", "has_room", "make_room", "tapped"]

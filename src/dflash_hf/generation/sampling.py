@@ -1,4 +1,7 @@
-"""Choosing tokens: noise that is keyed by what it is for, and true rejection of proposals. No host sync.
+"""Choosing tokens: logits processors over a block, noise that is keyed by what it is for, rejection of proposals.
+
+Warpers that look at nothing but the scores run once over all positions. Everything else (processors that read the
+prefix, unknown ones, stateful ones) is applied position by position, see `accept`.
 
 Random numbers follow from (seed, row, position, stream), not from how many were drawn before. That is what makes a
 sampled text the same at every block size: the token at a position is drawn with the same noise whether the position is
@@ -9,11 +12,117 @@ Shapes: `B` rows, `W` verified tokens (anchor first), `V` vocabulary.
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from dflash_hf import ops
-from dflash_hf.generation.processors import BlockProcessors
+
+STATELESS = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitNormalization,
+    InfNanRemoveLogitsProcessor,
+)
+
+
+def _ask(function: Callable[[int, Tensor], list[int]], numbers: list[int], index: int, ids: Tensor) -> list[int]:
+    """Calls a prefix function for the `index`-th of some rows, with that row's number in the batch."""
+    return function(numbers[index], ids)
+
+
+def _plain(value: object) -> object:
+    """A number or switch as it is, a tensor as its values."""
+    return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else value
+
+
+def _temperature_and_top_k(warpers: LogitsProcessorList) -> tuple[float, int | None] | None:
+    """Returns what a temperature and a top-k are set to, in this order, if there are no other warpers."""
+    rest: list[Any] = list(warpers)
+    temperature, top_k = 1.0, None
+    if rest and type(rest[0]) is TemperatureLogitsWarper:
+        temperature = float(rest.pop(0).temperature)
+    if rest and type(rest[0]) is TopKLogitsWarper and rest[0].filter_value == -math.inf:
+        top_k = int(rest.pop(0).top_k)
+    return None if rest else (temperature, top_k)
+
+
+class BlockProcessors:
+    """A run's processors, split by whether they can be applied to a block at once.
+
+    Args:
+        processors (`LogitsProcessorList`): As `generate` prepared them.
+        pad_id (`int`): What stands where a row has no token yet.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, pad_id: int = 0) -> None:
+        self.processors = processors
+        self.pad_id = pad_id
+        # Exact types: a subclass may look at anything.
+        self.warpers = LogitsProcessorList([p for p in processors if type(p) in STATELESS])
+        self.is_stateless = len(self.warpers) == len(processors)
+        # Where there is no more than these two, in this order; without a top-k it is None.
+        self.temperature_and_top_k = _temperature_and_top_k(self.warpers) if self.is_stateless else None
+
+    def settings(self) -> tuple[object, ...]:
+        """Returns the kinds and numbers of the stateless warpers: what a captured step has of them. Reads tensors."""
+        return tuple(
+            (type(warper), tuple(sorted((name, _plain(value)) for name, value in vars(warper).items())))
+            for warper in self.warpers
+        )
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Applies all processors to one position: prefixes `[B, S]`, scores `[B, V]`."""
+        return self.processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
+
+    def at(self, ids: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
+        """Applies all processors to one position; a prefix function is asked about the given rows `[B]` only."""
+        for processor in self.processors:
+            if type(processor) is PrefixConstrainedLogitsProcessor:
+                # It may know nothing about the prefixes that rows standing elsewhere are shown with. It is told the
+                # row's number in the whole batch.
+                numbers: list[int] = rows.nonzero()[:, 0].tolist()
+                allowed = functools.partial(_ask, processor._prefix_allowed_tokens_fn, numbers)
+                one = PrefixConstrainedLogitsProcessor(allowed, 1)
+                scores[rows] = one(cast(torch.LongTensor, ids[rows]), cast(torch.FloatTensor, scores[rows]))
+            else:
+                scores = processor(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
+        return scores
+
+    def warp(self, logits_BKV: Tensor) -> Tensor:
+        """Applies the stateless warpers to every position of `[B, K, V]` logits; returns float32 scores.
+
+        Float32 because that is what Transformers hands to processors, so that ties fall the same way.
+        """
+        scores = logits_BKV.to(torch.float32)
+        if not self.warpers:
+            return scores
+        flat = scores.flatten(0, 1)
+        return self.warpers(
+            cast(torch.LongTensor, flat.new_empty(flat.shape[0], 0, dtype=torch.long)), cast(torch.FloatTensor, flat)
+        ).view_as(scores)
 
 
 def gumbel_noise(key: Tensor, positions_BK: Tensor, tokens: Tensor, stream: int = 0) -> Tensor:
@@ -117,4 +226,12 @@ def ends_row(tokens: Tensor, eos_ids: Tensor) -> Tensor:
     return (tokens[..., None] == eos_ids).any(dim=-1)
 
 
-__all__ = ["accept_rejection", "choose", "choose_from_logits", "ends_row", "gumbel_noise", "new_key"]
+__all__ = [
+    "BlockProcessors",
+    "accept_rejection",
+    "choose",
+    "choose_from_logits",
+    "ends_row",
+    "gumbel_noise",
+    "new_key",
+]

@@ -7,21 +7,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash_hf.devices import execution_device
+from dflash_hf.modeling_dflash import DFlashDraftModel
+
 NUM_REPORTED = 5  # rows of `DecodeState.outcome` before the tokens
 # End-of-sequence ids are padded to a multiple of this.
 EOS_IDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateShape:
-    """What two runs must have in common to use the same state, besides room.
+class BufferShape:
+    """What two runs must have in common to use the same buffers, besides room.
 
     Args:
         batch (`int`): Rows.
         block_size, width (`int`): Tokens of the draft's block and of the widest verify.
         num_eos (`int`): End-of-sequence ids, rounded up.
         position_delta (`tuple[int, ...]`): Shape of the target's position deltas.
-        device (`torch.device`): The target's.
+        device, draft_device (`torch.device`): The target's, and the draft's.
+        draft_dtype (`torch.dtype`): The draft's.
     """
 
     batch: int
@@ -30,9 +34,13 @@ class StateShape:
     num_eos: int
     position_delta: tuple[int, ...]
     device: torch.device
+    draft_device: torch.device
+    draft_dtype: torch.dtype
 
     @classmethod
-    def of(cls, position_delta: Tensor, eos_ids: Tensor | None, block_size: int, width: int) -> StateShape:
+    def of(
+        cls, draft: DFlashDraftModel, block_size: int, width: int, position_delta: Tensor, eos_ids: Tensor | None
+    ) -> BufferShape:
         """Returns the shape for a run with these position deltas and end-of-sequence ids."""
         num_eos = 0 if eos_ids is None else eos_ids.shape[0]
         return cls(
@@ -42,7 +50,14 @@ class StateShape:
             num_eos=-(-max(num_eos, 1) // EOS_IDS) * EOS_IDS,
             position_delta=tuple(position_delta.shape),
             device=position_delta.device,
+            draft_device=execution_device(draft),
+            draft_dtype=draft.dtype,
         )
+
+    @property
+    def block(self) -> int:
+        """The longest block that is written at once."""
+        return max(self.block_size, self.width)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,7 +118,7 @@ class DecodeState:
 
     @classmethod
     @torch.inference_mode(False)
-    def allocate(cls, shape: StateShape, num_columns: int) -> DecodeState:
+    def allocate(cls, shape: BufferShape, num_columns: int) -> DecodeState:
         """Allocates tensors for runs of up to `num_columns` columns, scratch included; call [`begin`] before use.
 
         Outside inference mode, like all that a call leaves behind.
@@ -121,7 +136,7 @@ class DecodeState:
             done=torch.zeros(batch, dtype=torch.bool, device=device),
             whole_block=zeros(batch, width),
             draft_ids=zeros(batch, shape.block_size),
-            next_positions=zeros(batch, max(shape.block_size, width)),
+            next_positions=zeros(batch, shape.block),
             whole_tokens=zeros(batch, width),
             outcome=zeros(NUM_REPORTED + width, batch),
             position_delta=zeros(*shape.position_delta),
@@ -216,4 +231,4 @@ class DecodeState:
         ]
 
 
-__all__ = ["NUM_REPORTED", "DecodeState", "StateShape"]
+__all__ = ["NUM_REPORTED", "BufferShape", "DecodeState"]

@@ -1,4 +1,4 @@
-"""How a run went: tokens committed at every verify, per row, where the time went, and what follows from them.
+"""What a call gives back beside its text: how it went, and scores, logits and hidden states that it was asked for.
 
 Definitions. A *verify* is one forward of the target over a block, counted for every row that was still running. It
 *accepts* the longest prefix of the proposals that equals what the target says, and *commits* that plus one token of
@@ -20,10 +20,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from typing import Any, Literal, cast, get_args
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from dflash_hf.figures import MISSING, new_figure
 
 Definition = Literal["zlab", "vllm", "sglang"]
 Part = Literal["prepare", "prefill", "draft", "verify", "accept", "rest"]
@@ -178,27 +185,14 @@ class SpeculativeStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain numbers, for JSON: counts per row and verify, and what follows from them."""
+        derived = ("acceptance_length", "acceptance_length_per_row", "num_verifies", "num_new_tokens")
         return {
-            "acceptance_length": self.acceptance_length,
-            "acceptance_length_per_row": self.acceptance_length_per_row,
+            **{name: getattr(self, name) for name in (*derived, "time_to_first_token", "total_seconds")},
             "acceptance_length_as": {name: self.acceptance_length_as(name) for name in get_args(Definition)},
             "acceptance_per_position": self.acceptance_per_position(),
             "conditional_acceptance_per_position": self.acceptance_per_position(conditional=True),
             "acceptance_histogram": self.acceptance_histogram(),
-            "num_committed": [list(row) for row in self.num_committed],
-            "num_accepted": [list(row) for row in self.num_accepted],
-            "num_proposed": self.num_proposed,
-            "verify_widths": list(self.verify_widths),
-            "num_verifies": self.num_verifies,
-            "num_new_tokens": self.num_new_tokens,
-            "num_target_forwards": self.num_target_forwards,
-            "num_draft_forwards": self.num_draft_forwards,
-            **{f"{part}_seconds": getattr(self, f"{part}_seconds") for part in get_args(Part)},
-            "time_to_first_token": self.time_to_first_token,
-            "total_seconds": self.total_seconds,
-            "engine": self.engine,
-            "proposal": self.proposal,
-            "cache_bytes": self.cache_bytes,
+            **asdict(self),
         }
 
     def to_frame(self) -> Any:
@@ -210,10 +204,17 @@ class SpeculativeStats:
         Raises:
             ImportError: Without pandas; `pip install 'dflash-hf[research]'`.
         """
-        from dflash_hf.generation import plots
-
-        num_tried = [self._num_tried(row) for row in range(len(self.num_accepted))]
-        return plots.verify_frame(num_tried, self.num_accepted, self.num_committed)
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError(MISSING.format(name="pandas")) from error
+        columns = ["row", "verify", "num_tried", "num_accepted", "num_committed", "num_new"]
+        lines: list[tuple[int, ...]] = []
+        for row, committed in enumerate(self.num_committed):
+            num_new = [1 + total for total in accumulate(committed)]  # the prefill's token too
+            counts = zip(self._num_tried(row), self.num_accepted[row], committed, num_new, strict=True)
+            lines += [(row, verify, *count) for verify, count in enumerate(counts)]
+        return pandas.DataFrame(lines, columns=columns)
 
     def plot(self) -> Any:
         """Draws acceptance per position (joint and conditional) beside the histogram of acceptance lengths.
@@ -224,10 +225,19 @@ class SpeculativeStats:
         Raises:
             ImportError: Without matplotlib; `pip install 'dflash-hf[research]'`.
         """
-        from dflash_hf.generation import plots
-
         joint, conditional = self.acceptance_per_position(), self.acceptance_per_position(conditional=True)
-        return plots.acceptance_figure(joint, conditional, self.acceptance_histogram(), self.acceptance_length)
+        histogram, positions = self.acceptance_histogram(), range(1, len(joint) + 1)
+        figure = new_figure(9.0, 3.0)
+        left, right = figure.subplots(1, 2)
+        left.bar(positions, joint, color="#4c78a8", label="joint: all up to here")
+        left.plot(positions, conditional, color="#f58518", marker="o", markersize=3, label="given all before")
+        left.set(xlabel="position in the block", ylabel="share accepted", ylim=(0.0, 1.05))
+        left.legend(fontsize="small")
+        right.bar(range(1, len(histogram)), histogram[1:], color="#4c78a8")
+        right.axvline(self.acceptance_length, color="#f58518", label=f"mean {self.acceptance_length:.2f}")
+        right.set(xlabel="tokens committed by a verify", ylabel="verifies")
+        right.legend(fontsize="small")
+        return figure
 
 
 class Stopwatch:
@@ -261,6 +271,93 @@ class Stopwatch:
         self.last = time.perf_counter()
 
 
+@dataclass
+class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
+    """What `generate` returns with `return_dict_in_generate=True` and a DFlash draft.
+
+    `scores`, `logits` and `hidden_states` have plain `generate`'s shapes, one entry per new token. Plain `generate`
+    goes on feeding padding to a finished row; here it is not run any more, and its entries beyond its end are zeros.
+
+    Args:
+        speculative (`SpeculativeStats`): How the run went.
+    """
+
+    speculative: SpeculativeStats | None = None
+
+
+class Recorder:
+    """Collects what a call asks to be returned, row by row: only what belongs to committed tokens is kept.
+
+    Args:
+        generation_config (`GenerationConfig`): Says what is asked for.
+        rows (`int`): Rows of the batch.
+    """
+
+    def __init__(self, generation_config: GenerationConfig, rows: int) -> None:
+        wanted = bool(generation_config.return_dict_in_generate)
+        self.has_scores = wanted and bool(generation_config.output_scores)
+        self.has_logits = wanted and bool(generation_config.output_logits)
+        self.has_hidden_states = wanted and bool(generation_config.output_hidden_states)
+        self._first_hidden_states: tuple[Tensor, ...] | None = None
+        # Per name and row: pieces [tokens, ...] in order.
+        self._pieces: dict[str, list[list[Tensor]]] = {}
+        self._rows = rows
+
+    @property
+    def is_on(self) -> bool:
+        """Returns True if anything is collected at all."""
+        return self.has_scores or self.has_logits or self.has_hidden_states
+
+    def add_prefill(self, outputs: Any) -> None:
+        """Keeps the prefill's hidden states, which are the first token's entry as they are: `[B, S, D]` per layer."""
+        self._first_hidden_states = outputs.hidden_states if self.has_hidden_states else None
+
+    def add(self, scores: Tensor, outputs_logits: Tensor, hidden_states: Any, num_committed: list[int]) -> None:
+        """Keeps the committed part of one decision.
+
+        Args:
+            scores (`torch.Tensor` of shape `[B, C, V]`): Processed scores.
+            outputs_logits (`torch.Tensor` of shape `[B, C, V]`): The target's logits.
+            hidden_states (`tuple[torch.Tensor, ...]`, *optional*): `[B, C, D]` per layer; none for the first token.
+            num_committed (`list[int]`): Columns each row has committed.
+        """
+        if self.has_scores:
+            # Transformers makes scores float32; a processor of the user's may make them float64.
+            wide = torch.promote_types(scores.dtype, torch.float32)
+            self._keep("scores", scores.to(wide), num_committed)
+        if self.has_logits:
+            self._keep("logits", outputs_logits.to(torch.float32), num_committed)
+        if self.has_hidden_states and hidden_states is not None:
+            for index, states in enumerate(hidden_states):
+                self._keep(f"hidden_states.{index}", states, num_committed)
+
+    def collected(self) -> dict[str, Any]:
+        """Returns the keyword arguments of the output: tuples with one entry per new token."""
+        found: dict[str, Any] = {}
+        if self.has_scores:
+            found["scores"] = self._joined("scores")
+        if self.has_logits:
+            found["logits"] = self._joined("logits")
+        if self.has_hidden_states:
+            num_layers = sum(name.startswith("hidden_states.") for name in self._pieces)
+            layers = [self._joined(f"hidden_states.{index}") for index in range(num_layers)]
+            later = [tuple(states[:, None] for states in token) for token in zip(*layers, strict=True)]
+            found["hidden_states"] = (cast(tuple[Tensor, ...], self._first_hidden_states), *later)
+        return found
+
+    def _keep(self, name: str, values: Tensor, num_committed: list[int]) -> None:
+        rows = self._pieces.setdefault(name, [[] for _ in range(self._rows)])
+        for row, num in enumerate(num_committed):
+            if num:
+                rows[row].append(values[row, :num].clone())
+
+    def _joined(self, name: str) -> tuple[Tensor, ...]:
+        """One tensor `[B, ...]` per new token."""
+        some = next(pieces[0] for pieces in self._pieces[name] if pieces)
+        rows = [torch.cat(pieces) if pieces else some[:0] for pieces in self._pieces[name]]
+        return pad_sequence(rows, batch_first=True).unbind(1)
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
@@ -269,4 +366,4 @@ def _pooled(counts: list[list[int]], row: int | None) -> list[int]:
     return [count for one in counts for count in one] if row is None else list(counts[row])
 
 
-__all__ = ["SpeculativeStats", "Stopwatch"]
+__all__ = ["DFlashGenerateOutput", "Recorder", "SpeculativeStats", "Stopwatch"]

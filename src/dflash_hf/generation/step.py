@@ -1,33 +1,33 @@
 """One step of decoding: draft a block, verify it, decide what stands, commit, and tell the host.
 
-`forwards` and `settle` read nothing on the host where the run decides by itself: that is the step that a CUDA graph
-replays. `finish` is the host's part. Without a graph `step` runs them one after the other.
+`forwards` and `settle` read nothing on the host where the run decides by itself. `finish` is the host's part. `step`
+runs them one after the other, over exactly as many keys as there are. [`StaticStep`] runs them with lengths rounded
+up, so that they are the same operations on the same addresses whatever is accepted: what a CUDA graph replays.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.generation.accept import commit, decide_at_once, decide_by_position, stop_by_criteria
-from dflash_hf.generation.run import Run, make_room, tapped
+from dflash_hf.generation.buffers import buckets_between, reads_lengths_on_device, round_up
+from dflash_hf.generation.compiled import compile_errors, compiled_layers
+from dflash_hf.generation.run import Run, has_room, make_room, tapped
 from dflash_hf.generation.state import NUM_REPORTED
-from dflash_hf.target.hidden_states import Taps
 
 logger: Any = logging.get_logger(__name__)
 
 
-def step(run: Run, taps: Taps | None = None) -> tuple[Tensor, list[int]]:
+def step(run: Run) -> tuple[Tensor, list[int]]:
     """Runs one step eagerly, over exactly as many keys as there are.
-
-    Args:
-        run (`Run`): Changed in place.
-        taps (`Taps`, *optional*): Those of a target that is tapped already, see [`verify`].
 
     Returns:
         `tuple[torch.Tensor, list[int]]`: The target's logits `[B, W, V]`, and how many tokens each row has committed.
@@ -35,7 +35,7 @@ def step(run: Run, taps: Taps | None = None) -> tuple[Tensor, list[int]]:
     make_room(run)
     begin(run)
     with run.ranks.forward():
-        outputs = forwards(run, taps=taps)
+        outputs = forwards(run)
     return conclude(run, outputs)
 
 
@@ -48,13 +48,12 @@ def begin(run: Run) -> None:
     run.stats.num_draft_forwards += run.state.width > 1
 
 
-def forwards(run: Run, bound: int | None = None, taps: Taps | None = None) -> CausalLMOutputWithPast:
+def forwards(run: Run, bound: int | None = None) -> CausalLMOutputWithPast:
     """Drafts, where more than the anchor is to be verified, and verifies.
 
     Args:
         run (`Run`): Its `state.block`, caches and context are changed in place.
         bound (`int`, *optional*): How many slots of every row to read; by default as many as the longest row needs.
-        taps (`Taps`, *optional*): See [`verify`].
 
     Returns:
         `CausalLMOutputWithPast`: The target's output, with logits `[B, W, V]`.
@@ -71,10 +70,10 @@ def forwards(run: Run, bound: int | None = None, taps: Taps | None = None) -> Ca
         run.generator.pass_over(is_static=bound is not None)
     if bound is None:
         run.watch.lap("draft")
-    return verify(run, block, taps)
+    return verify(run, block)
 
 
-def verify(run: Run, block: RaggedBlock, taps: Taps | None = None) -> CausalLMOutputWithPast:
+def verify(run: Run, block: RaggedBlock) -> CausalLMOutputWithPast:
     """Runs the target once over the anchor and the proposals, and hands its tapped states to the draft.
 
     Through the top-level model, so that soft caps, adapters and device hooks apply. Keys and values of all `W` tokens
@@ -83,8 +82,6 @@ def verify(run: Run, block: RaggedBlock, taps: Taps | None = None) -> CausalLMOu
     Args:
         run (`Run`): Its caches are changed in place.
         block (`RaggedBlock`): Where `state.block` stands.
-        taps (`Taps`, *optional*): Those of a target that is tapped already; without them it is tapped, and its
-            attention switched, for no longer than this call.
 
     Returns:
         `CausalLMOutputWithPast`: The target's output, with logits `[B, W, V]`.
@@ -93,7 +90,7 @@ def verify(run: Run, block: RaggedBlock, taps: Taps | None = None) -> CausalLMOu
         RuntimeError: If a layer did not go over the ragged cache as it must.
     """
     state, target = run.state, run.target
-    with tapped(run) if taps is None else nullcontext(taps) as open_taps:
+    with tapped(run) as taps:
         run.cache.begin(block)
         outputs = target.model(
             input_ids=state.block,
@@ -105,7 +102,7 @@ def verify(run: Run, block: RaggedBlock, taps: Taps | None = None) -> CausalLMOu
             **run.extra,
         )
         run.cache.check_passed()
-        run.generator.observe_block(open_taps.take(), block)
+        run.generator.observe_block(taps.take(), block)
     return outputs
 
 
@@ -125,7 +122,7 @@ def settle(run: Run, logits_BWV: Tensor) -> Tensor:
     if run.criteria and run.synchronized is None:
         stop_by_criteria(state, run.criteria, num_accepted)
     num_accepted = run.ranks.decided(state, num_accepted, run.synchronized)
-    commit(state, run.generator.draft.config.mask_token_id, num_accepted)
+    commit(state, run.generator.mask_token_id, num_accepted)
     return scores
 
 
@@ -192,4 +189,142 @@ def take_note(run: Run, reported: list[list[int]], tokens: Tensor) -> None:
     run.finished = all(done)
 
 
-__all__ = ["begin", "conclude", "finish", "forwards", "settle", "step", "take_note", "verify"]
+@dataclass(slots=True)
+class _Slot:
+    """Where the host finds a step's outcome: `[5 + W, B]` int64, pinned beside CUDA, when it is there, and how many
+    tokens the step verified.
+    """
+
+    outcome: Tensor
+    arrived: torch.cuda.Event | None
+    width: int = 0
+
+    @classmethod
+    def beside(cls, outcome: Tensor) -> _Slot:
+        """Makes one for a device's outcome."""
+        is_cuda = outcome.is_cuda
+        host = torch.empty(outcome.shape, dtype=outcome.dtype, device="cpu", pin_memory=is_cuda)
+        return cls(host, torch.cuda.Event() if is_cuda else None)
+
+    def fetch(self, outcome: Tensor, width: int) -> None:
+        """Starts copying the outcome of a step of this width; waits for nothing."""
+        self.width = width
+        self.outcome.copy_(outcome, non_blocking=True)
+        if self.arrived is not None:
+            self.arrived.record()
+
+    def read(self) -> Tensor:
+        """Waits for the outcome and returns it, `[5 + width, B]`."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.outcome[: NUM_REPORTED + self.width]
+
+
+class StaticStep:
+    """A step over a run's fixed buffers, uncaptured: on any device, as tests and benchmarks have it run.
+
+    Where nothing of the user's has to look at a step, the host stays one step behind: it starts step `n + 1`, then
+    reads what step `n` has reported. A row that has finished is frozen, so the one step too many at the end changes
+    nothing. Elsewhere only the two forwards are launched from here, and the host settles the step.
+
+    Args:
+        run (`Run`): Begun.
+    """
+
+    name = "static"
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.decides = run.decides()
+        self.widest = run.buffers.shape.block
+        self.reads_lengths = reads_lengths_on_device(run.cache, run.generator.cache)
+        self.compiles = run.generator.draft.generation_config.compile_layers
+        run.stats.engine = self.name
+
+    def advance(self) -> None:
+        """Runs steps until every row has finished or the buffers are full."""
+        if self.decides:
+            self._run_ahead()
+            return
+        run = self.run
+        while not run.finished and has_room(run):
+            begin(run)
+            outputs = self.launch(self.bound(0))
+            assert outputs is not None
+            conclude(run, outputs)
+
+    def _run_ahead(self) -> None:
+        """Runs steps that decide by themselves, the host one step behind."""
+        run, outcome = self.run, self.run.state.outcome
+        slots = (_Slot.beside(outcome), _Slot.beside(outcome))
+        self._begin(slots[0], 0)
+        index = 0
+        fits = True
+        while not run.finished and fits:
+            fits = has_room(run, 1)
+            if fits:
+                self._begin(slots[(index + 1) % 2], 1)
+            reported = slots[index % 2].read()
+            run.watch.lap("verify")
+            finish(run, reported[:NUM_REPORTED].tolist(), reported[NUM_REPORTED:].T)
+            index += 1
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """What has to be entered before a step is launched."""
+        return nullcontext()
+
+    def launch(self, bound: int) -> CausalLMOutputWithPast | None:
+        """Runs a step, or its forwards alone, over the first `bound` slots of every row."""
+        return self.body(bound)
+
+    def body(self, bound: int) -> CausalLMOutputWithPast | None:
+        """What is captured: the whole step if it decides by itself, else its forwards, which are returned."""
+        outputs = self._forwards(bound)
+        if not self.decides:
+            return outputs
+        assert outputs.logits is not None
+        settle(self.run, outputs.logits.to(self.run.state.ids.device))
+        return None
+
+    def _forwards(self, bound: int) -> CausalLMOutputWithPast:
+        """Drafts and verifies, with compiled layers if that is asked for and works.
+
+        A compilation that fails does so before the step has changed more than scratch: it is done again without.
+        """
+        if self.compiles:
+            try:
+                with compiled_layers(self.run.target, (self.run.state.ids.shape[0], self.run.state.width)):
+                    return forwards(self.run, bound)
+            except compile_errors() as error:
+                self.compiles = False
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                logger.warning_once(
+                    f"The target's layers run as they are, torch.compile cannot compile them: {reason}"
+                )
+        return forwards(self.run, bound)
+
+    def bound(self, num_unread: int) -> int:
+        """The slots that a step may need, `num_unread` steps after the one the host has read last."""
+        if self.reads_lengths:
+            return self.run.buffers.capacity
+        longest = self.run.longest + num_unread * self.run.generator.verify_width + self.widest
+        return min(round_up(longest), self.run.buffers.capacity)
+
+    def bounds(self) -> list[int]:
+        """Returns all that [`bound`] may give during the run, longest first: one graph each, per width.
+
+        A single one where every layer's attention reads lengths on the device.
+        """
+        run = self.run
+        if self.reads_lengths:
+            return [run.buffers.capacity]
+        shortest = run.longest + self.widest
+        return buckets_between(shortest, shortest + run.state.limit + run.generator.verify_width, run.buffers.capacity)
+
+    def _begin(self, slot: _Slot, num_unread: int) -> None:
+        begin(self.run)
+        self.launch(self.bound(num_unread))
+        slot.fetch(self.run.state.outcome, self.run.state.width)
+
+
+__all__ = ["StaticStep", "begin", "conclude", "finish", "forwards", "settle", "step", "take_note", "verify"]

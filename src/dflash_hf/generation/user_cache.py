@@ -15,16 +15,13 @@ import uuid
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import (
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.utils import logging
 
 from dflash_hf.attention import RaggedBlock
@@ -77,15 +74,9 @@ class DraftContext:
         def wide(tensor: Tensor) -> Tensor:
             return tensor.repeat_interleave(times, dim=0)
 
-        return DraftContext(
-            draft=self.draft,
-            buffers=[(wide(keys), wide(values)) for keys, values in self.buffers],
-            positions=wide(self.positions),
-            offset=wide(self.offset),
-            newest=wide(self.newest),
-            layer=self.layer,
-            sample=wide(self.sample),
-        )
+        buffers = [(wide(keys), wide(values)) for keys, values in self.buffers]
+        tensors = {name: wide(getattr(self, name)) for name in ("positions", "offset", "newest", "sample")}
+        return replace(self, buffers=buffers, **tensors)
 
     def num_unchanged(self, cache: Cache) -> Tensor:
         """Returns how many of the first columns of each row are as they were when this was attached: int64 `[B]`."""

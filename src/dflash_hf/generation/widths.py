@@ -1,20 +1,9 @@
 """How many tokens of a block the target verifies, where that follows the run (`verify_width="auto"`).
 
-Verifying one token more is free while a step is bound by reading weights, and costs its share once the rows of all
-sequences together keep the device computing. What it brings is the chance that the proposal is reached and right,
-which falls with each position. So before each step the width is chosen whose expected number of committed tokens per
-second is the greatest:
-
-    rate(w) = (1 + p_1 + p_1 p_2 + ... + p_1 ... p_{w-1}) / seconds(w)
-
-where `p_i` is the share of verifies that accepted proposal `i` among those that accepted all before it and were wide
-enough to try it, and `seconds(w)` is what a step of width `w` takes. Width 1 is plain decoding, without a draft. The
-text is the same at any width. A width follows from tokens that have been committed and from the clock, never from
-those it is about, so that rejection keeps its distribution too; which text it gives may then depend on the clock.
-
-A choice that is never left learns nothing about the others. So the second best width is tried now and then, each time
-after twice as many steps, as long as the choice stays what it was. Without a draft it is tried more often where little
-is known or little would be lost: few proposals that were wrong by chance are no reason to stay without.
+Before each step the width is chosen whose expected number of committed tokens per second is the greatest, by the share
+of verifies that accepted each proposal and by what steps of each width take. Width 1 is plain decoding, without a
+draft. A choice that is never left learns nothing about the others: the second best is tried now and then. The rule,
+and why it keeps text and distribution, is in docs/engines.md.
 
 Nothing here touches a tensor or waits for a device: counts come from what the host reads of a step anyhow, times from
 its clock or, for captured steps, from replays before the first one.

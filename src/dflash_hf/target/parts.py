@@ -68,12 +68,8 @@ class Target:
     @property
     def takes_inference_mode(self) -> bool:
         """Returns True if all weights are plain tensors: some quantised ones break in torch's inference mode."""
-        kinds = {
-            type(tensor)
-            for module in self.modules
-            for tensors in (module._parameters, module._buffers)
-            for tensor in tensors.values()
-        }
+        held = [tensors for module in self.modules for tensors in (module._parameters, module._buffers) if tensors]
+        kinds = {type(tensor) for tensors in held for tensor in tensors.values()}
         return kinds <= {torch.Tensor, nn.Parameter, type(None)}
 
     @property

@@ -55,7 +55,8 @@ def _check_recurrences(target: Target, recurrences: dict[int, Recurrence]) -> No
         ValueError: Naming their kind, or what they lack.
     """
     kinds = getattr(target.config, "layer_types", None) or []
-    others = {str(kind) for index, kind in enumerate(kinds) if index not in recurrences and _is_recurrent(kind)}
+    others = {str(kind) for index, kind in enumerate(kinds) if index not in recurrences}
+    others = {kind for kind in others if _is_recurrent(kind)}
     reasons = [found for each in recurrences.values() if (found := each.rule.why_not(each.module)) is not None]
     if others or (getattr(target.model, "_is_stateful", False) and not recurrences):
         reasons.insert(0, f"others ({', '.join(sorted(others)) or 'a stateful model'})")

@@ -1,0 +1,287 @@
+"""What happens to `model.generate(..., assistant_model=draft)`, which `registration` brings here.
+
+Everything that is not a [`DFlashDraftModel`] passes through untouched. With a draft it is refused what cannot be
+honoured, before any forward, and the original `generate` is called with a [`Call`] as `custom_generate`: Transformers
+still prepares inputs, masks, processors, stopping criteria and lengths. Then `decode` stands in place of its sampling
+loop. Here, and in `StaticStep`, the host reads what a step has done; the steps themselves read nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
+
+from dflash_hf.attention import RaggedBlock
+from dflash_hf.checkpoints import explain_foreign_draft
+from dflash_hf.devices import eagerly, execution_devices, modules_of
+from dflash_hf.generation.buffers import give_buffers
+from dflash_hf.generation.capture import device_errors_explained
+from dflash_hf.generation.checks import Settings, check_images, check_inputs, check_settings, check_stock
+from dflash_hf.generation.cuda_graph import check_capturable, choose_engine, start_engine
+from dflash_hf.generation.prefill import keep_new_images, prefill
+from dflash_hf.generation.ranks import Ranks
+from dflash_hf.generation.run import Call, Run, make_room, tapped
+from dflash_hf.generation.state import DecodeState
+from dflash_hf.generation.stats import DFlashGenerateOutput
+from dflash_hf.generation.step import step, verify
+from dflash_hf.generation.user_cache import UserCache
+from dflash_hf.generation.widths import give_chooser
+from dflash_hf.generation_config import DFlashGenerationConfig, Engine
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target.parts import find_target
+from dflash_hf.target.support import check_pair, check_target
+
+_signature = functools.cache(inspect.signature)
+
+
+def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Answers a call of `generate`; one without a DFlash draft goes on as it is.
+
+    Args:
+        original (callable): Transformers' own `generate`.
+        model (`PreTrainedModel`): The target.
+        args, kwargs: What the user passed.
+
+    Raises:
+        ValueError: If something in the call cannot be honoured.
+    """
+    arguments = kwargs
+    if args:
+        bound = _signature(original).bind(model, *args, **kwargs).arguments
+        del bound["self"]
+        arguments = {**bound.pop("kwargs", {}), **bound}
+    draft = unwrapped(arguments.get("assistant_model"))
+    if not isinstance(draft, DFlashDraftModel):
+        foreign = None if draft is None else explain_foreign_draft(draft)
+        if foreign is not None:
+            raise ValueError(foreign)
+        return original(model, *args, **kwargs)
+    if Settings(model, arguments)["speculation_type"] == "dflash":
+        check_stock(draft)
+        return original(model, *args, **kwargs)
+    return answer_with(decode, functools.partial(original, model), model, draft, arguments)
+
+
+def unwrapped(draft: Any) -> Any:
+    """Returns what torch.compile's wrapper or PEFT's is around, where that is a draft.
+
+    Blocks never go through the forward of a wrapper; adapters are within the draft's own layers.
+    """
+    bare: Any = getattr(draft, "_orig_mod", draft)
+    base: Any = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
+    return base if isinstance(base, DFlashDraftModel) else bare
+
+
+def answer_with(
+    answer: Callable[[Call], Any],
+    generate: Callable[..., Any],
+    model: Any,
+    draft: DFlashDraftModel,
+    arguments: dict[str, Any],
+) -> Any:
+    """Checks a call with a draft, has Transformers prepare it, and answers it.
+
+    Args:
+        answer (callable): What is done once everything is prepared: `decode`, or what takes the same.
+        generate (callable): `model.generate`, or what it was.
+        model (`PreTrainedModel`): The target.
+        draft (`DFlashDraftModel`): The draft.
+        arguments (`dict`): What the user passed to `generate`.
+
+    Raises:
+        ValueError: If something in the call cannot be honoured.
+    """
+    ranks = Ranks(model)
+    with ranks.together():
+        return generate(**_prepare(answer, ranks, model, draft, dict(arguments)))
+
+
+def _prepare(
+    answer: Callable[[Call], Any], ranks: Ranks, model: Any, draft: DFlashDraftModel, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Checks a call with a draft and turns it into one for the original `generate`; arguments as `answer_with`."""
+    started = time.perf_counter()
+    arguments.pop("assistant_model", None)
+    # Pipelines pass one on where they cannot see that a draft reads and writes the target's tokens.
+    arguments.pop("assistant_tokenizer", None)
+    if arguments.get("custom_generate") is not None:
+        raise ValueError("expected no custom_generate beside a DFlash draft, got one; drop one of the two")
+    options: Any = draft.generation_config
+    if not isinstance(options, DFlashGenerationConfig):
+        raise ValueError(
+            f"expected draft.generation_config to be a DFlashGenerationConfig, got a "
+            f"{type(options).__name__}; assign dflash_hf.DFlashGenerationConfig(...)"
+        )
+    target = find_target(model)
+    check_target(target)
+    check_pair(target, draft.config)
+    draft_modules = modules_of(draft)
+    if len(devices := execution_devices(draft_modules)) > 1:
+        raise ValueError(
+            f"expected a draft on one device, got {sorted(str(device) for device in devices)}; load it with "
+            'device_map={"": device}'
+        )
+    options.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
+    check_capturable(target, draft)
+    settings = Settings(model, arguments)
+    check_settings(settings)
+    check_inputs(target, settings)
+    cache, ids = arguments.get("past_key_values"), arguments.get("inputs")
+    ids = arguments.get("input_ids") if ids is None else ids
+    past = 0 if cache is None else int(cache.get_seq_length())
+    if ids is not None and past:
+        keep_new_images(target, ids, past, arguments)
+    elif ids is not None and arguments.get("inputs_embeds") is None:
+        check_images(target, ids, arguments)
+    if settings["token_healing"]:
+        _heal_tokens(model, arguments)
+    if settings["stop_strings"] is not None:
+        _add_stop_strings(settings["stop_strings"], arguments)
+    arguments.pop("tokenizer", None)
+    # The streamer goes both ways: `generate` puts the prompt into it, `decode` the rest. The cache goes as an argument
+    # and says here that it is the caller's, not one that `generate` prepared.
+    arguments["custom_generate"] = Call(
+        target=target,
+        draft=draft,
+        draft_modules=draft_modules,
+        ranks=ranks,
+        answer=answer,
+        streamer=arguments.get("streamer"),
+        cache=cache,
+        started=started,
+    )
+    return arguments
+
+
+def _heal_tokens(model: Any, arguments: dict[str, Any]) -> None:
+    """Heals the prompts' last tokens here, by Transformers' own function: the tokenizer would not reach it.
+
+    Raises:
+        ValueError: If there is no tokenizer, or the prompts are embeddings.
+    """
+    name = "inputs" if arguments.get("inputs") is not None else "input_ids"
+    if arguments.get("tokenizer") is None or arguments.get(name) is None:
+        raise ValueError(
+            "expected input_ids and tokenizer= with token_healing, got none; pass generate(..., tokenizer=tokenizer)"
+        )
+    arguments[name] = model.heal_tokens(arguments[name], arguments["tokenizer"])
+    # An explicit value outweighs the given config and the model's own.
+    arguments["token_healing"] = False
+
+
+def _add_stop_strings(stop_strings: str | list[str], arguments: dict[str, Any]) -> None:
+    """Turns `stop_strings` into a criterion here: `tokenizer` would not reach `decode`.
+
+    Raises:
+        ValueError: If there is no tokenizer to read them with.
+    """
+    tokenizer = arguments.get("tokenizer")
+    if tokenizer is None:
+        raise ValueError("expected tokenizer= with stop_strings, got none; pass generate(..., tokenizer=tokenizer)")
+    # An explicit None outweighs the given config and the model's own.
+    arguments["stop_strings"] = None
+    given = arguments.get("stopping_criteria") or []
+    arguments["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, stop_strings)])
+
+
+def decode(call: Call) -> DFlashGenerateOutput | torch.LongTensor:
+    """Decodes with a draft, with everything prepared.
+
+    Returns:
+        `torch.LongTensor` `[B, S + new]`, or a [`DFlashGenerateOutput`].
+    """
+    target, draft, config = call.target, call.draft, call.config
+    draft.last_stats = None
+    engine = choose_engine(target, draft)
+    kept = UserCache.find(target, call.cache, bool(config.return_dict_in_generate))
+    with eagerly(target.modules, call.draft_modules), nullcontext() if kept is None else kept.restored_on_error():
+        run = prefill(call, kept, keeps_buffers=engine != "eager")
+        try:
+            with torch.inference_mode() if target.takes_inference_mode else torch.no_grad():
+                advance(run, engine)
+        finally:
+            draft.last_stats = run.stats
+        sequences = _sequences(run.state, config)
+        keep(run, sequences)
+        run.ranks.meet()
+    if run.keeps_buffers:
+        give_buffers(draft, run.buffers)
+    elif run.chooser is not None:
+        give_chooser(run.chooser, draft, target.model, run.state.ids.shape[0])
+    if run.streamer is not None:
+        run.streamer.end()
+    sequences = cast(torch.LongTensor, sequences.to(call.given_on))
+    run.watch.lap("rest")
+    if not config.return_dict_in_generate:
+        return sequences
+    return DFlashGenerateOutput(
+        sequences=sequences,
+        past_key_values=None if kept is None else kept.cache,
+        speculative=run.stats,
+        **run.recorder.collected(),
+    )
+
+
+def advance(run: Run, engine: Engine = "eager") -> None:
+    """Runs steps until every row has finished.
+
+    Under inference mode, which saves 7 to 9 % of a step on a CPU (docs/log.md); what is returned to the user is made
+    outside it.
+    """
+    with device_errors_explained():
+        # Nothing is captured for an answer of one token.
+        captured = None if run.finished else start_engine(run, engine)
+        if captured is not None:
+            with captured.on_device():
+                captured.advance()
+        if run.finished:
+            return
+        # Processors, criteria and streamers may call the target themselves: they find it as they left it.
+        with nullcontext() if run.calls_out() else tapped(run):
+            while not run.finished:
+                step(run)
+
+
+def keep(run: Run, sequences: Tensor) -> None:
+    """Advances the cache that was passed in or asked for, if there is one, after the run has finished.
+
+    Args:
+        run (`Run`): Finished; it cannot go on afterwards.
+        sequences (`torch.Tensor` of shape `[B, columns + longest answer]`): What `generate` returns.
+    """
+
+    @torch.inference_mode()
+    def verify_all(blocks: Iterator[RaggedBlock]) -> None:
+        run.ranks.meet()
+        with run.ranks.forward(), tapped(run):
+            for block in blocks:
+                verify(run, block)
+
+    if run.kept is not None:
+        make_room(run)  # for padding behind rows that ended early
+        run.state.width = run.generator.verify_width
+        run.stats.num_target_forwards += run.kept.finish(
+            run.state, run.cache, run.generator, sequences, verify_all, keeps_buffers=run.keeps_buffers
+        )
+
+
+def _sequences(state: DecodeState, generation_config: GenerationConfig) -> torch.LongTensor:
+    """Prompts and committed tokens `[B, S + longest answer]`, finished rows padded as `generate` pads them."""
+    num_columns = state.columns + int(state.num_new.max())
+    ids = state.ids[:, :num_columns].clone()
+    beyond = torch.arange(num_columns, device=ids.device) >= state.cursor[:, None]
+    pad = generation_config._pad_token_tensor
+    if pad is not None:
+        ids = torch.where(beyond, pad.to(ids.device), ids)
+    return cast(torch.LongTensor, ids)
+
+
+__all__ = ["advance", "answer_with", "decode", "generate_with", "keep", "unwrapped"]
