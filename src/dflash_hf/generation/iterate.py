@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from dflash_hf.devices import eagerly, is_compiled, modules_of
 from dflash_hf.generation.accept import Accept
 from dflash_hf.generation.candidate_generator import Propose
-from dflash_hf.generation.generate import answer_with
+from dflash_hf.generation.generate import answer_with, unwrapped
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.run import LENGTH_AND_END, Call, Run
 from dflash_hf.generation.sampling import BlockProcessors
@@ -102,7 +102,7 @@ def iterate(
             `accept` beside processors that read the prefix or criteria of one's own; for rules that return another
             shape, dtype or range; for a cache in `past_key_values`.
     """
-    given: Any = draft
+    draft = given = unwrapped(draft)
     if not isinstance(given, DFlashDraftModel):
         raise ValueError(f"expected a DFlashDraftModel as draft, got a {type(given).__name__}; use load_draft")
     if "assistant_model" in kwargs:
