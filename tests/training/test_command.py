@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -306,3 +307,39 @@ def test_plan_says_steps_and_memory_and_loads_nothing(
     result = train(*words)
     assert result.exit_code == 2
     assert "expected a training within 0.0 GB" in said(result)
+
+
+GUIDE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").replace("\\\n", " ")
+COMMANDS = [line.partition("train ")[2] for line in GUIDE.splitlines() if "dflash-hf train --t" in line[:20]]
+COMMANDS += [line.partition("dflash_hf train ")[2] for line in GUIDE.splitlines() if line.startswith("accelerate")]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
+def test_the_guides_commands_are_understood(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Path
+) -> None:
+    asked: list[TrainSettings] = []
+    monkeypatch.setattr("dflash_hf.cli.train_stages.run_stages", lambda settings, *rest: asked.append(settings))
+    monkeypatch.setattr("dflash_hf.cli.train_plan.print_plan", lambda settings, *rest: asked.append(settings))
+    (tmp_path / "demos").symlink_to(ROOT / "demos")
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command.replace("--bf16", "--disable-tqdm").replace("--report-to trackio", ""))
+    if "..." not in words:
+        result = train(*words)
+        assert result.exit_code == 0, result.output
+        stages.make_arguments(asked[0])
+
+
+def test_the_guides_yaml_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = GUIDE.partition("```yaml\n")[2].partition("```")[0]
+    (tmp_path / "train.yaml").write_text(text)
+    asked: list[TrainSettings] = []
+    monkeypatch.setattr("dflash_hf.cli.train_stages.run_stages", lambda settings, *rest: asked.append(settings))
+    monkeypatch.setattr("dflash_hf.cli.train.read_arguments", lambda words: {"words": " ".join(words)})
+    result = train("--config", tmp_path / "train.yaml", "--num-anchors", 3)
+    assert result.exit_code == 0, result.output
+    assert asked[0].dataset == ("prompts.jsonl", "more.jsonl")
+    assert asked[0].max_new_tokens == 2048
+    words = asked[0].arguments["words"]
+    assert "--bf16 true" in words
+    assert words.index("--num_anchors 512") < words.index("--num-anchors 3")
