@@ -120,7 +120,8 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
         },
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "aux_hidden_state_layer_ids": [index + 1 for index in config.target_layer_ids],
-        "sliding_window_non_causal": slides and not any(config.is_causal),
+        # Of sliding layers, says the format; vLLM 0.33 takes it for all layers.
+        "sliding_window_non_causal": not any(config.is_causal),
         "tie_word_embeddings": False,
         SECTION: {
             "model_type": "qwen3",

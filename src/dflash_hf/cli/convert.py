@@ -45,7 +45,7 @@ def convert(
 
     logging.disable_progress_bar()
     draft = load_draft(source, dtype=widest_dtype(stored_tensors(source)))
-    model = None if target is None else _load_target(target, draft, to)
+    model = None if target is None else load_target_for(target, draft, to)
     destination.parent.mkdir(parents=True, exist_ok=True)
     # Beside it first: a draft that the format cannot express must not cost the one that is there.
     with TemporaryDirectory(dir=destination.parent, prefix=".convert-") as fresh:
@@ -58,7 +58,7 @@ def convert(
     typer.echo(f"{destination}: format {to}, {draft.num_parameters():,} parameters")
 
 
-def _load_target(target: str, draft: DFlashDraftModel, to: FormatName) -> PreTrainedModel:
+def load_target_for(target: str, draft: DFlashDraftModel, to: FormatName) -> PreTrainedModel:
     """The target; without its weights where its config says all that is needed."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -75,4 +75,4 @@ def _load_target(target: str, draft: DFlashDraftModel, to: FormatName) -> PreTra
     return model_class.from_pretrained(target, dtype="auto")
 
 
-__all__ = ["convert"]
+__all__ = ["convert", "load_target_for"]

@@ -13,6 +13,7 @@ from dflash_hf.cli.convert import convert
 from dflash_hf.cli.demo import demo
 from dflash_hf.cli.doctor import doctor
 from dflash_hf.cli.generate import generate
+from dflash_hf.cli.train import TrainCommand, train
 
 
 class SentenceGroup(TyperGroup):
@@ -41,6 +42,7 @@ app.command()(demo)
 app.command()(chat)
 app.command()(convert)
 app.command()(doctor)
+app.command(cls=TrainCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
 app.add_typer(bench_app)
 
 __all__ = ["app"]

@@ -1,0 +1,155 @@
+"""`dflash-hf train --plan`: what a run will take, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import time
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dflash_hf.cli.train_settings import TrainSettings
+from dflash_hf.cli.train_stages import make_arguments
+from dflash_hf.cli.train_state import FOLDERS
+
+BYTES_PER_TOKEN = 4  # of English text, about
+MATMUL_SECONDS = 0.5
+
+
+def print_plan(settings: TrainSettings, console: Console) -> None:
+    """Prints steps, hours and peak memory of a training.
+
+    Args:
+        settings ([`TrainSettings`]): What would be run.
+        console (`rich.console.Console`): Where to.
+
+    Raises:
+        ValueError: If it does not fit this machine's device; with what to lower.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    from dflash_hf.configuration_dflash import DFlashConfig
+    from dflash_hf.training.plan import GB, Sizes, check_fits, memory_of, meta_draft, meta_model, plan
+
+    target: Any = AutoConfig.from_pretrained(settings.target)
+    draft: DFlashConfig = draft_config(settings, target)
+    sizes = Sizes.of(make_arguments(settings), settings.max_length, draft.block_size)
+    num_examples, mean_length = count_examples(settings)
+    found = plan(target, draft, sizes, num_examples=num_examples, mean_length=mean_length, target_dtype=settings.dtype)
+    table = Table(title=f"Training a draft for {settings.target}", show_header=False)
+    rate = matmul_rate(torch.bfloat16 if sizes.mixed_precision else torch.float32)
+    hours = found.hours(rate)
+    examples = "not known before prepare" if num_examples is None else f"{num_examples:,}"
+    table.add_row("examples", f"{examples}, {mean_length:,.0f} tokens on average, about" if mean_length else examples)
+    table.add_row("steps", "not known before prepare" if found.steps is None else f"{found.steps:,}")
+    table.add_row("operations per step", f"{(found.target_flops + found.draft_flops) / 1e12:,.2f} TFLOP")
+    if hours is not None:
+        told = f"{hours:,.1f}, at the {rate / 1e12:,.2f} TFLOP/s that products of large matrices reach here"
+        table.add_row("hours of training, at least", told)
+    for name, size in found.bytes_by_part.items():
+        table.add_row(f"  {name}", f"{size / GB:,.2f} GB")
+    table.add_row("peak memory of a device", f"{found.peak_bytes / GB:,.2f} GB")
+    device = accelerator_memory()
+    if device is not None:
+        table.add_row("this device has", f"{device / GB:,.1f} GB")
+    console.print(table)
+    if device is not None:
+        model, drafted = meta_model(target), meta_draft(draft)
+
+        def memory(sizes: Sizes) -> int:
+            return sum(memory_of(target, model, draft, drafted, sizes, settings.dtype).values())
+
+        check_fits(found, device, memory)
+
+
+def draft_config(settings: TrainSettings, target: Any) -> Any:
+    """Returns the config of the draft that would be trained: of the one that is given, or of a fresh one."""
+    from dflash_hf.checkpoints import detect_format, make_config
+    from dflash_hf.checkpoints.files import read_config, stored_tensors
+    from dflash_hf.fresh import fresh_config
+    from dflash_hf.training.plan import meta_model
+
+    if settings.draft is not None:
+        raw = read_config(settings.draft, {})
+        form = detect_format(raw)
+        ours = {form.weights.get(name, name) for name in stored_tensors(settings.draft)}
+        return make_config(form.read_config(raw, frozenset(ours)))
+    options = {"num_taps": 5, "target_layer_ids": None, "draft_token_ids": None, "init_layers": None}
+    options = {name: value for name, value in options.items() if name in signature(fresh_config).parameters}
+    given = {name: settings.draft_options.get(name, value) for name, value in options.items()}
+    fields = {name: value for name, value in settings.draft_options.items() if name not in options}
+    return fresh_config(
+        meta_model(target),
+        num_hidden_layers=settings.num_hidden_layers,
+        block_size=settings.block_size,
+        mask_token_id=fields.pop("mask_token_id", 0),
+        tokenizer=None,
+        fields=fields,
+        **given,
+    )
+
+
+def count_examples(settings: TrainSettings) -> tuple[int | None, float | None]:
+    """Returns how many sequences there are to train on and their mean length in tokens, as far as files say.
+
+    Those of a finished stage, else of the files in `--dataset`, of which some are held out; lengths are estimated from
+    the size of the texts.
+    """
+    for name in (*FOLDERS["regenerate"], *FOLDERS["prepare"]):
+        file = settings.output_dir / name / "train.jsonl"
+        if file.is_file() and file.stat().st_size:
+            return _count([file], settings)
+    files = [Path(name) for name in settings.dataset if Path(name).suffix == ".jsonl" and Path(name).is_file()]
+    if len(files) != len(settings.dataset):
+        known = settings.num_prompts
+        return (None if known is None else known + settings.self_prompts), None
+    if not files:
+        return settings.self_prompts, None
+    count, mean = _count(files, settings)
+    most = min(count, settings.num_prompts or count)
+    return most - min(settings.num_eval, most // 5) + settings.self_prompts, mean
+
+
+def _count(files: list[Path], settings: TrainSettings) -> tuple[int, float | None]:
+    count, tokens = 0, 0.0
+    for file in files:
+        with file.open("rb") as opened:
+            for line in opened:
+                count += bool(line.strip())
+                answer = settings.max_new_tokens if settings.answers == "target" else 0
+                if b'"answer_ids"' in line:
+                    answer = len(json.loads(line)["answer_ids"])
+                tokens += min(settings.max_length, answer + len(line) / BYTES_PER_TOKEN)
+    return count, tokens / count if count else None
+
+
+def matmul_rate(dtype: Any) -> float:
+    """Returns the operations per second of this machine's device in products of large matrices."""
+    import torch
+
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    size = 512 if device.type == "cpu" else 4096
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    torch.mm(left, right)
+    count, began = 0, time.perf_counter()
+    while time.perf_counter() - began < MATMUL_SECONDS:
+        for _ in range(8):
+            torch.mm(left, right)
+        count += 8
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+    return 2 * size**3 * count / (time.perf_counter() - began)
+
+
+def accelerator_memory() -> int | None:
+    """Returns the memory of this machine's accelerator in bytes, `None` where there is none."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+__all__ = ["accelerator_memory", "count_examples", "draft_config", "matmul_rate", "print_plan"]

@@ -1,0 +1,407 @@
+"""The stages of `dflash-hf train`: each reads what those before it wrote, and goes on where it was killed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_hf.cli.train_settings import STAGES, Stage, TrainSettings, arguments_class
+from dflash_hf.cli.train_state import RunState, write_whole
+from dflash_hf.errors import one_line, require
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from dflash_hf.modeling_dflash import DFlashDraftModel
+
+TRAIN, HELD_OUT, QUESTIONS = "train.jsonl", "held_out.jsonl", "held_out_questions.jsonl"
+EVERY, SELF_PROMPTS = "conversations.jsonl", "self_prompts.jsonl"
+Tell = Callable[[str], None]
+
+
+def run_stages(settings: TrainSettings, stages: Sequence[Stage], tell: Tell) -> None:
+    """Runs stages in their order; those that are done are not run again.
+
+    Under `accelerate launch` every process trains and measures its share; the first one does the rest.
+
+    Args:
+        settings (`TrainSettings`): What to do.
+        stages (sequence of `str`): Which of `STAGES`.
+        tell (callable): Told a line at the end of each stage.
+
+    Raises:
+        ValueError: If something cannot be run, or the folder is another run's, before anything is written; or if the
+            disk or the device's memory is full.
+    """
+    if settings.threads is not None:
+        import torch
+
+        torch.set_num_threads(settings.threads)
+    rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    tell = tell if rank == 0 else _quiet
+    make_arguments(settings)  # it refuses what is out of range
+    state = RunState(settings)
+    state.check(stages)
+    if rank == 0:
+        state.write_settings()
+    for stage in stages:
+        if state.is_done(stage):
+            tell(f"{stage}: done before, {state.folder(stage)}")
+            continue
+        began = time.perf_counter()
+        if rank == 0:
+            state.begin(stage)
+        facts: dict[str, Any] = {}
+        try:
+            if rank == 0 or stage in ("run", "bench"):
+                facts = RUNNERS[stage](settings, state)
+        except (OSError, RuntimeError) as error:
+            raise _explained(error, settings, stage) from error
+        if size > 1 and stage != "export":
+            _wait()
+        if rank == 0:
+            state.end(stage, {**facts, "seconds": round(time.perf_counter() - began, 1)})
+        told = ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in facts.items())
+        tell(f"{stage}: {told or 'done'}, {state.folder(stage)}")
+
+
+def _prepare(settings: TrainSettings, state: RunState) -> dict[str, Any]:
+    from dflash_hf.training.prepare import PrepareSettings, prepare
+
+    folder = state.folder("prepare")
+    datasets = list(settings.dataset)
+    if settings.self_prompts:
+        from dflash_hf.evaluation.loading import load_target
+        from dflash_hf.training.prompts import PromptSettings, write_prompts
+
+        target, processor = load_target(settings.target, settings.dtype, settings.device)
+        written = PromptSettings(output=folder / SELF_PROMPTS, num_prompts=settings.self_prompts)
+        write_prompts(written, target, processor)
+        datasets.append(str(written.output))
+    found = prepare(
+        PrepareSettings(
+            datasets=datasets,
+            output=folder / EVERY,
+            turns="none" if settings.answers == "target" else settings.turns,
+            max_length=settings.max_length,
+            num_rows=settings.num_prompts,
+        ),
+        load_processor(settings.target),
+    )
+    lines = [line for line in (folder / EVERY).read_text(encoding="utf-8").split("\n") if line]
+    most = max(0, min(settings.num_eval, len(lines) // 5))
+    # Every so many: the rows of a file are often sorted by what they are about.
+    chosen = {at * len(lines) // most for at in range(most)}
+    for name, is_chosen in ((TRAIN, False), (HELD_OUT, True)):
+        part = [line for at, line in enumerate(lines) if (at in chosen) == is_chosen]
+        write_whole(folder / name, "".join(f"{line}\n" for line in part))
+    left_out = sum(count for count, _ in found.left_out.values())
+    facts: dict[str, Any] = {"conversations": len(lines) - most, "held_out": most}
+    return facts | ({"left_out": left_out} if left_out else {})
+
+
+def load_processor(target: str) -> Any:
+    """Loads what encodes a target's prompts, and no weights."""
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+
+    from dflash_hf.evaluation.loading import takes_images
+
+    sees = takes_images(AutoConfig.from_pretrained(target))
+    return (AutoProcessor if sees else AutoTokenizer).from_pretrained(target)
+
+
+def _regenerate(settings: TrainSettings, state: RunState) -> dict[str, Any]:
+    from dflash_hf.drafts import load_draft
+    from dflash_hf.evaluation.loading import load_target
+    from dflash_hf.training.answering import RegenerateSettings, regenerate
+    from dflash_hf.training.server import AnswerServer
+
+    if settings.answers == "data":
+        return {"answers": "those in the data"}
+    target: Any
+    draft = None
+    if settings.server is None:
+        target, processor = load_target(settings.target, settings.dtype, settings.device)
+        if settings.draft is not None:
+            draft = load_draft(settings.draft, dtype=target.dtype, device_map=settings.device)
+    else:
+        target, processor = AnswerServer(settings.server, settings.server_model), load_processor(settings.target)
+    facts: dict[str, Any] = {}
+    for name in (HELD_OUT, TRAIN):
+        prompts = state.folder("prepare") / name
+        if not prompts.stat().st_size:
+            continue
+        report = regenerate(
+            RegenerateSettings(
+                prompts=prompts,
+                output=state.folder("regenerate") / name,
+                max_new_tokens=settings.max_new_tokens,
+                max_length=settings.max_length,
+                batch_size=settings.answer_batch,
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                turns=settings.turns,
+            ),
+            target,
+            processor,
+            draft,
+        )
+        if name == TRAIN:
+            facts = {"answers": report.num_answers, "cut_at_the_limit": report.num_unfinished}
+            facts["tokens"] = report.num_tokens
+    return facts
+
+
+def _train(settings: TrainSettings, state: RunState) -> dict[str, Any]:
+    import torch
+
+    from dflash_hf.evaluation.loading import load_target
+    from dflash_hf.training.prepare import read_examples
+    from dflash_hf.training.trainer import DFlashTrainer
+
+    target, processor = load_target(settings.target, settings.dtype, settings.device)
+    source = state.folder("regenerate" if settings.answers == "target" else "prepare")
+    train, held_out = (
+        read_examples(source / name, processor, settings.max_length) if _has_rows(source / name) else None
+        for name in (TRAIN, HELD_OUT)
+    )
+    others: dict[str, Any] = {}
+    if held_out is not None and "eval_strategy" not in settings.arguments:
+        others["eval_strategy"] = "epoch"
+    if not {"bf16", "fp16"} & settings.arguments.keys() and target.dtype == torch.bfloat16:
+        others["bf16"] = True  # as the target computes, over weights in float32
+    arguments = make_arguments(settings, **others)
+    draft: Any = _begin_draft(settings, target, processor)
+    trainer = DFlashTrainer(model=draft, target=target, args=arguments, train_dataset=train, eval_dataset=held_out)
+    begun = any((state.path / "run").glob("checkpoint-*/trainer_state.json"))
+    trainer.train(resume_from_checkpoint=begun)
+    best = [row["eval_acceptance_length"] for row in trainer.state.log_history if "eval_acceptance_length" in row]
+    fresh = state.path / ".draft"
+    trainer.save_model(str(fresh))
+    facts: dict[str, Any] = {"steps": trainer.state.global_step, "examples": len(train or ())}
+    if not trainer.is_world_process_zero():
+        return facts
+    # What is served is of the target's dtype; the float32 weights are in run/.
+    served: Any = load_draft_from(fresh, target.dtype)
+    served.save_pretrained(fresh)
+    _put(fresh, state.folder("run"))
+    return facts | ({"acceptance_length": round(best[-1], 3)} if best else {})
+
+
+def load_draft_from(folder: Path, dtype: Any) -> DFlashDraftModel:
+    """Loads a draft in a dtype."""
+    from dflash_hf.drafts import load_draft
+
+    return load_draft(folder, dtype=dtype)
+
+
+def _has_rows(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
+
+
+def _bench(settings: TrainSettings, state: RunState) -> dict[str, Any]:
+    from dflash_hf.bench.cells import RunSettings
+    from dflash_hf.bench.run import run
+
+    folder, questions = state.folder("bench"), state.folder("prepare") / QUESTIONS
+    data = settings.bench_data
+    if not data:
+        path = state.folder("prepare") / HELD_OUT
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+        if not rows:
+            return {"questions": 0}
+        write_whole(questions, "".join(json.dumps(_question(row), ensure_ascii=False) + "\n" for row in rows))
+        data = (str(questions),)
+    run(
+        RunSettings(
+            out=folder,
+            data=data,
+            num_prompts=settings.bench_prompts,
+            target=settings.target,
+            draft=str(state.folder("run")),
+            max_new_tokens=(settings.max_new_tokens,),
+            dtype=(settings.dtype,),
+            device=settings.device,
+            threads=settings.threads,
+            resume=any(folder.iterdir()),
+        )
+    )
+    (drafted,) = (m for m in _summary(folder)["methods"] if m["method"] == "dflash")
+    require(drafted["failed"] is None, "answers with the draft", drafted["failed"], "see the bench's folder")
+    whole = drafted["all"]
+    speedup = whole["speedup"]["ratio"] if whole["speedup"] else None
+    return {"acceptance_length": round(whole["acceptance"]["acceptance_length"], 3), "speedup": speedup}
+
+
+def _export(settings: TrainSettings, state: RunState) -> dict[str, Any]:
+    from dflash_hf.cli.convert import load_target_for
+    from dflash_hf.drafts import load_draft
+    from dflash_hf.training.export import CARD, card, export
+
+    draft = load_draft(state.folder("run"), dtype="auto")
+    facts = _card_facts(settings, state)
+    here = state.folder("run")
+    write_whole(here / CARD, card(draft, facts, "dflash", str(here)))
+    refused: dict[str, Any] = {}
+    for name in settings.formats:
+        refused |= export(draft, state.folder("export"), facts, (name,), load_target_for(settings.target, draft, name))
+    return {name: "written" if why is None else f"left out: {why}" for name, why in refused.items()}
+
+
+RUNNERS: dict[Stage, Callable[[TrainSettings, RunState], dict[str, Any]]] = {
+    "prepare": _prepare,
+    "regenerate": _regenerate,
+    "run": _train,
+    "bench": _bench,
+    "export": _export,
+}
+
+
+def make_arguments(settings: TrainSettings, **others: Any) -> Any:
+    """Returns the training arguments; the trainer writes to `run`.
+
+    Args:
+        settings (`TrainSettings`): What was given of them.
+        others: More of them.
+
+    Raises:
+        ValueError: If one is out of range.
+    """
+    import torch
+
+    # Without it Transformers takes bfloat16 for a request for a GPU.
+    given = {"use_cpu": not torch.accelerator.is_available(), **settings.arguments, **others}
+    return arguments_class()(output_dir=str(settings.output_dir / "run"), **given)
+
+
+def _begin_draft(settings: TrainSettings, target: PreTrainedModel, processor: Any) -> DFlashDraftModel:
+    """The draft to train, in float32."""
+    import torch
+
+    from dflash_hf.drafts import load_draft
+    from dflash_hf.evaluation.harness import tokenizer_of
+
+    if settings.draft is not None:
+        return load_draft(settings.draft, dtype=torch.float32)
+    torch.manual_seed(make_arguments(settings).seed)
+    return fresh_draft(settings, target, tokenizer_of(processor))
+
+
+def fresh_draft(settings: TrainSettings, target: Any, tokenizer: Any, **fields: Any) -> DFlashDraftModel:
+    """Returns a draft that knows nothing, as the settings want it.
+
+    Args:
+        settings (`TrainSettings`): What is asked for.
+        target (`PreTrainedModel`): The target; without weights where only the draft's config is wanted.
+        tokenizer: The target's, of which the mask token is chosen.
+        fields: Fields of the draft's config, such as `mask_token_id`.
+    """
+    from dflash_hf.modeling_dflash import DFlashDraftModel
+
+    options: dict[str, Any] = {"num_hidden_layers": settings.num_hidden_layers, "block_size": settings.block_size}
+    return DFlashDraftModel.from_target(target, tokenizer=tokenizer, **{**options, **settings.draft_options, **fields})
+
+
+def _question(row: dict[str, Any]) -> dict[str, Any]:
+    """A held-out conversation as a question of a bench: all up to the user's last turn."""
+    messages = row["messages"]
+    last = max((at for at, turn in enumerate(messages) if turn["role"] == "user"), default=len(messages) - 1)
+    return {
+        **row,
+        "question_id": row["id"],
+        "category": row.get("category") or "held out",
+        "messages": messages[: last + 1],
+    }
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _card_facts(settings: TrainSettings, state: RunState) -> Any:
+    """What the model card tells of the run."""
+    from dflash_hf.bench.provenance import PACKAGES, version
+    from dflash_hf.training.export import CardFacts, Measured
+
+    measured: list[Measured] = []
+    conditions = ""
+    if (state.folder("bench") / "summary.json").is_file():
+        summary = _summary(state.folder("bench"))
+        plain, drafted = (next(m for m in summary["methods"] if m["method"] == name) for name in ("plain", "dflash"))
+        for name, block in drafted["sets"].items():
+            if block["acceptance"]:
+                length = block["acceptance"]["acceptance_length"]
+                speed = block["speedup"]["ratio"] if block["speedup"] else None
+                told = Measured(
+                    dataset=Path(name).name, questions=block["questions"], acceptance_length=length, speedup=speed
+                )
+                measured.append(told)
+        machine = summary["provenance"]["machine"]
+        where = ", ".join(machine["gpus"]) or f"{machine['cpu']}, {summary['provenance']['threads']} threads"
+        models = next(iter(summary["provenance"]["models"].values()))
+        conditions = (
+            f"Greedy, batch 1, at most {plain['options']['max_new_tokens']} new tokens, {models['dtype']}, {where}."
+        )
+    facts = {**state.facts("prepare"), **state.facts("regenerate"), **state.facts("run")}
+    facts.pop("seconds", None)
+    answers = "in the data" if settings.answers == "data" else "the target's own, "
+    if settings.answers == "target":
+        answers += "greedy" if settings.temperature == 0 else f"at temperature {settings.temperature:g}"
+    training = {"answers": answers, **({"begun from": settings.draft} if settings.draft else {})}
+    training |= {name.replace("_", " "): value for name, value in facts.items() if name != "answers"}
+    training |= {name: value for name, value in settings.made_from("run").items() if name in settings.arguments}
+    return CardFacts(
+        target=settings.target,
+        license=settings.license,
+        datasets=settings.dataset,
+        measured=measured,
+        conditions=conditions,
+        training=training,
+        versions={name: version(name) for name in PACKAGES},
+    )
+
+
+def _put(fresh: Path, place: Path) -> None:
+    """Puts a folder in place of what may be there; a killed process leaves the one or the other."""
+    if place.exists():
+        shutil.rmtree(place)
+    fresh.rename(place)
+
+
+def _wait() -> None:
+    """Waits for the other processes of `accelerate launch`."""
+    from dflash_hf.bench.run import Processes
+
+    Processes("auto").wait()
+
+
+def _explained(error: Exception, settings: TrainSettings, stage: Stage) -> Exception:
+    """A sentence for what ends a run whatever its settings: a full disk, a full device."""
+    full_disk = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+    goes_on = f"dflash-hf train --output-dir {settings.output_dir} goes on"
+    if full_disk:
+        free = shutil.disk_usage(settings.output_dir).free / 2**20
+        what = f"room on the disk of {settings.output_dir} for {stage}"
+        return ValueError(f"expected {what}, got {free:,.0f} MB free; free some: {goes_on}")
+    if type(error).__name__ == "OutOfMemoryError":
+        return ValueError(f"expected {stage} to fit the device, got {one_line(error)}; lower what --plan names")
+    return error
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _quiet(line: str) -> None:
+    """What processes other than the first tell."""
+
+
+__all__ = ["RUNNERS", "fresh_draft", "make_arguments", "run_stages"]
+assert tuple(RUNNERS) == STAGES

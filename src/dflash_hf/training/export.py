@@ -1,0 +1,233 @@
+"""A trained draft for whoever serves it: folders in the formats of others, each with a card that says what it is."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from dflash_hf.drafts import save_draft
+from dflash_hf.errors import one_line
+from dflash_hf.formats import FormatName
+from dflash_hf.modeling_dflash import DFlashDraftModel
+
+CARD = "README.md"
+TAGS = ["dflash", "speculative-decoding", "block-diffusion", "draft-model"]
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+SERVED_BY: dict[str, str] = {
+    "dflash": """\
+```python
+import dflash_hf
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+target = AutoModelForCausalLM.from_pretrained("{target}", dtype="auto", device_map="auto")
+tokenizer = AutoTokenizer.from_pretrained("{target}")
+draft = dflash_hf.DFlashDraftModel.from_pretrained("{draft}", dtype="auto", device_map="auto")
+messages = [{{"role": "user", "content": "How many primes are there below 30?"}}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+output = target.generate(**inputs.to(target.device), assistant_model=draft, max_new_tokens=256)
+```""",
+    "sglang": """\
+```bash
+python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \\
+    --speculative-draft-model-path {draft}
+```""",
+    "vllm": """\
+```bash
+vllm serve {target} --speculative-config \\
+    '{{"method": "dflash", "model": "{draft}", "num_speculative_tokens": {proposals}}}'
+```""",
+}
+# What can serve a folder in each format, in the order of the card. All of them are read by `dflash_hf`.
+READERS: dict[FormatName, tuple[str, ...]] = {
+    "dflash": ("dflash",),
+    "zlab": ("dflash", "vllm", "sglang"),
+    "speculators": ("dflash", "vllm"),
+    "muse": ("dflash", "vllm", "sglang"),
+    "deepspec": ("dflash",),
+}
+NAMES = {"dflash": "Transformers with dflash-hf", "sglang": "SGLang", "vllm": "vLLM"}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was measured on one set of questions.
+
+    Args:
+        dataset (`str`): Its name.
+        questions (`int`): How many.
+        acceptance_length (`float`): Mean number of tokens that a verify commits, the bonus token included.
+        speedup (`float`, *optional*): Tokens per second over plain `generate`.
+    """
+
+    dataset: str
+    questions: int
+    acceptance_length: float
+    speedup: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardFacts:
+    """What a card says beside what the draft itself does.
+
+    Args:
+        target (`str`): Hub id or folder of the target.
+        license (`str`, *optional*): Of the draft.
+        datasets (sequence of `str`): Where the prompts are from.
+        measured (sequence of [`Measured`]): Acceptance, set by set.
+        conditions (`str`): Under what it was measured: machine, dtype, batch.
+        training (mapping): What the training was, line by line: names and values as they are to be read.
+        versions (mapping): Versions of the packages that trained it.
+    """
+
+    target: str
+    license: str | None = None
+    datasets: Sequence[str] = ()
+    measured: Sequence[Measured] = ()
+    conditions: str = ""
+    training: Mapping[str, object] = field(default_factory=dict[str, object])
+    versions: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
+
+
+def export(
+    draft: DFlashDraftModel,
+    folder: str | PathLike[str],
+    facts: CardFacts,
+    formats: Sequence[FormatName] = ("zlab", "speculators", "muse"),
+    target: PreTrainedModel | None = None,
+) -> dict[FormatName, str | None]:
+    """Writes a draft in some formats, each into a folder of that name with a model card; whole or not at all.
+
+    Args:
+        draft (`DFlashDraftModel`): The draft; not changed, its dtype is what is written.
+        folder (`str` or `os.PathLike`): Where the folders go.
+        facts ([`CardFacts`]): What the cards say.
+        formats (sequence of `str`): Formats of [`save_draft`].
+        target (`PreTrainedModel`, *optional*): See [`save_draft`]; may be on the meta device where the draft needs no
+            copies of its embedding and head.
+
+    Returns:
+        `dict`: By format, why there is none: `None` where it was written. A format that cannot express the draft is
+        left out, and the log says so.
+
+    Raises:
+        ValueError: If none of the formats can express it.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    refused: dict[FormatName, str | None] = {}
+    for name in formats:
+        with TemporaryDirectory(dir=folder, prefix=f".{name}-") as fresh:
+            try:
+                save_draft(draft, Path(fresh) / name, name, target)
+            except ValueError as error:
+                refused[name] = one_line(error)
+                logger.warning("no export in the format %s: %s", name, refused[name])
+                continue
+            (Path(fresh) / name / CARD).write_text(card(draft, facts, name), encoding="utf-8")
+            _replace(Path(fresh) / name, folder / name)
+            refused[name] = None
+    if formats and all(refused.values()):
+        raise ValueError("; ".join(str(why) for why in refused.values()))
+    return refused
+
+
+def card(draft: DFlashDraftModel, facts: CardFacts, format: FormatName = "dflash", place: str | None = None) -> str:
+    """Returns the model card of a draft, Markdown with the Hub's fields in front.
+
+    Args:
+        draft (`DFlashDraftModel`): The draft.
+        facts ([`CardFacts`]): What is to be said.
+        format (`str`): Of the folder that the card is for.
+        place (`str`, *optional*): What the snippets call the draft; by default `"PATH/TO/THIS/FOLDER"`.
+    """
+    import yaml
+
+    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": TAGS}
+    front |= {} if facts.license is None else {"license": facts.license}
+    # The Hub's fields are for what it has; a folder's name there would be a broken link.
+    front |= {"base_model": facts.target} if is_hub_id(facts.target) else {}
+    hub_sets = [name for name in facts.datasets if is_hub_id(name)]
+    front |= {"datasets": hub_sets} if hub_sets else {}
+    config = draft.config
+    body = [
+        f"# DFlash draft for {Path(facts.target).name}",
+        "",
+        "It drafts a block of tokens at once for its target, which verifies them: the text is the target's own. Alone "
+        "it generates nothing.",
+        "",
+        *_table(
+            {
+                "target": facts.target,
+                "parameters": f"{draft.num_parameters():,}",
+                "layers": config.num_hidden_layers,
+                "block": f"{config.block_size} slots, {config.num_proposals(config.block_size)} tokens proposed",
+                "tapped layers of the target": ", ".join(map(str, config.target_layer_ids)),
+                "mask token": config.mask_token_id,
+                "dtype": str(draft.dtype).removeprefix("torch."),
+                "format": format,
+            }
+        ),
+        "",
+        "## Use",
+    ]
+    values = {"target": facts.target, "draft": place or "PATH/TO/THIS/FOLDER"}
+    proposals = config.num_proposals(config.block_size)
+    readers = READERS[format]
+    if format == "muse" and config.sliding_window is not None:
+        readers = readers[:1]  # the others count its windows in their own way, and SGLang's sliding layers are causal
+    for reader in readers:
+        body += ["", f"{NAMES[reader]}:", "", SERVED_BY[reader].format(**values, proposals=proposals)]
+    body += ["", "## Acceptance", "", *_acceptance(facts)]
+    body += ["", "## Training", "", *_table({"prompts": ", ".join(facts.datasets) or "the target's own"})]
+    body += [f"| {name} | {one_line(value)} |" for name, value in facts.training.items()]
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
+    body += ["", f"Trained by dflash-hf with {versions}." if versions else "Trained by dflash-hf."]
+    text = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
+    return f"---\n{text}---\n\n" + "\n".join(body) + "\n"
+
+
+def is_hub_id(name: str) -> bool:
+    """Returns True if it can be an id on the Hub and is no folder here."""
+    return HUB_ID.fullmatch(name) is not None and not Path(name).exists()
+
+
+def _acceptance(facts: CardFacts) -> list[str]:
+    if not facts.measured:
+        return ["Not measured. `dflash-hf bench` does it."]
+    rows = [
+        "Mean number of tokens that a verify commits, the target's own token included; tokens per second over plain "
+        f"`generate`. {facts.conditions}".strip(),
+        "",
+        "| set | questions | acceptance length | speed |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for one in facts.measured:
+        speed = "" if one.speedup is None else f"{one.speedup:.2f}x"
+        rows.append(f"| {one.dataset} | {one.questions} | {one.acceptance_length:.2f} | {speed} |")
+    return rows
+
+
+def _table(values: Mapping[str, object]) -> list[str]:
+    return ["| | |", "| --- | --- |", *(f"| {name} | {one_line(value)} |" for name, value in values.items())]
+
+
+def _replace(fresh: Path, place: Path) -> None:
+    """Puts a folder in place of another, of which no weights or config are left."""
+    place.mkdir(exist_ok=True)
+    for stale in (*place.glob("*.safetensors*"), *place.glob("*config.json")):
+        stale.unlink()
+    for file in fresh.iterdir():
+        file.replace(place / file.name)
+
+
+__all__ = ["CARD", "TAGS", "CardFacts", "Measured", "card", "export", "is_hub_id"]
