@@ -34,6 +34,7 @@ from dflash_hf.training.anchors import Anchors, BlockMaskRule
 from dflash_hf.training.collators import Batch
 from dflash_hf.training.forward import Attention, batch_loss
 from dflash_hf.training.loss import Objective, decay_weights
+from dflash_hf.training.optimizer import matrix_names
 
 
 class LiveBytes(TorchDispatchMode):
@@ -152,6 +153,7 @@ def peak_memory(
     attention: Attention = "flex",
     objective: Objective = "cross_entropy",
     checkpointing: bool = False,
+    optimizer: str = "adamw",
     target_dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, int]:
     """Runs two steps under bfloat16 autocast with a float32 draft, and counts the second.
@@ -162,6 +164,7 @@ def peak_memory(
         block_size (`int`, *optional*): Slots per block; default the draft's.
         chunk_blocks, attention, objective: See `batch_loss`.
         checkpointing (`bool`): Of the draft's layers.
+        optimizer (`str`): `"adamw"`, or `"muon"` for the matrices and AdamW for the rest.
         target_dtype (`torch.dtype`): Of the target's weights.
 
     Returns:
@@ -172,12 +175,19 @@ def peak_memory(
         target, draft = build_bare_target(target_config, target_dtype), build_bare_draft(draft_config)
         if checkpointing:
             enable_checkpointing(draft)
-        return _steps(target, draft, batch_size, length, num_anchors, block_size, chunk_blocks, attention, objective)
+        named = matrix_names(draft) if optimizer == "muon" else []
+        matrices = [p for name, p in draft.named_parameters() if name in named]
+        others = [p for name, p in draft.named_parameters() if name not in named]
+        parts: list[Any] = [torch.optim.AdamW(others, lr=1e-3, foreach=False)]
+        parts += [torch.optim.Muon(matrices, lr=1e-3)] if matrices else []
+        sizes = (batch_size, length, num_anchors, block_size, chunk_blocks)
+        return _steps(target, draft, parts, *sizes, attention, objective)
 
 
 def _steps(
     target: PreTrainedModel,
     draft: DFlashDraftModel,
+    optimizers: list[Any],
     batch_size: int,
     length: int,
     num_anchors: int,
@@ -195,7 +205,6 @@ def _steps(
     for tensor in [*draft.parameters(), *draft.buffers()]:
         counter.hold(tensor)
     weights_of_draft = counter.live - weights_of_target
-    optimizer = torch.optim.AdamW(draft.parameters(), lr=1e-3, foreach=False)
     weights = decay_weights(block_size, 7.0)
     with counter:
         ids = torch.zeros(batch_size, length, dtype=torch.long, device="cpu")
@@ -210,8 +219,9 @@ def _steps(
                 result = batch_loss(draft, found, batch, anchors, weights.float(), **options)
             (result.loss / result.weight).backward()
             torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0, foreach=False)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
             del result
             kept = counter.live
     return {"target": weights_of_target, "draft": weights_of_draft, "kept": kept, "peak": counter.peak}

@@ -203,7 +203,8 @@ def memory_of(
     kept |= {"gradients being sent": 4 * weights} if sizes.world_size > 1 else {}
     features, context = tokens * len(draft.target_layer_ids) * draft.target_hidden_size, tokens * draft.hidden_size
     copies = {"bfloat16 copies of the draft": 2 * weights} if sizes.mixed_precision else {}
-    small = 2 if sizes.mixed_precision else 4
+    # As the target gave them and in float32; under autocast the backward pass keeps a copy of its own.
+    given = width + 4 + (2 if sizes.mixed_precision else 0)
     layer = _layer_bytes(draft, tokens, slots, sizes.mixed_precision)
     # What stays of a layer that is computed again is its input.
     layers = depth * 4 * slots * draft.hidden_size if sizes.checkpointing else depth * layer
@@ -213,9 +214,9 @@ def memory_of(
     states = 8 * blocks * (sizes.block_size - 1) * draft.hidden_size
     moments: list[dict[str, int]] = [
         {"features": 2 * width * features, "a layer of the target": tokens * width * _widest_of(text)},
-        {**copies, "features": (width + small) * features, "activations": layers + ends, "head": logits + states},
+        {**copies, "features": given * features, "activations": layers + ends, "head": logits + states},
         # Where the layers ran at once, each one's activations make room for its gradients.
-        {**copies, "features": (width + small) * features, "activations": layers + ends + layer, **gradients}
+        {**copies, "features": given * features, "activations": layers + ends + layer, **gradients}
         if sizes.checkpointing
         else {},
         # AdamW that is not fused makes a list of its denominators.
