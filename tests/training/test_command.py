@@ -343,3 +343,8 @@ def test_the_guides_yaml_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     words = asked[0].arguments["words"]
     assert "--bf16 true" in words
     assert words.index("--num_anchors 512") < words.index("--num-anchors 3")
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw_torch"])
+def test_every_optimizer_of_the_arguments_can_be_named(name: str) -> None:
+    assert read_arguments(["--optim", name]) == {"optim": name}

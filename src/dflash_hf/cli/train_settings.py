@@ -226,6 +226,8 @@ def read_arguments(words: Sequence[str]) -> dict[str, Any]:
         action.default, action.required = argparse.SUPPRESS, False
         if action.type is Any:
             action.type = str
+        if action.dest == "optim":  # ours are more than the library's, and the arguments' own check knows them
+            action.type, action.choices = str, None
     known = {action.dest for action in parser._actions}
     dashed: list[str] = []
     for word in words:
