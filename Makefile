@@ -12,6 +12,9 @@ BIN := $(VENV)/bin
 PYTEST_JOBS ?= 2
 PYTEST_ARGS ?=
 CHAT_ARGS ?=
+# make real-draft: a folder with gsm8k/ and mt_bench/ for machines without the Hub, and other options of `dflash-hf train`.
+DATA_DIR ?=
+TRAIN_ARGS ?=
 REAL_ARGS ?=
 # make fuzz: how long, from which seed, which kinds, how many cases of each at most (0: as many as there is time for).
 SECONDS ?= 120
@@ -33,7 +36,7 @@ CPU := -m "not gpu and not slow"
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help demo chat setup test lint format types architecture test-cpu test-browser chromium screenshots
-.PHONY: fuzz test-kernels test-docs test-oldest toy toy-vision toy-hybrid real bench clean
+.PHONY: fuzz test-kernels test-docs test-oldest toy toy-vision toy-hybrid real real-draft bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -116,6 +119,12 @@ toy-hybrid: $(VENV)/.stamp-dev  ## train a hybrid pair like the bundled one from
 
 real: $(VENV)/.stamp-dev  ## SmolLM2-135M-Instruct into build/smollm2/target and target-bf16 (REAL_ARGS: --hub)
 	$(BIN)/python demos/real/fetch.py $(REAL_ARGS)
+
+real-draft: $(VENV)/.stamp-dev  ## train a draft for SmolLM2 into build/smollm2/run (hours; run again it goes on) (DATA_DIR, TRAIN_ARGS)
+	[ -d build/smollm2/target ] || $(BIN)/python demos/real/fetch.py $(REAL_ARGS)
+	[ -f build/smollm2/data/gsm8k-train.jsonl ] || \
+	  $(BIN)/dflash-hf bench prepare gsm8k-train $(if $(DATA_DIR),--data-dir $(DATA_DIR)) --out build/smollm2/data
+	$(BIN)/dflash-hf train --config demos/smollm2/train.yaml $(if $(DATA_DIR),--bench-data-dir $(DATA_DIR)) $(TRAIN_ARGS)
 
 bench: $(VENV)/.stamp-dev  ## time the bundled pairs on this machine, next to the other ways of decoding
 	$(BIN)/python -m pip install --quiet --no-deps dflash==0.1.0

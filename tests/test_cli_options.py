@@ -85,6 +85,7 @@ CLI_OPTIONS: dict[str, list[str]] = {
         "--answer-batch",
         "--answers",
         "--bench-data",
+        "--bench-data-dir",
         "--bench-prompts",
         "--block-size",
         "--config",

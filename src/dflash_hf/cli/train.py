@@ -83,6 +83,7 @@ def train(
     block_size: Annotated[int, _draft("Slots per block of a fresh draft, the anchor included.")] = 16,
     draft_options: Annotated[str, _draft("Others of DFlashDraftModel.from_target, as JSON: {'num_taps': 4}.")] = "{}",
     bench_data: Annotated[str, _after("Sets for bench, with commas; default what is held out.")] = "",
+    bench_data_dir: Annotated[str | None, _after("Folder of the sets' files; default the Hub.")] = None,
     bench_prompts: Annotated[int, _after("Questions of each set.")] = 32,
     formats: Annotated[str, _after("What export writes, with commas.")] = ",".join(FORMATS),
     license: Annotated[str | None, _after("Of the draft, for its card.")] = None,

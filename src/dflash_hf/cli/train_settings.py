@@ -43,6 +43,7 @@ class TrainSettings:
         num_hidden_layers, block_size (`int`): Of a fresh draft.
         draft_options (mapping): Other arguments of `DFlashDraftModel.from_target`.
         bench_data (`tuple[str, ...]`): Sets for `bench`; default the conversations that are held out.
+        bench_data_dir (`str`, *optional*): Folder of the sets' files; default the Hub.
         bench_prompts (`int`): Questions of each set.
         formats (`tuple[str, ...]`): What `export` writes, beside our own format.
         license (`str`, *optional*): Of the draft, for its card.
@@ -72,6 +73,7 @@ class TrainSettings:
     block_size: int = 16
     draft_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     bench_data: tuple[str, ...] = ()
+    bench_data_dir: str | None = None
     bench_prompts: int = 32
     formats: tuple[FormatName, ...] = FORMATS
     license: str | None = None
@@ -112,6 +114,8 @@ class TrainSettings:
         for name in self.formats:
             known = f"--formats among {', '.join(FORMATS)}"
             require(name in FORMATS, known, name, "leave it out, or use dflash-hf convert")
+        is_folder = self.bench_data_dir is None or Path(self.bench_data_dir).is_dir()
+        require(is_folder, "a folder of sets as --bench-data-dir", self.bench_data_dir, "fix the path")
         is_url = self.server is None or self.server.startswith(("http://", "https://"))
         require(is_url, "a URL as --server", self.server, "give one such as http://127.0.0.1:8000")
 

@@ -222,6 +222,7 @@ def _bench(settings: TrainSettings, state: RunState) -> dict[str, Any]:
         RunSettings(
             out=folder,
             data=data,
+            data_dir=None if settings.bench_data_dir is None else Path(settings.bench_data_dir),
             num_prompts=settings.bench_prompts,
             target=settings.target,
             draft=str(state.folder("run")),
