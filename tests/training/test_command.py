@@ -277,7 +277,7 @@ def test_flags_and_yaml_are_read_by_one_reader() -> None:
 
 def test_every_setting_but_the_machines_is_what_some_stage_is_made_from() -> None:
     made = TrainSettings(target="org/x", output_dir=Path("x"), arguments={"num_anchors": 3, "logging_steps": 1})
-    left_out = {"output_dir", "answer_batch", "device", "threads", "logging_steps"}
+    left_out = {"output_dir", "answer_batch", "bench_data_dir", "device", "threads", "logging_steps"}
     every = set().union(*(made.made_from(stage) for stage in STAGES))
     assert set(made.plain()) - every == left_out
 
