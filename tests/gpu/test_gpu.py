@@ -28,7 +28,6 @@ from dflash_hf.generation.run import Run, tapped
 from dflash_hf.generation.state import NUM_REPORTED
 from dflash_hf.generation.step import finish, forwards, settle
 from dflash_hf.positions import slot_positions, visible
-from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import find_target
 from dflash_hf.training import forward
 from dflash_hf.training.anchors import BlockMaskRule, sample_anchors
@@ -264,7 +263,7 @@ def test_steps_read_nothing_on_the_host(
                 num_guarded += 1
                 finish(run, run.state.outcome[:NUM_REPORTED].tolist(), run.state.tokens)
 
-    def step(run: Run, taps: Taps) -> None:
+    def step(run: Run) -> None:
         logits = forwards(run).logits
         assert logits is not None
         settle(run, logits)
