@@ -16,8 +16,9 @@ from dflash_hf.training import features as module
 from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import collate, collate_packed
 from dflash_hf.training.data import Example
-from dflash_hf.training.features import FeatureCache, bytes_per_token, features_alone, target_identity
+from dflash_hf.training.features import FeatureCache, bytes_per_token, features_alone
 from dflash_hf.training.forward import batch_loss
+from dflash_hf.training.identity import target_identity
 from dflash_hf.training.loss import decay_weights
 
 
@@ -143,21 +144,27 @@ def test_another_target_is_refused(
     target: Qwen3ForCausalLM, draft: DFlashDraftModel, examples: list[Example], written: FeatureCache
 ) -> None:
     found, cache = find_target(target), FeatureCache(written.folder)
-    identity = target_identity(found)
+
+    def identity() -> str:
+        return " ".join([*target_identity(target).values(), "torch.float32"])
+
+    first, weight = identity(), target.model.layers[1].mlp.up_proj.weight
     cache.check(found, draft.config, num_likely=64)
     cache.check(found, draft.config)
     with pytest.raises(ValueError, match=r"expected features with num_likely 65 in .*features.json, got 64; use the"):
         cache.check(found, draft.config, num_likely=65)
-    with torch.no_grad():
-        target.model.layers[1].mlp.up_proj.weight += 1e-3
-    assert target_identity(found) != identity
-    for call in (cache.check, lambda *args: cache.write(*args, examples)):
-        with pytest.raises(
-            ValueError, match=rf"expected features with target '{target_identity(found)}' in .*, got '{identity}'"
-        ):
-            call(found, draft.config)
-    with torch.no_grad():
-        target.model.layers[1].mlp.up_proj.weight -= 1e-3
+    for place in ((slice(None), slice(None)), (3, 5)):  # all of it, and one number alone
+        before = weight.detach().clone()
+        with torch.no_grad():
+            weight[place] += 0.25
+        assert identity() != first
+        for call in (cache.check, lambda *args: cache.write(*args, examples)):
+            with pytest.raises(
+                ValueError, match=rf"expected features with target '{identity()}' in .*, got '{first}'"
+            ):
+                call(found, draft.config)
+        with torch.no_grad():
+            weight.copy_(before)
     draft.config.target_layer_ids = [0, 1]
     with pytest.raises(
         ValueError, match=r"features with target_layer_ids \[0, 1\] in .*, got \[0, 2\]; use the target"

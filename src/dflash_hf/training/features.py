@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.utils import logging
 
 from dflash_hf.configuration_dflash import DFlashConfig
@@ -31,12 +31,12 @@ from dflash_hf.target.parts import Target
 from dflash_hf.training.collators import Batch, collate
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.forward import Features, target_features
+from dflash_hf.training.identity import target_identity
 
 logger: Any = logging.get_logger(__name__)
 
 SETTINGS_FILE = "features.json"
 SHARD_BYTES = 2**28
-SAMPLES = 64  # of each weight that say which target it is
 PARTS = ("taps", "next_ids", "next_log_probs")
 
 
@@ -49,21 +49,6 @@ def bytes_per_token(config: DFlashConfig, dtype: torch.dtype, num_likely: int = 
         num_likely (`int`): The target's most likely next tokens that are kept, 8 bytes each.
     """
     return len(config.target_layer_ids) * int(config.target_hidden_size) * dtype.itemsize + 8 * num_likely
-
-
-def target_identity(target: Target) -> str:
-    """Returns a digest of the names, shapes, dtypes and some values of a target's weights and buffers.
-
-    Weights that are not here as plain tensors (offloaded, sharded, quantised) count by name, shape and dtype alone.
-    """
-    digest = hashlib.sha256(type(target.model).__name__.encode())
-    tensors = [*target.model.named_parameters(), *target.model.named_buffers()]
-    for name, tensor in tensors:
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        if tensor.device.type != "meta" and type(tensor) in (Tensor, nn.Parameter):
-            some = tensor.detach().flatten()[:: max(1, tensor.numel() // SAMPLES)][:SAMPLES]
-            digest.update(_bytes(some.cpu()))
-    return digest.hexdigest()[:32]
 
 
 class FeatureCache:
@@ -277,7 +262,8 @@ def example_key(example: Example) -> str:
 def _settings(target: Target, config: DFlashConfig, num_likely: int) -> dict[str, object]:
     """What features are of."""
     return {
-        "target": target_identity(target),
+        # Features are of a dtype, which the identity leaves out.
+        "target": " ".join([*target_identity(target.model).values(), str(target.model.dtype)]),
         "target_layer_ids": list(config.target_layer_ids),
         "tap_after_deepstack": config.tap_after_deepstack,
         "num_likely": num_likely,
@@ -305,4 +291,4 @@ def _damaged(path: Path, got: str) -> ValueError:
     return ValueError(f"expected a whole shard of features in {path}, got {got}; delete the file and write it again")
 
 
-__all__ = ["FeatureCache", "bytes_per_token", "example_key", "features_alone", "target_identity"]
+__all__ = ["FeatureCache", "bytes_per_token", "example_key", "features_alone"]

@@ -1,4 +1,4 @@
-"""Which target wrote some answers: its settings and its weights as two hashes that are the same in any dtype.
+"""Which target wrote answers or features: its settings and its weights as two hashes that are the same in any dtype.
 
 Every weight counts: what is hashed of a tensor are the sums of its rows and of its columns, of the bits of its values
 in bfloat16 as integers. They are exact in any order, and take as long as reading it.
@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 # Of a config: where it is from and how it is run, which is not what it computes.
@@ -43,10 +43,10 @@ def text_identity(text: str) -> str:
 
 
 def _fingerprint(value: Tensor) -> str:
-    """A hash of a tensor; nothing of one that is not loaded."""
-    value = value.detach()
-    if value.is_meta:
+    """A hash of a tensor; nothing of one that is not here as a plain one (offloaded, sharded, quantised)."""
+    if value.is_meta or type(value) not in (Tensor, nn.Parameter):
         return ""
+    value = value.detach()
     if value.is_floating_point() and value.element_size() > 1:
         bits = value.to(torch.bfloat16).contiguous().view(torch.int16)
     elif value.element_size() == 1:
