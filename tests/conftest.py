@@ -2,6 +2,7 @@
 and no kernel given up unseen, whose reference would be compared with itself.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Generator
@@ -17,6 +18,12 @@ import torch
 from dflash_hf.generation.widths import WidthChooser
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what has been imported, which stays for good, out of every later search for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

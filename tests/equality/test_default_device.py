@@ -127,8 +127,11 @@ def test_files(tmp_path: Path) -> None:
 def unnamed(source: ast.AST) -> Iterator[ast.Call]:
     """Calls that make a tensor and leave its device to the default."""
     for node in ast.walk(source):
-        is_maker = isinstance(node, ast.Call) and re.fullmatch(rf"torch\.({MAKERS})", ast.unparse(node.func))
-        if isinstance(node, ast.Call) and is_maker and not any(key.arg == "device" for key in node.keywords):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        is_of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+        is_maker = is_of_torch and re.fullmatch(MAKERS, node.func.attr)
+        if is_maker and not any(key.arg == "device" for key in node.keywords):
             yield node
 
 

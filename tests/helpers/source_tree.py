@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,8 +32,9 @@ class Module:
         return f"{self.name}:{getattr(node, 'lineno', 1)}: {message}"
 
 
+@cache
 def read_modules() -> list[Module]:
-    """Every Python file of the product, in a stable order."""
+    """Every Python file of the product, in a stable order; for all who only read them."""
     modules: list[Module] = []
     for folder, prefix in SOURCES.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -43,8 +45,13 @@ def read_modules() -> list[Module]:
     return modules
 
 
-def imports(module: Module) -> Iterator[tuple[ast.stmt, str]]:
+@cache
+def imports(module: Module) -> list[tuple[ast.stmt, str]]:
     """Each import statement, also lazy and type-checking ones, with the longest dotted name that it may bring in."""
+    return list(_imports(module))
+
+
+def _imports(module: Module) -> Iterator[tuple[ast.stmt, str]]:
     package = module.name if module.is_package else module.name.rpartition(".")[0]
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
@@ -71,9 +78,10 @@ def import_graph(modules: list[Module]) -> dict[str, set[str]]:
     return {module.name: {target for _, target in imported_modules(module, names)} for module in modules}
 
 
-def functions(module: Module) -> Iterator[Function]:
+@cache
+def functions(module: Module) -> list[Function]:
     """Every function of a module: nested ones and methods too."""
-    yield from (node for node in ast.walk(module.tree) if isinstance(node, Function))
+    return [node for node in ast.walk(module.tree) if isinstance(node, Function)]
 
 
 def is_jit(function: Function) -> bool:
