@@ -74,7 +74,8 @@ def _run(kind: str, first: int, cases: int, seconds: float, target: str | None, 
         sizes = iter([CASES_PER_ROUND] * whole + [rest] * bool(rest))
     numbers, total, failed = itertools.count(first), Round(kind, first), list[Round]()
     counts: collections.Counter[str] = collections.Counter()
-    context = multiprocessing.get_context("spawn")
+    # Nothing has run in this process yet, so that a fork is safe; a fresh process would import everything again.
+    context = multiprocessing.get_context("fork")
     with futures.ProcessPoolExecutor(jobs, context, initializer=prepare) as pool:
         waiting: set[futures.Future[Round]] = set()
         while True:

@@ -1,6 +1,7 @@
-"""A run by two processes, plain or sharded: `torchrun --nproc-per-node 2 training_ranks.py FOLDER KIND`.
+"""Runs by two processes, plain and sharded: `torchrun --nproc-per-node 2 training_ranks.py FOLDER KIND ...`.
 
-`train` does the same in one process, which accumulates what the two do at once. Everything is in float64.
+A start takes seconds, so that all kinds run in one, each in a folder of its own. `train` does the same in one process,
+which accumulates what the two do at once. Everything is in float64.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dflash_hf.training import DFlashTrainer
 from helpers.training import draws, options, records
 from tiny import DFLASH2, tiny_draft, tiny_target
 
-STEPS, BATCHES = 20, 4  # of one row, in a step
+STEPS, BATCHES = 8, 4  # of one row, in a step
 
 
 def make(folder: Path, kind: str, seed: int = 1) -> DFlashTrainer:
@@ -76,9 +77,15 @@ def allow_fsdp_on_cpu() -> None:
     AcceleratorState.__init__ = init
 
 
-if __name__ == "__main__":
+def main(folder: Path, kinds: list[str]) -> None:
+    """Runs each kind; sharded ones come last, as they change accelerate."""
     torch.set_num_threads(1)
-    if sys.argv[2] == "fsdp":
-        allow_fsdp_on_cpu()
-    train(Path(sys.argv[1]), sys.argv[2])
+    for kind in kinds:
+        if kind == "fsdp":
+            allow_fsdp_on_cpu()
+        train(folder / kind, kind)
     distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

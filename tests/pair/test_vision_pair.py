@@ -5,7 +5,6 @@ The pair is `demos/toy/vision`: `target/` with its processor, `draft/`, `held_ou
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -162,16 +161,6 @@ def test_the_doctor_finds_nothing() -> None:
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
-
-
-def test_the_demo_command_answers_texts_and_pictures() -> None:
-    result = run("demo", "--per-kind", "1", "--json")
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout.splitlines()[-1])
-    assert record["all"]["identical"] is True
-    names = [tuple(row["images"]) for row in record["rows"]]
-    assert names[-len(prompts(1)) :] == [tuple(image_names(row["messages"])) for row in prompts(1)]
-    assert all(row["num_target_forwards"] < row["num_tokens"] for row in record["rows"])
 
 
 def test_the_generate_command_asks_the_bundled_pair_about_a_picture() -> None:
