@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from dflash_hf import SpeculativeStats, load_draft
 from dflash_hf.bench.lm_eval import DFlashLM, StopTexts
+from helpers.half import half
 from helpers.source_tree import ROOT
 
 TOY = ROOT / "demos" / "toy"
@@ -69,8 +70,7 @@ def evaluated(model: Any, tasks: TaskManager, task: str, **settings: Any) -> tup
     return [sample["resps"][0][0] for sample in samples], scores
 
 
-@pytest.mark.parametrize("task", ["toy", "toy_until"])
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("batch", "task"), half([1, 2], ["toy", "toy_until"]))
 def test_answers_and_scores_are_those_without_a_draft(
     batch: int, task: str, tasks: TaskManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:

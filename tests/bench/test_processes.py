@@ -23,7 +23,7 @@ ROOT = TOY.parents[1]
 
 
 def test_two_processes_are_one(tmp_path: Path, held_out: list[str]) -> None:
-    rows = [*((text,) for text in held_out), (held_out[0], "Thanks. Again?"), (held_out[1], "Thanks. Again?")]
+    rows = [(held_out[0],), (held_out[1],), (held_out[2],), (held_out[0], "Thanks. Again?")]
     data = write_set(tmp_path / "few.jsonl", rows)
     settings = settings_in(
         tmp_path, data=(str(data),), batch=(1, 2), max_new_tokens=(16,), temperature=(2.0,), verify_width=(8,)

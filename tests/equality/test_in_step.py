@@ -17,6 +17,7 @@ from transformers import (
 from transformers.generation import BaseStreamer
 
 from dflash_hf import SpeculativeStats
+from helpers.half import half
 from tiny import oracle_draft, prompts, tiny_target, truth_of
 
 NEW = 24
@@ -79,9 +80,7 @@ def settings_of(case: str) -> tuple[dict[str, Any], list[Any]]:
     return {"max_new_tokens": NEW, "do_sample": False, **found[case]}, [processor, criterion, streamer]
 
 
-@pytest.mark.parametrize("eos", [None, EOS], ids=["no eos", "eos"])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "rows", "eos"), half(list(CASES), [1, 3], {"no eos": None, "eos": EOS}))
 def test_what_sees_the_whole_batch_is_called_as_plain_generate_calls_it(
     case: str, rows: int, eos: list[int] | None
 ) -> None:

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from dflash_hf import iterate
 from helpers.families import build
+from helpers.half import half
 from helpers.static import set_engine, tensor_oracle
 from tiny import prompts, tiny_target, truth_of
 
@@ -29,10 +30,10 @@ def target_of(family: str) -> PreTrainedModel:
     return build(family) if family in ("gpt2", "opt") else tiny_target(family)
 
 
-@pytest.mark.parametrize("engine", ["eager", "static"])
-@pytest.mark.parametrize("num", [1, 12, 30])
-@pytest.mark.parametrize("lengths", [[9], [4, 9, 6]])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "gpt2", "opt"])
+@pytest.mark.parametrize(
+    ("family", "lengths", "num", "engine"),
+    half(["qwen3", "qwen3-sliding", "gpt2", "opt"], [[9], [4, 9, 6]], [1, 12, 30], ["eager", "static"]),
+)
 def test_ones_behind_the_prompt(family: str, lengths: list[int], num: int, engine: Any) -> None:
     target, inputs = target_of(family), prompts(lengths, 0)
     settings: dict[str, Any] = {**inputs, **GREEDY, "attention_mask": longer(inputs["attention_mask"], num)}

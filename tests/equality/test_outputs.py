@@ -19,6 +19,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel
+from helpers.half import half
 from helpers.static import set_engine
 from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
@@ -51,10 +52,10 @@ def assert_rows_equal(ours: Any, plain: Any, lengths: list[int]) -> None:
             torch.testing.assert_close(mine[row], wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("in_step", [False, True])
-@pytest.mark.parametrize("eos", [None, EOS], ids=["no eos", "eos"])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "rows", "eos", "in_step"),
+    half(["qwen3", "gemma3"], [1, 3], {"no eos": None, "eos": EOS}, [False, True]),
+)
 def test_scores_logits_and_hidden_states_equal_plain_generates(
     family: str, rows: int, eos: list[int] | None, in_step: bool
 ) -> None:
@@ -104,9 +105,7 @@ def test_only_what_was_asked_for_is_returned() -> None:
         )
 
 
-@pytest.mark.parametrize("with_ids", [False, True])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize(("family", "rows", "with_ids"), half(["qwen3", "gemma3", "gpt-oss"], [1, 3], [False, True]))
 def test_prompts_as_embeddings(family: str, rows: int, with_ids: bool) -> None:
     target = tiny_target(family)
     inputs = prompts([7, 4, 6][:rows], 2)

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.generation import BaseStreamer
 
 from dflash_hf.generation import user_cache
+from helpers.half import half
 from helpers.turns import (
     CACHES,
     GREEDY,
@@ -31,10 +32,15 @@ from helpers.turns import (
 from tiny import VOCAB, prompts, tiny_draft, tiny_target
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "new"])
-@pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("lengths", [[9], [4, 11, 7]], ids=["one", "three"])
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3-sliding", "gemma3", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "lengths", "kind", "whole"),
+    half(
+        ["qwen3", "llama", "qwen3-sliding", "gemma3", "mistral"],
+        {"one": [9], "three": [4, 11, 7]},
+        list(CACHES),
+        {"whole": True, "new": False},
+    ),
+)
 def test_three_turns(family: str, lengths: list[int], kind: str, whole: bool) -> None:
     target = tiny_target(family)
     inputs = prompts(lengths, 3)
@@ -46,9 +52,9 @@ def test_three_turns(family: str, lengths: list[int], kind: str, whole: bool) ->
         ids, mask = next_turn(ids, mask, seed)
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "new"])
-@pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize(
+    ("family", "kind", "whole"), half(["qwen3", "llama"], list(CACHES), {"whole": True, "new": False})
+)
 def test_rows_that_end_early(family: str, kind: str, whole: bool) -> None:
     target = tiny_target(family)
     inputs = prompts([4, 11, 7], 3)
@@ -202,10 +208,12 @@ def contents(cache: Cache) -> list[Any]:
     return held
 
 
-@pytest.mark.parametrize("turns", [0, 1])
-@pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize(("after", "error"), [(1, RuntimeError), (4, KeyboardInterrupt)])
-def test_an_error_leaves_the_cache_as_it_was(after: int, error: type[BaseException], kind: str, turns: int) -> None:
+@pytest.mark.parametrize(
+    ("failure", "kind", "turns"),
+    half({"1-RuntimeError": (1, RuntimeError), "4-KeyboardInterrupt": (4, KeyboardInterrupt)}, list(CACHES), [0, 1]),
+)
+def test_an_error_leaves_the_cache_as_it_was(failure: tuple[int, type[BaseException]], kind: str, turns: int) -> None:
+    after, error = failure
     target = tiny_target("gemma3")
     caches = (CACHES[kind](target), CACHES[kind](target))
     draft = recording_draft(target)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfig
 
+from helpers.half import half
 from tiny import oracle_draft, prompts, tiny_target, truth_of
 
 NEW = 24
@@ -71,8 +72,8 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("case", PROCESSORS)
+# Each with one row or with several, and sampled with as many as greedily not.
+@pytest.mark.parametrize(("case", "rows"), half(list(PROCESSORS), [1, 4]))
 def test_greedy_text_is_plain_generates(case: str, rows: int) -> None:
     target = tiny_target("qwen3")
     inputs = prompts(LENGTHS[:rows], 8)
@@ -89,8 +90,7 @@ def test_greedy_text_is_plain_generates(case: str, rows: int) -> None:
     assert draft.last_stats.acceptance_length > 1
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("case", [*WARPERS, *PROCESSORS])
+@pytest.mark.parametrize(("case", "rows"), half([*WARPERS, *PROCESSORS], [1, 4]))
 def test_sampled_text_is_the_same_at_every_block_size(case: str, rows: int) -> None:
     target = tiny_target("qwen3")
     inputs = prompts(LENGTHS[:rows], 8)

@@ -16,12 +16,17 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.generation.buffers import kept_buffers
+from helpers.half import half
 from helpers.static import Tape, engine_of, set_engine, tensor_oracle, use_tapes
 from helpers.vision import VISION, Grid, vision_prompts, vision_target
 from tiny import DFLASH2, FAMILIES, prompts, tiny_draft, tiny_target, truth_of
 
 NEW = 26
 LENGTHS = {"one": [9], "three": [4, 11, 7]}
+# Seed -> block and width, and seeds so that every two of rows, engine and width meet.
+SIZES = [(2, 2), (8, 8), (8, 3), (16, 9)]
+SEEDS = {("one", "static"): (0, 2), ("one", "cuda_graph"): (1, 3)}
+SEEDS |= {("three", "static"): (1, 3), ("three", "cuda_graph"): (0, 2)}
 # Their eager experts count tokens on the host, as capture forbids: it runs with those that do not, in float32.
 EXPERTS = ("qwen3-moe", "gpt-oss")
 
@@ -62,7 +67,8 @@ def test_every_family_gives_the_plain_text(batch: str, family: str, engine: Any)
     if engine == "cuda_graph" and family in EXPERTS:
         target = tiny_target(family).float()
         target.set_experts_implementation("batched_mm")
-    for seed, (block_size, width) in enumerate([(2, 2), (8, 8), (8, 3), (16, 9)]):
+    for seed in SEEDS[batch, engine]:
+        block_size, width = SIZES[seed]
         inputs = prompts(LENGTHS[batch], seed)
         ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
         draft = tensor_oracle(target, truth_of(inputs, ref), seed, block_size)
@@ -118,7 +124,7 @@ def test_pictures_give_the_plain_text(family: str, rows: list[list[Grid]], engin
 @pytest.mark.parametrize("num_ids", [1, 2, 11])
 def test_eos_inside_a_block_ends_the_row_there(num_ids: int, engine: Any) -> None:
     target = target_of("qwen3")
-    for seed in range(4):
+    for seed in range(2):
         inputs = prompts([4, 11, 7], seed)
         free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
         # Tokens that occur in the middle of some rows and, with many of them, ids that do not exist.
@@ -150,10 +156,15 @@ WARPERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ["static", "cuda_graph"])
-@pytest.mark.parametrize("warpers", WARPERS.values(), ids=WARPERS.keys())
-@pytest.mark.parametrize("proposal", ["shared_noise", "argmax", "sample"])
-@pytest.mark.parametrize("kind", [{}, DFLASH2], ids=["dflash", "dflash 2"])
+@pytest.mark.parametrize(
+    ("kind", "proposal", "warpers", "engine"),
+    half(
+        {"dflash": {}, "dflash 2": DFLASH2},
+        ["shared_noise", "argmax", "sample"],
+        WARPERS,
+        ["static", "cuda_graph"],
+    ),
+)
 def test_a_sampled_text_is_that_of_the_eager_loop(kind: Any, proposal: Any, warpers: Any, engine: Any) -> None:
     target = target_of("qwen3")
     inputs = prompts([4, 11, 7], 4)

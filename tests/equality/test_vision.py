@@ -16,6 +16,7 @@ from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import find_target
 from dflash_hf.training.collators import Batch
 from dflash_hf.training.forward import target_features
+from helpers.half import half
 from helpers.vision import IMAGE, VIDEO, VISION, Grid, vision_prompts, vision_target
 from tiny import MIXED, oracle_draft, tiny_draft, tiny_target, truth_of
 
@@ -33,7 +34,9 @@ ROWS: dict[str, list[list[Grid]]] = {
 @pytest.mark.parametrize("name", VISION)
 def test_pictures_give_the_plain_text(name: str, rows: list[list[Grid]]) -> None:
     target = vision_target(name)
-    for seed, block_size in enumerate([2, 5, 8, 16]):
+    # Every two of targets, rows and block sizes.
+    for seed in range((list(VISION).index(name) + list(ROWS.values()).index(rows)) % 2, 4, 2):
+        block_size = [2, 5, 8, 16][seed]
         inputs = vision_prompts(target, name, rows, seed)
         ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
         draft = oracle_draft(target, truth_of(inputs, ref), seed, block_size)
@@ -288,9 +291,10 @@ TURNS: dict[str, tuple[list[list[Grid]], list[list[Grid]]]] = {
 }
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["all pictures", "new pictures"])
-@pytest.mark.parametrize("turns", TURNS.values(), ids=TURNS.keys())
-@pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl", "qwen3.5-vl"])
+@pytest.mark.parametrize(
+    ("name", "turns", "whole"),
+    half(["qwen3-vl", "qwen2.5-vl", "qwen3.5-vl"], TURNS, {"all pictures": True, "new pictures": False}),
+)
 def test_a_later_turn_brings_pictures_to_a_kept_cache(
     name: str, turns: tuple[list[list[Grid]], list[list[Grid]]], whole: bool
 ) -> None:
