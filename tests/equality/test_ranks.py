@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,31 +15,26 @@ from helpers import two_ranks
 LIMIT = 200
 
 
-def start(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
-    """Runs cases of `helpers.two_ranks` in two processes."""
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """All cases of `helpers.two_ranks` in two processes, and behind them the one that ends them."""
+    folder = tmp_path_factory.mktemp("ranks")
+    two_ranks.save_targets(folder)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", two_ranks.__file__]
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = os.environ | {"PYTHONPATH": paths, "TQDM_DISABLE": "1"}
-    return subprocess.run(
-        [*command, str(folder), *names], capture_output=True, text=True, timeout=LIMIT, env=environment
-    )
+    return subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=LIMIT, env=environment)
 
 
-def test_two_processes_go_the_same_way(tmp_path: Path) -> None:
-    two_ranks.save_targets(tmp_path)
-    run = start(tmp_path)
-    assert run.returncode == 0, run.stderr
+def test_two_processes_go_the_same_way(run: subprocess.CompletedProcess[str]) -> None:
     found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     errors = [error for case in found for error in case["errors"]]
     assert not errors, "\n".join(errors)
     checked = {case["case"]: case["checked"] for case in found}
-    assert list(checked) == [case.__name__ for case in two_ranks.CASES]
+    assert list(checked) == [case.__name__ for case in two_ranks.CASES], run.stderr
     assert sum(checked[name] for name in ("greedy", "greedy_pair", "shared_noise")) >= 40
 
 
-@pytest.mark.parametrize("name", ["fails_in_a_forward"])
-def test_a_process_that_fails_within_a_forward_ends_the_other(tmp_path: Path, name: str) -> None:
-    two_ranks.tiny_target("qwen3").save_pretrained(tmp_path / "qwen3")
-    run = start(tmp_path, name)
+def test_a_process_that_fails_within_a_forward_ends_the_other(run: subprocess.CompletedProcess[str]) -> None:
     assert run.returncode != 0
     assert "Broken: of the caller's own" in run.stderr
