@@ -16,12 +16,14 @@ from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.generation import buffers
 from dflash_hf.generation.buffers import kept_buffers
 from helpers.engine import GREEDY, Watched, freeze_each_step_first, pair
+from helpers.half import half
 from helpers.kernel_checks import DEVICES, Calls, calls_of, find_out
 from helpers.static import Tape, TapeStep, TensorOracle, set_engine, tensor_oracle, use_tapes
 from helpers.vision import vision_prompts, vision_target
 from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of
 
-NEW = 20
+NEW = 14
+ENGINES = ["eager", "static", "cuda_graph"]
 SLIDING: dict[str, Any] = {"sliding_window": 5, "window_from_anchor": True}
 DRAFTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -73,14 +75,7 @@ def check_greedy(target: Any, inputs: dict[str, Tensor], calls: Calls, engine: A
 
 @pytest.mark.parametrize(
     ("family", "lengths", "engine"),
-    [
-        # Every two of the three together; the other half on demand.
-        pytest.param(family, lengths, engine, id=f"{family}-{len(lengths)}-{engine}", marks=marks)
-        for i, family in enumerate(["qwen3-sliding", "llama3-rope", "gemma3", "phi3"])
-        for j, lengths in enumerate([[9], [4, 11, 7]])
-        for k, engine in enumerate(["eager", "static", "cuda_graph"])
-        for marks in [[] if (i + j + k) % 2 == 0 else pytest.mark.slow]
-    ],
+    half(["qwen3-sliding", "llama3-rope", "gemma3", "phi3"], {"1": [9], "3": [4, 11, 7]}, ENGINES),
 )
 def test_the_kernel_path_gives_the_plain_text(family: str, lengths: list[int], engine: Any, calls: Calls) -> None:
     check_greedy(tiny_target(family), prompts(lengths, 2), calls, engine, 6)
@@ -117,14 +112,7 @@ def test_eos_and_limits_inside_a_block(num_ids: int, engine: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "proposal", "engine"),
-    [
-        # Every two of the three together; the other half on demand.
-        pytest.param(kind, proposal, engine, id=f"{name}-{proposal}-{engine}", marks=marks)
-        for i, (name, kind) in enumerate({"dflash": {}, "dflash 2": DFLASH2}.items())
-        for j, proposal in enumerate(["argmax", "shared_noise", "sample"])
-        for k, engine in enumerate(["eager", "static", "cuda_graph"])
-        for marks in [[] if (i + j + k) % 2 == 0 else pytest.mark.slow]
-    ],
+    half({"dflash": {}, "dflash 2": DFLASH2}, ["argmax", "shared_noise", "sample"], ENGINES),
 )
 def test_a_sampled_text_is_that_without_kernels(kind: Any, proposal: Any, engine: Any, calls: Calls) -> None:
     target = tiny_target("qwen3")
@@ -190,7 +178,7 @@ def test_the_draft_sees_what_was_committed(kind: dict[str, Any], engine: Any) ->
 @pytest.mark.parametrize("device", DEVICES[:1])
 def test_the_draft_sees_what_was_committed_by_the_kernels(device: str, calls: Calls) -> None:
     small = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    check_context(tiny_target("qwen3").float(), "static", [5, 3], 7, 1e-4, **small)
+    check_context(tiny_target("qwen3", **small).float(), "static", [5, 3], 7, 1e-4, **small)
     assert not calls.references
     assert calls.kernels["context_kv"] > 1
 
