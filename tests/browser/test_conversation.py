@@ -3,6 +3,7 @@
 Nothing here rests on a clock: where a test needs an answer that is half written, it holds the chat there.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -32,12 +33,20 @@ WATCH = """() => {
 }"""
 
 
-def plain_answers(pair: Path, length: int, *questions: tuple[str, list[Path]]) -> list[str]:
-    """What plain `generate` says in a conversation, prefilled anew at every turn; with nothing of the chat's own."""
+@functools.cache
+def plain_pair(pair: Path) -> tuple[Any, Any]:
+    """A pair's target and its tokenizer or processor, without anything of the chat's own."""
     sees = hasattr(AutoConfig.from_pretrained(pair / "target"), "vision_config")
     kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    target: Any = kind.from_pretrained(pair / "target")
-    encoder: Any = (AutoProcessor if sees else AutoTokenizer).from_pretrained(pair / "target")
+    return kind.from_pretrained(pair / "target"), (AutoProcessor if sees else AutoTokenizer).from_pretrained(
+        pair / "target"
+    )
+
+
+def plain_answers(pair: Path, length: int, *questions: tuple[str, list[Path]]) -> list[str]:
+    """What plain `generate` says in a conversation, prefilled anew at every turn."""
+    target, encoder = plain_pair(pair)
+    sees = hasattr(target.config, "vision_config")
     messages: list[dict[str, Any]] = []
     texts: list[str] = []
     for text, files in questions:
