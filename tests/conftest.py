@@ -13,11 +13,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
-import torch
 
-from dflash_hf.generation.widths import WidthChooser
-
-torch.set_num_threads(1)
+# No torch here: the process that only deals the tests out to two others need not load it.
 
 
 def pytest_collection_finish() -> None:
@@ -28,6 +25,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` where torch sees no CUDA device."""
+    import torch
+
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="marked gpu, and torch sees no CUDA device")
@@ -36,10 +35,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> None:
+    """For models this small, more of them only get in each other's way."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verifies whole blocks where a test does not say how wide: by default that follows the clock of the machine."""
-    monkeypatch.setattr(WidthChooser, "by_default", False)
+    monkeypatch.setattr("dflash_hf.generation.widths.WidthChooser.by_default", False)
 
 
 @pytest.fixture(autouse=True)
