@@ -1,6 +1,6 @@
 """Compiles every kernel for a GPU without having one, and prints what each needs as JSON; run as a script.
 
-    python compile_kernels.py [WHICH [CAPABILITY]]     those whose name contains WHICH, for 90 (Hopper) by default
+    python compile_kernels.py [WHICH [CAPABILITY ...]] those whose name contains WHICH, for 90 (Hopper) by default
     python compile_kernels.py --table                  what all need on all, for benchmarks/results/kernel_resources.md
 
 Launches are made with CPU tensors; in the place of each the compiled kernel is looked at. Not under
@@ -9,11 +9,12 @@ Launches are made with CPU tensors; in the place of each the compiled kernel is 
 
 import importlib
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -78,6 +79,21 @@ def compile_all(which: str) -> list[dict[str, Any]]:
         for case, launch in launches().items():
             if which in case and ("growing" in case) == ("growing" in which):
                 launch()
+    return found
+
+
+def compile_for(which: str, capability: int) -> list[dict[str, Any]]:
+    """As `compile_all`, for a capability; for a process of its own."""
+    driver.set_active(NoDevice(capability))
+    return compile_all(which)
+
+
+def compile_on(which: str, capabilities: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
+    """Compiles for several capabilities, each in a process forked from this one: Triton keeps what it has compiled."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for capability in capabilities:
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            found[capability] = pool.apply(compile_for, (which, capability))
     return found
 
 
@@ -174,7 +190,7 @@ def launches() -> dict[str, Callable[[], Any]]:
 
 
 def table() -> str:
-    """Returns what every kernel needs on every capability, as a table; compiles in processes of their own."""
+    """Returns what every kernel needs on every capability, as a table."""
     lines = [
         "# What each kernel needs, compiled without a GPU\n",
         f"`python tests/helpers/compile_kernels.py --table`: Triton {triton.__version__}, torch {torch.__version__}, "
@@ -184,11 +200,8 @@ def table() -> str:
         "|---|---|" + "---|" * len(CAPABILITIES),
     ]
     rows: dict[tuple[str, str], list[str]] = {}
-    for capability in CAPABILITIES:
-        run = subprocess.run(
-            [sys.executable, __file__, "", str(capability)], capture_output=True, text=True, check=True
-        )
-        for kernel in json.loads(run.stdout.splitlines()[-1]):
+    for kernels in compile_on("", tuple(CAPABILITIES)).values():
+        for kernel in kernels:
             key = (kernel["kernel"].strip("_"), kernel["case"])
             needs = f"{kernel['registers']} / {kernel['stack']} / {kernel['shared'] / 1024:.0f}"
             if "growing" not in kernel["case"]:
@@ -205,6 +218,5 @@ if __name__ == "__main__":
     if "--table" in sys.argv:
         print(table())
         sys.exit()
-    which, capability = [*sys.argv[1:], *["", "90"][len(sys.argv) - 1 :]]
-    driver.set_active(NoDevice(int(capability)))
-    print(json.dumps(compile_all(which)))
+    which, *capabilities = [*sys.argv[1:], *["", "90"][len(sys.argv) - 1 :]]
+    print(json.dumps(compile_on(which, [int(capability) for capability in capabilities])))
