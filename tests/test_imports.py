@@ -51,7 +51,7 @@ def test_import_loads_nothing_heavy() -> None:
     assert not (loaded := loaded_by("import dflash_hf", NOT_LOADED_BY_IMPORT)), f"import dflash_hf loads {loaded}"
 
 
-COMMANDS = ("generate", "demo", "chat", "convert", "doctor", "train")
+COMMANDS = ("generate", "demo", "chat", "convert", "doctor", "inspect", "drafts", "push", "train")
 GROUPED = ("bench", "bench prepare", "bench compare")
 COMMAND_LINES = [
     ["--help"],

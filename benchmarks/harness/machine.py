@@ -7,7 +7,6 @@ import platform
 import shlex
 import sys
 import time
-import tomllib
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dflash_hf import __version__
 from dflash_hf.bench.provenance import commit, cpu_model, version
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,14 +114,9 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "triton", "transformers", "dflash")},
-            "dflash_hf": _own_version(),
+            "dflash_hf": __version__,  # not the installed one: the sources may run without being installed
         },
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
     }
-
-
-def _own_version() -> str:
-    """The version in pyproject.toml: the sources may run without being installed."""
-    return str(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_hf.registration import disable, enable, register
 
+__version__ = "0.1.0"  # the one place: the build reads it
+
 if TYPE_CHECKING:
     from dflash_hf.configuration_dflash import DFlashConfig
     from dflash_hf.drafts import load_draft, save_draft

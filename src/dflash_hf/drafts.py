@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
+from collections.abc import Mapping
+from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from dflash_hf.checkpoints import CheckpointFormat, FormatName, get_format
+from dflash_hf.checkpoints.files import FLOAT_DTYPES, find_file, read_config, stored_tensors
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import find_target
@@ -34,6 +38,55 @@ def load_draft(path_or_repo: str | PathLike[str], **kwargs: Any) -> DFlashDraftM
         ValueError: See [`DFlashDraftModel.from_pretrained`].
     """
     return DFlashDraftModel.from_pretrained(path_or_repo, **kwargs)
+
+
+def inspect_draft(path_or_repo: str | PathLike[str]) -> dict[str, Any]:
+    """Says what a draft is, from its config and the headers of its weights; no weights are loaded.
+
+    Args:
+        path_or_repo (`str` or `os.PathLike`): Folder or Hub id, in any format.
+
+    Returns:
+        `dict[str, Any]`: Plain values: `format`, `is_dflash2`, `num_parameters`, `num_bytes`, `dtypes` (as safetensors
+        spells them), `num_proposals`, `target` (what the config, or the model card, names; else `None`), and fields of
+        [`DFlashConfig`].
+
+    Raises:
+        ValueError: If the format is unknown, its config contradicts itself, or weights are missing, unknown or of a
+            wrong shape; see [`DFlashDraftModel.from_pretrained`].
+    """
+    raw, stored = read_config(path_or_repo, {}), stored_tensors(path_or_repo)
+    form, _, config = DFlashDraftModel._checked(path_or_repo, path_or_repo, raw, stored, None, {})
+    tensors = list(stored.values())
+    names = (
+        *("num_target_layers", "target_hidden_size", "target_layer_ids", "block_size", "mask_token_id"),
+        *("num_hidden_layers", "hidden_size", "sliding_window", "vocab_size", "draft_vocab_size"),
+        *("own_embed_tokens", "own_lm_head", "sample_from_anchor"),
+    )
+    return {
+        "format": form.name,
+        "is_dflash2": config.conv_kernel_size is not None or config.selector_rank is not None,
+        "num_parameters": sum(prod(tensor.shape) for tensor in tensors if tensor.dtype in FLOAT_DTYPES),
+        "num_bytes": sum(file.stat().st_size for file in {tensor.file for tensor in tensors}),
+        "dtypes": sorted({tensor.dtype for tensor in tensors if tensor.dtype in FLOAT_DTYPES}),
+        "num_proposals": config.num_proposals(config.block_size),
+        "target": _named_target(path_or_repo, raw),
+        **{name: getattr(config, name) for name in names},
+    }
+
+
+def _named_target(path_or_repo: str | PathLike[str], raw: Mapping[str, Any]) -> str | None:
+    """The target that a speculators config or a model card names."""
+    section = raw.get("speculators_config")
+    verifier = section.get("verifier") if isinstance(section, Mapping) else None
+    name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+    if not isinstance(name, str):
+        card = find_file(path_or_repo, "README.md", {})
+        text = "" if card is None else card.read_text(encoding="utf-8", errors="replace")
+        front = text.split("---")[1] if text.startswith("---") and text.count("---") > 1 else ""
+        found = re.search(r"^base_model:\s*(?:-\s*)?[\"']?([\w./-]+)", front, re.MULTILINE)
+        name = found[1] if found else None
+    return name or None
 
 
 def save_draft(
@@ -120,4 +173,4 @@ def _complete(
             setattr(config, flag, False)
 
 
-__all__ = ["load_draft", "save_draft"]
+__all__ = ["inspect_draft", "load_draft", "save_draft"]

@@ -145,9 +145,9 @@ def test_the_demo_command_compares_and_succeeds() -> None:
 
 def test_the_generate_command_streams_and_compares() -> None:
     prompt = prompts(1)[0]["messages"][-1]["content"]
-    run = CliRunner().invoke(app, ["generate", prompt, "--temperature", "0.7", "--seed", "5"])
+    run = CliRunner().invoke(app, ["generate", prompt, "--temperature", "0.7", "--seed", "5", "--compare"])
     assert run.exit_code == 0, run.output
-    assert "yes" in run.stdout
+    assert "yes" in run.stderr
 
 
 def test_a_wrong_folder_is_one_sentence() -> None:

@@ -147,7 +147,7 @@ def test_generate_takes_pictures_in_their_order(folder: Path) -> None:
     options = [*pair_options(folder), "--max-new-tokens", str(NEW)]
     result = run("generate", "What?", "--image", files[0], "--image", files[1], *options)
     assert result.exit_code == 0, result.output
-    assert "[003.png] [000.png] What?" in result.stdout
+    assert "[003.png] [000.png] What?" in result.stderr
     row = last_json(run("generate", "What?", "--image", files[0], "--image", files[1], *options, "--json"))
     parts = [{"type": "image", "path": file} for file in files]
     prompt = [{"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}]

@@ -165,7 +165,7 @@ def run(*arguments: str) -> Result:
 
 def test_the_generate_command_asks_the_bundled_pair_about_a_picture() -> None:
     part, question = with_images(1)[0]["messages"][0]["content"]
-    result = run("generate", question["text"], "--image", part["path"])
+    result = run("generate", question["text"], "--image", part["path"], "--compare")
     assert result.exit_code == 0, result.output
-    assert f"[{Path(part['path']).name}] {question['text']}" in " ".join(result.stdout.split())
-    assert "yes" in result.stdout
+    assert f"[{Path(part['path']).name}] {question['text']}" in " ".join(result.stderr.split())
+    assert "yes" in result.stderr

@@ -267,6 +267,38 @@ def test_terminal_shows_sentences_as_they_are_and_refused_images_do_not_stay(
     assert model.asked == [("one", 1), ("two", stay)]
 
 
+def test_terminal_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Refusing(takes_images=True)
+    model.asked.append(("", 0))  # refuses no more
+    seen: list[tuple[str, float, int]] = []
+    ask = model.ask
+
+    def noting(conversation: Conversation, text: str, images: list[Any], settings: Settings) -> Any:
+        seen.append((conversation.system, settings.temperature, len(images)))
+        return ask(conversation, text, images, settings)
+
+    model.ask = noting  # type: ignore[method-assign]
+    lines = ["/help", "/image", "/nonsense", "one", "/temperature 0.5", "/system Be short.", "two", "/new", "three"]
+    shown = typed(model, [*lines, "/temperature x", "/temperature 9", "/system", "four", "/exit", "five"], monkeypatch)
+    assert shown.count("adds an image to the next question") == 1
+    assert "expected a file after /image, got none" in shown
+    assert "expected a command that there is, got /nonsense; /help lists them" in shown
+    assert "expected a number after /temperature, got 'x'" in shown
+    assert "expected a temperature from 0 (greedy) to 2, got 9.0" in shown
+    assert seen == [("", 0.0, 0), ("Be short.", 0.5, 0), ("Be short.", 0.5, 0), ("", 0.5, 0)]
+
+
+def test_a_system_prompt_comes_before_all_turns() -> None:
+    conversation = Conversation(system="Be short.")
+    answer = Answer(drafted=False, block_size=4)
+    conversation.turns = [Turn(text="hi", images=[], answer=answer)]
+    assert conversation.messages(False) == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "hi"},
+    ]
+    assert conversation.messages(True)[0]["content"] == [{"type": "text", "text": "Be short."}]
+
+
 def test_terminal_refuses_an_image_for_a_target_that_reads_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

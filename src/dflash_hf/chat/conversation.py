@@ -105,6 +105,7 @@ class Conversation:
     """One person's conversation."""
 
     turns: list[Turn] = field(default_factory=list[Turn])  # finished ones; the newest may be running
+    system: str = ""  # what the target reads before all turns
     # After the last drafted answer, with the draft's context attached, and the tokens of its columns, `[1, C]`.
     cache: tuple[DynamicCache, Tensor] | None = None
     busy: bool = False  # a run is in progress
@@ -119,6 +120,9 @@ class Conversation:
     def messages(self, in_parts: bool) -> list[dict[str, Any]]:
         """The conversation up to the newest question, for a processor's template (`in_parts`) or a tokenizer's."""
         messages: list[dict[str, Any]] = []
+        if self.system:
+            content = [{"type": "text", "text": self.system}] if in_parts else self.system
+            messages.append({"role": "system", "content": content})
         for turn in self.read_turns:
             images = [{"type": "image", "image": image.image} for image in turn.images]
             for role, text, before in (("user", turn.text, images), ("assistant", turn.answer.text, [])):

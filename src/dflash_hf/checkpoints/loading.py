@@ -95,16 +95,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
         given: PreTrainedConfig | PathOrRepo | None = kwargs.pop("config", None)
         source = given if isinstance(given, str | PathLike) else path
         raw, stored = read_config(source, hub), stored_tensors(path, hub, kwargs.get("variant"))
-        try:
-            form = detect_format(raw)
-            found = _by_our_names(stored, form, kwargs.pop("key_mapping", None) or {})
-            config = _draft_config(raw, form, found, given, kwargs)
-        except ValueError as error:
-            raise ValueError(f"{error} (in config.json of {source})") from error
-        with torch.device("meta"):
-            expected = cls(copy.deepcopy(config), *model_args).state_dict()
-        _check_weights(found, {name: tuple(tensor.shape) for name, tensor in expected.items()}, form, path)
-        _check_vocabulary(stored, config, path)
+        form, found, config = cls._checked(path, source, raw, stored, given, kwargs, model_args)
         with_report = kwargs.pop("output_loading_info", False)
         generation_config = kwargs.pop("generation_config", None)
         loaded: Any = super().from_pretrained(
@@ -124,6 +115,34 @@ class DFlashPreTrainedModel(PreTrainedModel):
         draft.generation_config.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
         result: Any = (draft, report) if with_report else draft
         return result
+
+    @classmethod
+    def _checked(
+        cls,
+        path: PathOrRepo,
+        source: PathOrRepo,
+        raw: Mapping[str, Any],
+        stored: Mapping[str, StoredTensor],
+        given: PreTrainedConfig | PathOrRepo | None,
+        kwargs: dict[str, Any],
+        model_args: Sequence[Any] = (),
+    ) -> tuple[CheckpointFormat, dict[str, StoredTensor], DFlashConfig]:
+        """Returns the format, the weights by our names, and the config of a checkpoint whose files fit one another.
+
+        Takes what it uses out of `kwargs`; `raw` is the config of `source`. Raises `ValueError` as
+        [`~DFlashPreTrainedModel.from_pretrained`] does before it loads weights.
+        """
+        try:
+            form = detect_format(raw)
+            found = _by_our_names(stored, form, kwargs.pop("key_mapping", None) or {})
+            config = _draft_config(raw, form, found, given, kwargs)
+        except ValueError as error:
+            raise ValueError(f"{error} (in config.json of {source})") from error
+        with torch.device("meta"):
+            expected = cls(copy.deepcopy(config), *model_args).state_dict()
+        _check_weights(found, {name: tuple(tensor.shape) for name, tensor in expected.items()}, form, path)
+        _check_vocabulary(stored, config, path)
+        return form, found, config
 
     @classmethod
     def from_target(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from dflash_hf.cli.pair import BUNDLED
+from dflash_hf.cli.pair import BUNDLED, template_options, width_of
 
 if TYPE_CHECKING:
     from dflash_hf.bench.cells import RunSettings
@@ -66,7 +66,7 @@ def bench(
         bool, typer.Option("--run-code", help="Run code in answers, in a process of its own, to score it.")
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; small models want one.", min=1)] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; small models want one.", min=1, max=1024)] = None,
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
 ) -> None:
     """Ask sets of questions in several ways of decoding, in turns, and write answers, a summary and a report.
@@ -136,9 +136,7 @@ def read_settings(given: Mapping[str, Any]) -> RunSettings:
         raise ValueError("expected a folder to write as --out, got none; name a new one")
     if given["data"] is None and not is_bundled:
         raise ValueError("expected sets of questions as --data, got none; name some, such as gsm8k,humaneval")
-    options = _template_options(given["chat_template_kwargs"])
-    if given["no_thinking"]:
-        options["enable_thinking"] = False
+    options = template_options(given["chat_template_kwargs"], given["no_thinking"])
     as_they_are = ("out", "server", "server_model", "data_dir", "template", "num_prompts", "system", "seed", "repeats")
     from dflash_hf.bench.cells import RunSettings
 
@@ -155,7 +153,7 @@ def read_settings(given: Mapping[str, Any]) -> RunSettings:
         top_p=_values(given["top_p"], float, "--top-p"),
         dtype=_values(given["dtype"], str, "--dtype"),
         block_size=_values(given["block_size"], int, "--block-size") or (None,),
-        verify_width=_values(given["verify_width"], _width, "--verify-width") or (None,),
+        verify_width=_values(given["verify_width"], width_of, "--verify-width") or (None,),
         proposal=_values(given["proposal"], str, "--proposal") or (None,),
         template_options=options,
         # As the other commands have it: a model as small as the bundled one is slower on several threads.
@@ -178,22 +176,6 @@ def _values(text: str, kind: Callable[[str], Value], option: str) -> tuple[Value
             what = words.get(kind, "whole numbers or auto")
             raise ValueError(f"expected {what} with commas as {option}, got {part!r}; correct it") from error
     return tuple(found)
-
-
-def _width(text: str) -> Any:
-    return "auto" if text == "auto" else int(text)
-
-
-def _template_options(text: str) -> dict[str, Any]:
-    try:
-        found: Any = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"expected a JSON object as --chat-template-kwargs, got {text!r}; write it in one pair of '...'"
-        )
-    return found
 
 
 __all__ = ["app", "bench", "compare", "prepare", "read_settings"]

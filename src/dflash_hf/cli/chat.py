@@ -5,14 +5,25 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Generator
+from contextlib import suppress
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION, load_pair
+from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION, MAX_TOKENS, load_pair
 from dflash_hf.evaluation.image_files import ChatImage, ImageError, read_image
+
+HELP = """\
+/help lists the commands; Ctrl-C ends an answer, arrow keys bring questions back
+/image PATH      adds an image to the next question
+/new             starts over
+/system TEXT     starts over with this system prompt, or without one
+/temperature X   0 is greedy
+/exit, /quit     ends"""
 
 if TYPE_CHECKING:
     from dflash_hf.chat.conversation import Answer, Settings
@@ -30,9 +41,12 @@ def chat(
     web: Annotated[bool, typer.Option("--web", help="On a web page; needs dflash-hf[demo].")] = False,
     host: Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 7860,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in the terminal, in tokens.", min=1)] = 320,
+    system: Annotated[str, typer.Option(help="System prompt, in the terminal.")] = "",
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Longest answer in the terminal, in tokens.", min=1, max=MAX_TOKENS)
+    ] = 320,
     temperature: Annotated[float, typer.Option(help="In the terminal; 0 is greedy.", min=0.0, max=2.0)] = 0.0,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; small models want one.", min=1)] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; small models want one.", min=1, max=1024)] = None,
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
 ) -> None:
@@ -47,10 +61,11 @@ def chat(
     is_bundled = Path(target).resolve().is_relative_to(BUNDLED)
     if threads or is_bundled:
         torch.set_num_threads(threads or 1)
-    model = ChatModel(*load_pair(target, draft, dtype, device))
-    warm_up(model.target, model.draft, model.encoder, "Hello.")
+    with Console(stderr=True).status("loading the pair"):
+        model = ChatModel(*load_pair(target, draft, dtype, device))
+        warm_up(model.target, model.draft, model.encoder, "Hello.")
     if not web:
-        converse(model, Settings(max_new_tokens=max_new_tokens, temperature=temperature), console)
+        converse(model, Settings(max_new_tokens=max_new_tokens, temperature=temperature), console, system)
         return
     try:
         from dflash_hf.chat.app import serve
@@ -62,30 +77,41 @@ def chat(
     serve(model, (target, draft), host, port)
 
 
-def converse(model: ChatModel, settings: Settings, console: Console) -> None:
+def converse(model: ChatModel, settings: Settings, console: Console, system: str = "") -> None:
     """Reads questions and prints answers as they come, each with its statistics, until the end of input.
 
-    `/image PATH` adds an image to the next question, `/new` starts over, `/quit` ends; Ctrl-C ends an answer.
+    Commands begin with `/`; [`HELP`] says which there are. Ctrl-C ends an answer.
     """
     from dflash_hf.chat.conversation import Conversation
 
-    console.print("[dim]/image PATH adds an image, /new starts over, /quit ends; Ctrl-C ends an answer", markup=True)
-    conversation, images = Conversation(), list[ChatImage]()
+    with suppress(ImportError):  # which Windows has not; where it is loaded, `input` has a history
+        import_module("readline")
+    console.print(HELP.splitlines()[0], style="dim", markup=False, highlight=False)
+    conversation, images = Conversation(system=system), list[ChatImage]()
     while True:
         try:
-            line = console.input("[bold blue]> [/]").strip()
+            line = input("> ").strip()
         except (EOFError, KeyboardInterrupt):
             return
         try:
-            if line == "/quit":
+            command, _, rest = line.partition(" ")
+            if command in ("/quit", "/exit"):
                 return
-            if line == "/new":
-                conversation, images = Conversation(), []
-            elif line.startswith("/image "):
-                found = _image(Path(line.removeprefix("/image ").strip()).expanduser())
+            if command == "/help":
+                console.print(HELP, markup=False, highlight=False)
+            elif command == "/new":
+                conversation, images = Conversation(system=conversation.system), []
+            elif command == "/system":
+                conversation, images = Conversation(system=rest.strip()), []
+            elif command == "/temperature":
+                settings = replace(settings, temperature=_number(rest))
+            elif command == "/image":
+                found = _image(rest.strip())
                 if not model.takes_images:
                     raise ValueError("expected a text, got an image: this target reads text only; ask without it")
                 images.append(found)
+            elif command.startswith("/") and command[1:].isalpha():
+                raise ValueError(f"expected a command that there is, got {command}; /help lists them")
             elif line:
                 try:
                     answers = model.ask(conversation, line, images, settings)
@@ -98,7 +124,17 @@ def converse(model: ChatModel, settings: Settings, console: Console) -> None:
             console.print(str(error), style="red", markup=False, highlight=False)
 
 
-def _image(path: Path) -> ChatImage:
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"expected a number after /temperature, got {text!r}; 0 is greedy") from None
+
+
+def _image(name: str) -> ChatImage:
+    path = Path(name).expanduser()
+    if not name:
+        raise ValueError("expected a file after /image, got none; write /image PATH")
     if not path.is_file():
         raise ValueError(f"expected an image, got {path}, which is not there; correct the path")
     return read_image(path)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from dflash_hf.cli.pair import BUNDLED, VISION, load_pair
+from dflash_hf.cli.pair import BUNDLED, MAX_TOKENS, VISION, load_pair
 from dflash_hf.cli.table import prompt_line, show_comparisons
 from dflash_hf.evaluation.prompt_files import image_names, prompt_of, read_rows
 
@@ -23,8 +23,8 @@ def demo(
         Path, typer.Option(help="Folder with target/, draft/ and held_out.jsonl; a pair for images in vision/.")
     ] = BUNDLED,
     per_kind: Annotated[int, typer.Option(help="Prompts of each kind.", min=1)] = 4,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 320,
-    threads: Annotated[int, typer.Option(help="CPU threads; models this small want one.", min=1)] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1, max=MAX_TOKENS)] = 320,
+    threads: Annotated[int, typer.Option(help="CPU threads; models this small want one.", min=1, max=1024)] = 1,
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
@@ -64,7 +64,8 @@ def _answer(
 
     from dflash_hf.evaluation.harness import compare, tokenizer_of, warm_up
 
-    target, draft, processor = load_pair(str(folder / "target"), str(folder / "draft"), dtype)
+    with Console(stderr=True).status(f"loading {folder}"):
+        target, draft, processor = load_pair(str(folder / "target"), str(folder / "draft"), dtype)
     shown = next((prompt for prompt in prompts if image_names(prompt["messages"])), prompts[0])["messages"]
     warm_up(target, draft, processor, shown)
     if not as_json:

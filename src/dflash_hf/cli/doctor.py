@@ -11,12 +11,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dflash_hf.cli.pair import BUNDLED, load_pair
+from dflash_hf.cli.pair import BUNDLED, MAX_TOKENS, load_pair
 from dflash_hf.evaluation.prompt_files import read_prompts
 
 if TYPE_CHECKING:
     from dflash_hf.evaluation.diagnosis import Diagnosis
 
+EXPLAINED = (
+    "The table's figures are of blocks that begin at every token of the answers, not only where generate would begin "
+    "one: compare them with each other, and not with the acceptance length."
+)
 COLOURS = {"ok": "green", "finding": "bold red", "skipped": "dim"}
 
 
@@ -26,18 +30,27 @@ def doctor(
     prompts: Annotated[
         Path | None, typer.Option(help="Prompts: one text per line, or .jsonl with prompt or messages.")
     ] = None,
-    num_prompts: Annotated[int, typer.Option(help="How many of them to use.", min=1)] = 8,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=2)] = 96,
+    num_prompts: Annotated[int, typer.Option(help="How many of them to use, the built-in ones too.", min=1)] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=2, max=MAX_TOKENS)] = 96,
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Find what ruins a draft's acceptance. Status 0: nothing found, 1: findings, 2: cannot be examined."""
-    given = None if prompts is None else read_prompts(prompts)[:num_prompts]
+    given = None if prompts is None else read_prompts(prompts)
     from dflash_hf.evaluation.diagnosis import diagnose
 
-    model, assistant, processor = load_pair(target, draft, dtype, device)
-    diagnosis = diagnose(model, assistant, processor, given, max_new_tokens=max_new_tokens)
+    with Console(stderr=True).status("loading the pair") as status:
+        model, assistant, processor = load_pair(target, draft, dtype, device)
+        diagnosis = diagnose(
+            model,
+            assistant,
+            processor,
+            given,
+            num_prompts=num_prompts,
+            max_new_tokens=max_new_tokens,
+            on_progress=status.update,
+        )
     if as_json:
         typer.echo(json.dumps(diagnosis.to_dict()))
     else:
@@ -49,19 +62,23 @@ def doctor(
 def _show(console: Console, diagnosis: Diagnosis) -> None:
     """Prints the table, and one line under it."""
     table = Table(title="what could ruin acceptance", show_lines=False)
-    for heading in ("check", "result", "what it means"):
-        table.add_column(heading)
+    for heading in ("check", "result"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("what it means", overflow="fold")
     for check in diagnosis.checks:
         colour = COLOURS[check.status]
         # Sentences quote lists, whose brackets are no markup.
         meaning = escape(check.sentence) + (f"\n[bold]{escape(check.advice)}" if check.advice else "")
         table.add_row(check.name, f"[{colour}]{check.status}", meaning)
     console.print(table)
+    found = f"{len(diagnosis.findings)} finding{'' if len(diagnosis.findings) == 1 else 's'}"
     console.print(
-        f"acceptance length {diagnosis.acceptance_length:.2f} as configured, over {diagnosis.num_prompts} prompts and "
-        f"{diagnosis.num_tokens} tokens; {len(diagnosis.findings)} findings",
+        f"acceptance length {diagnosis.acceptance_length:.2f} as configured: what generate has on "
+        f"{diagnosis.num_prompts} prompts and {diagnosis.num_tokens} tokens of answers; {found}",
         highlight=False,
     )
+    if diagnosis.num_tokens:
+        console.print(EXPLAINED, style="dim", highlight=False)
 
 
 __all__ = ["doctor"]

@@ -1,11 +1,13 @@
-"""The bundled pairs, and loading any pair, for the subcommands.
+"""The bundled pairs, loading any pair, and reading options that several subcommands have.
 
 Subcommands import torch and Transformers when they run: `--help` and a wrong option are answered without.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any, Literal
 
 from dflash_hf.evaluation.loading import check_place, load_pair, takes_images
 
@@ -13,6 +15,41 @@ from dflash_hf.evaluation.loading import check_place, load_pair, takes_images
 BUNDLED = Path(__file__).resolve().parents[3] / "demos" / "toy"
 VISION = "vision"  # the folder of a pair for images within that of a pair for texts
 BUNDLED_VISION = BUNDLED / VISION
+MAX_TOKENS = 2**31 - 1  # of an answer: what a tensor of counts holds
+MAX_SEED = 2**63 - 1
 
 
-__all__ = ["BUNDLED", "BUNDLED_VISION", "VISION", "check_place", "load_pair", "takes_images"]
+def template_options(text: str, no_thinking: bool) -> dict[str, Any]:
+    """Returns the options of a chat template, from `--chat-template-kwargs` and `--no-thinking`.
+
+    Raises:
+        ValueError: If the text is no JSON object.
+    """
+    try:
+        found: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"expected a JSON object as --chat-template-kwargs, got {text!r}; write it in one pair of '...'"
+        )
+    return {**found, **({"enable_thinking": False} if no_thinking else {})}
+
+
+def width_of(text: str) -> int | Literal["auto"]:
+    """Returns what `--verify-width` says; raises `ValueError` if it is neither a whole number nor `auto`."""
+    return "auto" if text == "auto" else int(text)
+
+
+__all__ = [
+    "BUNDLED",
+    "BUNDLED_VISION",
+    "MAX_SEED",
+    "MAX_TOKENS",
+    "VISION",
+    "check_place",
+    "load_pair",
+    "takes_images",
+    "template_options",
+    "width_of",
+]

@@ -8,7 +8,7 @@ adopted and the rest tried again on top of it, so that one mistake does not look
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -106,7 +106,9 @@ def diagnose(
     processor: Processor,
     prompts: Sequence[Prompt] | None = None,
     *,
+    num_prompts: int | None = None,
     max_new_tokens: int = 96,
+    on_progress: Callable[[str], object] = lambda what: None,
 ) -> Diagnosis:
     """Finds what keeps a draft from being accepted; target and draft are left as they are.
 
@@ -117,7 +119,9 @@ def diagnose(
         prompts (sequence of texts or conversations, *optional*): What to measure on: the more, the smaller the
             differences that count as clear; with images where the target takes them. By default a few built-in
             texts, if there is a chat template.
+        num_prompts (`int`, *optional*): How many of them to use, the built-in ones too; default all.
         max_new_tokens (`int`): Longest answer in tokens.
+        on_progress (callable): Gets what is being done, as a few words, whenever that changes.
 
     Raises:
         ValueError: If the target cannot be drafted for at all, or there is nothing to measure on.
@@ -130,7 +134,7 @@ def diagnose(
             "expected prompts for a tokenizer without a chat template, got none; give texts of the kind this target "
             "is used for"
         )
-    prompts = PROMPTS if prompts is None else prompts
+    prompts = (PROMPTS if prompts is None else prompts)[:num_prompts]
     if not prompts:
         raise ValueError("expected at least one prompt, got none; give texts of the kind this target is used for")
     static = [_check_vocabulary(target, draft, tokenizer), _check_weights(draft)]
@@ -140,10 +144,12 @@ def diagnose(
         advice = "load the draft that was trained for this target"
         static.append(Check(name="other_target", status="finding", sentence=str(error), advice=advice))
         return Diagnosis(acceptance_length=0.0, num_prompts=0, num_tokens=0, checks=static)
+    on_progress(f"answering {len(prompts)} prompts")
     examples = write_answers(model, [encode_prompt(processor, p, model.device) for p in prompts], max_new_tokens)
     probe = Probe(target, draft, examples)
-    setup, measured = _try_settings(probe, tokenizer)
+    setup, measured = _try_settings(probe, tokenizer, on_progress)
     checks = static + measured
+    on_progress("trying other forms of the prompts")
     checks += _check_prompts(model, draft, processor, prompts, setup, probe.measure(setup), max_new_tokens)
     checks.append(_check_fit(probe, setup, [check.name for check in checks if check.status == "finding"]))
     return Diagnosis(
@@ -170,7 +176,9 @@ def write_answers(model: PreTrainedModel, inputs: Sequence[dict[str, Tensor]], m
     return [prompt.with_answer(answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
-def _try_settings(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> tuple[Setup, list[Check]]:
+def _try_settings(
+    probe: Probe, tokenizer: PreTrainedTokenizerBase, on_progress: Callable[[str], object]
+) -> tuple[Setup, list[Check]]:
     """Tries every other form of every setting; adopts the best clear gain and goes on until there is none.
 
     Returns the setup that was reached, and one check per setting.
@@ -181,6 +189,7 @@ def _try_settings(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> tuple[Set
         best: tuple[Trial, Measurement] | None = None
         results: dict[str, dict[str, float]] = {}
         for trial in (trial for trial in _trials(probe, tokenizer) if trial.check not in found):
+            on_progress(f"trying {trial.label}")
             result = probe.measure(setup.adopt(trial.change))
             results.setdefault(trial.check, {})[trial.label] = round(result.mean, 3)
             # The more plausible forms come first: a later one has to be better by more than chance.

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.generation.streamers import BaseStreamer
 
+from dflash_hf.errors import one_line
 from dflash_hf.evaluation.agreement import Agreement, agreement
 from dflash_hf.evaluation.prompt_files import Prompt, as_messages, image_names, text_of
 from dflash_hf.generation.stats import SpeculativeStats
@@ -20,28 +21,55 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 Processor = PreTrainedTokenizerBase | ProcessorMixin
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One prompt answered with the draft.
+
+    Args:
+        text (`str`): The answer, special tokens removed.
+        num_tokens (`int`): Tokens of the answer.
+        seconds (`float`): Wall time of the `generate` call, prefill included.
+        stats (`SpeculativeStats`): Of the call.
+        images (`tuple[str, ...]`): Names of the prompt's images.
+        ids (`list[int]`): The tokens.
+        inputs (`dict[str, torch.Tensor]`): The prompt, as `generate` took it.
+        seed (`int`): torch's seed before the call.
+    """
+
+    text: str
+    num_tokens: int
+    seconds: float
+    stats: SpeculativeStats
+    images: tuple[str, ...] = ()
+    ids: list[int] = field(repr=False)
+    inputs: dict[str, Tensor] = field(repr=False)
+    seed: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the statistics, and of the fields all that are plain values, for JSON."""
+        return {
+            **self.stats.to_dict(),
+            "text": self.text,
+            "num_tokens": self.num_tokens,
+            "seconds": self.seconds,
+            "images": list(self.images),
+            "pictures": list(self.images),  # the name that images had, for one release
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Answer):
     """One prompt answered twice.
 
     Args:
         kind (`str`): What sort of prompt it was; groups rows of a report.
-        text (`str`): The answer with the draft, special tokens removed.
         agreement (`Agreement`): Whether both answers have the same tokens, and if not, whether they part at a tie.
-        num_tokens (`int`): Tokens of the answer.
-        plain_seconds, draft_seconds (`float`): Wall time of each `generate` call, prefill included.
-        stats (`SpeculativeStats`): Of the run with the draft.
-        images (`tuple[str, ...]`): Names of the prompt's images.
+        plain_seconds (`float`): Wall time of the `generate` call without the draft, prefill included.
     """
 
     kind: str
-    text: str
     agreement: Agreement
-    num_tokens: int
     plain_seconds: float
-    draft_seconds: float
-    stats: SpeculativeStats
-    images: tuple[str, ...] = ()
 
     @property
     def identical(self) -> bool:
@@ -50,17 +78,13 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain values, for JSON; `difference` is null where the answers are identical."""
-        names = [column.name for column in fields(self) if column.name not in ("stats", "agreement")]
-        own = {name: getattr(self, name) for name in names}
-        # The statistics first: their draft_seconds is a part of the one here.
         return {
-            **self.stats.to_dict(),
-            **own,
+            **super().to_dict(),
+            "kind": self.kind,
             "identical": self.identical,
             "difference": self.agreement.to_dict(),
-            "images": list(self.images),
-            "pictures": list(self.images),  # the name that images had, for one release
-            "ratio": self.plain_seconds / self.draft_seconds,
+            "plain_seconds": self.plain_seconds,
+            "ratio": self.plain_seconds / self.seconds,
         }
 
 
@@ -119,8 +143,97 @@ def encode_prompt(
                 f"expected images that can be read, got {', '.join(image_names(prompt))}, of which one cannot "
                 f"({error}); leave it out or save it anew"
             ) from error
+        except (ValueError, ImportError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of a template that is broken, or refuses a role or an option
+            raise ValueError(
+                f"expected a conversation that the chat template takes, got {type(error).__name__}: "
+                f"{one_line(error)}; change what it names, or leave the template out"
+            ) from error
     names = ("input_ids", "attention_mask") if processor is tokenizer else tuple(encoded)
     return {name: encoded[name].to(device) for name in names}
+
+
+def answer(
+    target: PreTrainedModel,
+    draft: DFlashDraftModel,
+    processor: Processor,
+    prompt: Prompt,
+    *,
+    streamer: BaseStreamer | None = None,
+    encoding: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Answer:
+    """Answers one prompt with the draft.
+
+    Args:
+        target, draft, processor: The pair, and its processor or tokenizer.
+        prompt (`str` or list of messages): What to answer.
+        streamer (`BaseStreamer`, *optional*): Gets the answer.
+        encoding (mapping, *optional*): Options of [`encode_prompt`].
+        settings: For `generate`.
+
+    Raises:
+        ValueError: See [`encode_prompt`].
+    """
+    inputs = encode_prompt(processor, prompt, target.device, **(encoding or {}))
+    model: Any = target
+    seed = torch.initial_seed()
+    torch.manual_seed(seed)
+    ids, seconds = _timed(
+        lambda: model.generate(**inputs, **settings, assistant_model=draft, streamer=streamer), inputs
+    )
+    assert isinstance(draft.last_stats, SpeculativeStats)
+    return Answer(
+        text=str(tokenizer_of(processor).decode(ids, skip_special_tokens=True)),
+        num_tokens=len(ids),
+        seconds=seconds,
+        stats=draft.last_stats,
+        images=tuple(image_names(prompt)),
+        ids=ids,
+        inputs=inputs,
+        seed=seed,
+    )
+
+
+def check_comparable(draft: DFlashDraftModel, settings: Mapping[str, Any]) -> None:
+    """Raises `ValueError` when sampling with `proposal="sample"`, which keeps the distribution and not the tokens."""
+    if settings.get("do_sample") and draft.generation_config.proposal == "sample":
+        raise ValueError(
+            "expected proposal 'shared_noise' or 'argmax' to compare sampled texts, got 'sample', which keeps the "
+            "distribution and not the text; change draft.generation_config.proposal"
+        )
+
+
+def compare_with_plain(
+    target: PreTrainedModel, draft: DFlashDraftModel, answered: Answer, *, kind: str = "prompt", **settings: Any
+) -> Comparison:
+    """Answers a prompt again, without the draft, and compares.
+
+    Sampled answers are compared with the draft at block size 1, which is plain sampling with the same keyed noise:
+    Transformers' own sampler draws its noise in another order.
+
+    Args:
+        target, draft: The pair.
+        answered ([`Answer`]): The answer with the draft.
+        kind (`str`): Label of the prompt.
+        settings: For `generate`, those of the answer.
+
+    Raises:
+        ValueError: See [`check_comparable`].
+    """
+    check_comparable(draft, settings)
+    inputs, model = answered.inputs, cast(Any, target)
+    if settings.get("do_sample"):
+        ids, seconds = _timed(lambda: _one_by_one(model, draft, inputs, settings, answered.seed), inputs)
+    else:
+        ids, seconds = _timed(lambda: model.generate(**inputs, **settings), inputs)
+    return Comparison(
+        **{column.name: getattr(answered, column.name) for column in fields(Answer)},
+        kind=kind,
+        agreement=agreement(target, inputs, ids, answered.ids, seed=answered.seed, **settings),
+        plain_seconds=seconds,
+    )
 
 
 def compare(
@@ -133,57 +246,24 @@ def compare(
     streamer: BaseStreamer | None = None,
     **settings: Any,
 ) -> Comparison:
-    """Answers one prompt without and with the draft.
-
-    Sampled answers are compared with the draft at block size 1, which is plain sampling with the same keyed noise:
-    Transformers' own sampler draws its noise in another order.
-
-    Args:
-        target, draft, processor: The pair, and its processor or tokenizer.
-        prompt (`str` or list of messages): What to answer.
-        kind (`str`): Label of the prompt.
-        streamer (`BaseStreamer`, *optional*): Gets the answer with the draft.
-        settings: For `generate`.
+    """Answers one prompt with the draft ([`answer`]) and then without ([`compare_with_plain`]).
 
     Raises:
-        ValueError: When sampling with `proposal="sample"`, which keeps the distribution and not the tokens.
+        ValueError: See [`check_comparable`]; before anything is answered.
     """
-    if settings.get("do_sample") and draft.generation_config.proposal == "sample":
-        raise ValueError(
-            "expected proposal 'shared_noise' or 'argmax' to compare sampled texts, got 'sample', which keeps the "
-            "distribution and not the text; change draft.generation_config.proposal"
-        )
-    inputs = encode_prompt(processor, prompt, target.device)
-    columns = inputs["input_ids"].shape[1]
-    model: Any = target
+    check_comparable(draft, settings)
+    answered = answer(target, draft, processor, prompt, streamer=streamer, **settings)
+    return compare_with_plain(target, draft, answered, kind=kind, **settings)
 
-    def timed(call: Callable[[], Tensor]) -> tuple[Tensor, float]:
-        start = time.perf_counter()
-        out = call()
-        if out.device.type != "cpu":
-            torch.accelerator.synchronize()
-        return out, time.perf_counter() - start
 
-    seed = torch.initial_seed()
-    if settings.get("do_sample"):
-        plain, plain_seconds = timed(lambda: _one_by_one(model, draft, inputs, settings, seed))
-    else:
-        plain, plain_seconds = timed(lambda: model.generate(**inputs, **settings))
-    torch.manual_seed(seed)
-    out, draft_seconds = timed(lambda: model.generate(**inputs, **settings, assistant_model=draft, streamer=streamer))
-    assert isinstance(draft.last_stats, SpeculativeStats)
-    answers = plain[0, columns:].tolist(), out[0, columns:].tolist()
-    found = agreement(target, inputs, *answers, seed=seed, **settings)
-    return Comparison(
-        kind=kind,
-        text=str(tokenizer_of(processor).decode(out[0, columns:], skip_special_tokens=True)),
-        agreement=found,
-        num_tokens=out.shape[1] - columns,
-        plain_seconds=plain_seconds,
-        draft_seconds=draft_seconds,
-        stats=draft.last_stats,
-        images=tuple(image_names(prompt)),
-    )
+def _timed(call: Callable[[], Tensor], inputs: Mapping[str, Tensor]) -> tuple[list[int], float]:
+    """Returns what a call of `generate` adds to its one row, and the seconds it took."""
+    start = time.perf_counter()
+    out = call()
+    if out.device.type != "cpu":
+        torch.accelerator.synchronize()
+    seconds = time.perf_counter() - start
+    return out[0, inputs["input_ids"].shape[1] :].tolist(), seconds
 
 
 def warm_up(
@@ -220,7 +300,7 @@ def pool(rows: Sequence[Comparison]) -> dict[str, Any]:
         raise ValueError("expected at least one comparison, got none; answer a prompt first")
     verifies = sum(row.stats.num_verifies for row in rows)
     committed = sum(sum(sum(r) for r in row.stats.num_committed) for row in rows)
-    plain, drafted = (sum(getattr(row, name) for row in rows) for name in ("plain_seconds", "draft_seconds"))
+    plain, drafted = (sum(getattr(row, name) for row in rows) for name in ("plain_seconds", "seconds"))
     return {
         "prompts": len(rows),
         "identical": all(row.identical for row in rows),
@@ -229,9 +309,21 @@ def pool(rows: Sequence[Comparison]) -> dict[str, Any]:
         "num_target_forwards": sum(row.stats.num_target_forwards for row in rows),
         "acceptance_length": committed / verifies if verifies else 0.0,
         "plain_seconds": plain,
-        "draft_seconds": drafted,
+        "seconds": drafted,
         "ratio": plain / drafted,
     }
 
 
-__all__ = ["Comparison", "Processor", "compare", "encode_prompt", "pool", "tokenizer_of", "warm_up"]
+__all__ = [
+    "Answer",
+    "Comparison",
+    "Processor",
+    "answer",
+    "check_comparable",
+    "compare",
+    "compare_with_plain",
+    "encode_prompt",
+    "pool",
+    "tokenizer_of",
+    "warm_up",
+]

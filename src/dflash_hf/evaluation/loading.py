@@ -5,14 +5,21 @@ torch and Transformers are imported when something is loaded: `--help` and a wro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dflash_hf.errors import one_line, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from dflash_hf.evaluation.harness import Processor
     from dflash_hf.modeling_dflash import DFlashDraftModel
+
+Loaded = TypeVar("Loaded")
+DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def check_place(option: str, place: str) -> None:
@@ -24,6 +31,36 @@ def check_place(option: str, place: str) -> None:
     looks_local = place.startswith((".", "~", "/")) or place.count("/") > 1
     if looks_local and not Path(place).exists():
         raise ValueError(f"expected a folder or a Hub id as {option}, got {place!r}, which is not there; fix the path")
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises `ValueError` unless it is the name of a dtype that models compute in, or `"auto"`."""
+    require(dtype in DTYPES, f"one of {', '.join(DTYPES)} as --dtype", dtype, "choose one of them")
+
+
+def check_device(device: str) -> None:
+    """Says of a device that this machine has none such.
+
+    Raises:
+        ValueError: If it is neither a way of Transformers' to spread a model nor a device that is here.
+    """
+    if device in DEVICE_MAPS:
+        return
+    import torch
+
+    what = f"cpu, an accelerator such as cuda or cuda:1, or one of {', '.join(DEVICE_MAPS)} as --device"
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"expected {what}, got {device!r}; choose one of them") from None
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if here is not None and here.type == wanted.type else 0
+    if wanted.type != "cpu" and (wanted.index or 0) >= count:
+        found = "none" if here is None else f"{torch.accelerator.device_count()} of type {here.type}"
+        raise ValueError(
+            f"expected an accelerator of this machine as --device, got {device!r}, and it has {found}; pass cpu or "
+            "auto"
+        )
 
 
 def takes_images(config: PreTrainedConfig) -> bool:
@@ -45,28 +82,62 @@ def load_target(target: str, dtype: str = "auto", device: str = "auto") -> tuple
         device (`str`): A device map for Transformers; `"auto"` takes an accelerator where there is one.
 
     Raises:
-        ValueError: If it is not there, or is a draft.
+        ValueError: If it is not there, is a draft, does not load, or has no tokenizer, or if there is no such dtype or
+            device.
     """
     check_place("--target", target)
+    check_dtype(dtype)
+    check_device(device)
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
         AutoProcessor,
         AutoTokenizer,
+        PreTrainedTokenizerBase,
     )
     from transformers.utils import logging
 
     from dflash_hf.configuration_dflash import DFlashConfig
 
     logging.disable_progress_bar()
-    config = AutoConfig.from_pretrained(target)
+    config = _loaded("a config", target, lambda: AutoConfig.from_pretrained(target))
     if config.model_type == DFlashConfig.model_type:
         raise ValueError(f"expected a target as --target, got the DFlash draft {target!r}; swap --target and --draft")
-    model_class = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
-    model = model_class.from_pretrained(target, dtype=dtype, device_map=device)
-    processor: Any = (AutoProcessor if takes_images(config) else AutoTokenizer).from_pretrained(target)
+    with_images = takes_images(config)
+    model_class = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
+    # The small files first: what is wrong with them is said before gigabytes are read.
+    encoder = AutoProcessor if with_images else AutoTokenizer
+    kind = "a processor" if with_images else "a tokenizer"
+    processor: Any = _loaded(kind, target, lambda: encoder.from_pretrained(target))
+    tokenizer: Any = processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer
+    # What Transformers makes where there are no files of one knows no text.
+    if not tokenizer("text", add_special_tokens=False)["input_ids"]:
+        raise ValueError(
+            f"expected a tokenizer in {target}, got none with a vocabulary; copy the tokenizer's files there"
+        )
+    model = _loaded("weights", target, lambda: model_class.from_pretrained(target, dtype=dtype, device_map=device))
     return model, processor
+
+
+def _loaded(what: str, place: str, load: Callable[[], Loaded]) -> Loaded:
+    """Loads something; what libraries raise for damaged files becomes a sentence.
+
+    Raises:
+        ValueError, OSError, ImportError: Transformers' own sentences.
+        ValueError: In place of anything else, but for memory that does not suffice.
+    """
+    import torch
+
+    try:
+        return load()
+    except (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"expected {what} of a model in {place}, got files that do not load ({type(error).__name__}: "
+            f"{one_line(error)}); download it again, or correct what it names"
+        ) from error
 
 
 def load_pair(
@@ -86,7 +157,10 @@ def load_pair(
     model, processor = load_target(target, dtype, device)
     from dflash_hf.modeling_dflash import DFlashDraftModel
 
-    return model, DFlashDraftModel.from_pretrained(draft, dtype=dtype, device_map=device), processor
+    assistant = _loaded(
+        "a draft", draft, lambda: DFlashDraftModel.from_pretrained(draft, dtype=dtype, device_map=device)
+    )
+    return model, assistant, processor
 
 
-__all__ = ["check_place", "load_pair", "load_target", "takes_images"]
+__all__ = ["check_device", "check_dtype", "check_place", "load_pair", "load_target", "takes_images"]

@@ -19,6 +19,7 @@ from dflash_hf.formats import FormatName
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
 CARD = "README.md"
+UNPLACED = "PATH/TO/THIS/FOLDER"  # what the snippets of a card call a draft that may lie anywhere
 TAGS = ["dflash", "speculative-decoding", "block-diffusion", "draft-model"]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SERVED_BY: dict[str, str] = {
@@ -180,7 +181,7 @@ def card(draft: DFlashDraftModel, facts: CardFacts, format: FormatName = "dflash
         "",
         "## Use",
     ]
-    values = {"target": facts.target, "draft": place or "PATH/TO/THIS/FOLDER"}
+    values = {"target": facts.target, "draft": place or UNPLACED}
     proposals = config.num_proposals(config.block_size)
     readers = READERS[format]
     if format == "muse" and config.sliding_window is not None:
@@ -188,10 +189,11 @@ def card(draft: DFlashDraftModel, facts: CardFacts, format: FormatName = "dflash
     for reader in readers:
         body += ["", f"{NAMES[reader]}:", "", SERVED_BY[reader].format(**values, proposals=proposals)]
     body += ["", "## Acceptance", "", *_acceptance(facts)]
-    body += ["", "## Training", "", *_table({"prompts": ", ".join(facts.datasets) or "the target's own"})]
-    body += [f"| {name} | {one_line(value)} |" for name, value in facts.training.items()]
-    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
-    body += ["", f"Trained by dflash-hf with {versions}." if versions else "Trained by dflash-hf."]
+    if facts.training or facts.versions or facts.datasets:  # else it may be another's draft
+        body += ["", "## Training", "", *_table({"prompts": ", ".join(facts.datasets) or "the target's own"})]
+        body += [f"| {name} | {one_line(value)} |" for name, value in facts.training.items()]
+        versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
+        body += ["", f"Trained by dflash-hf with {versions}." if versions else "Trained by dflash-hf."]
     text = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
     return f"---\n{text}---\n\n" + "\n".join(body) + "\n"
 
@@ -230,4 +232,4 @@ def _replace(fresh: Path, place: Path) -> None:
         file.replace(place / file.name)
 
 
-__all__ = ["CARD", "TAGS", "CardFacts", "Measured", "card", "export", "is_hub_id"]
+__all__ = ["CARD", "TAGS", "UNPLACED", "CardFacts", "Measured", "card", "export", "is_hub_id"]

@@ -1,0 +1,87 @@
+"""`dflash-hf drafts`: which drafts others have published, from a file of the package, without a network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+PUBLISHED = Path(__file__).with_name("published.json")
+# What stands in the columns of the table, for those who read it.
+NOTES = (
+    "block: slots of a block. thinking: the mode that its authors train or measure it in. checked: what of it was "
+    "looked at here; a config, field by field, or nothing: no published weights have been run. - is not known."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedDraft:
+    """One draft that somebody has published.
+
+    Args:
+        target, draft (`str`): Hub ids.
+        format (`str`): Layout of the checkpoint, as [`~dflash_hf.load_draft`] names them.
+        block_size (`int`, *optional*): Slots of a block, the anchor included.
+        thinking (`str`, *optional*): `"on"` or `"off"`: the mode of the target's chat template that its authors train
+            or measure it in.
+        checked (`str`): What was looked at here: `"config"`, or `"no"`.
+    """
+
+    target: str
+    draft: str
+    format: str
+    block_size: int | None
+    thinking: str | None
+    checked: str
+
+
+def published_drafts(target: str = "") -> list[PublishedDraft]:
+    """Returns the published drafts whose target has this in its name, in any case of letters."""
+    rows: list[dict[str, Any]] = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    return [one for row in rows if target.lower() in (one := PublishedDraft(**row)).target.lower()]
+
+
+def markdown_table(drafts: Sequence[PublishedDraft]) -> str:
+    """Returns the table for a README, each draft a link to the Hub."""
+    lines = ["| target | draft | format | block | thinking | checked |", "| --- | --- | --- | --- | --- | --- |"]
+    for one in drafts:
+        link = f"[{one.draft}](https://huggingface.co/{one.draft})"
+        lines.append(f"| {one.target} | {link} | {one.format} | {' | '.join(_cells(one))} |")
+    return "\n".join(lines) + "\n"
+
+
+def drafts(
+    target: Annotated[str, typer.Option(help="Only those whose target has this in its name.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list and nothing else.")] = False,
+) -> None:
+    """List published drafts with their targets; offline."""
+    found = published_drafts(target)
+    if as_json:
+        typer.echo(json.dumps([asdict(one) for one in found]))
+        return
+    console = Console()
+    if not found:
+        others = "dflash-hf drafts lists all; dflash-hf train makes one"
+        console.print(f"no published draft for {target!r} is known here: {others}", markup=False, highlight=False)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("target and draft", overflow="fold")
+    for heading in ("format", "block", "thinking", "checked"):
+        table.add_column(heading, overflow="fold")
+    for one in found:
+        table.add_row(f"{one.target}\n  {one.draft}", one.format, *_cells(one))
+    console.print(table)
+    console.print(NOTES, style="dim", highlight=False)
+
+
+def _cells(one: PublishedDraft) -> list[str]:
+    return [str(one.block_size or "-"), one.thinking or "-", one.checked]
+
+
+__all__ = ["PublishedDraft", "drafts", "markdown_table", "published_drafts"]

@@ -1,0 +1,60 @@
+"""`dflash-hf inspect`: what a draft is, from its config and the headers of its weights."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dflash_hf.cli.pair import check_place
+
+
+def inspect(
+    draft: Annotated[str, typer.Argument(help="Folder or Hub id of the draft, in any format.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Say what a draft is and which target it wants; no weights are loaded."""
+    check_place("DRAFT", draft)
+    from dflash_hf.drafts import inspect_draft
+
+    found = inspect_draft(draft)
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in described(found).items():
+        table.add_row(name, value)
+    Console().print(table, highlight=False, markup=False)
+
+
+def described(found: dict[str, Any]) -> dict[str, str]:
+    """Returns the lines of the table, in words, of what [`~dflash_hf.drafts.inspect_draft`] found."""
+    wanted = [] if found["target"] is None else [found["target"]]
+    if found["num_target_layers"]:
+        wanted.append(f"{found['num_target_layers']} layers")
+    wanted.append(f"hidden size {found['target_hidden_size']}")
+    vocabulary = "not stated" if found["vocab_size"] is None else f"{found['vocab_size']:,} tokens"
+    if found["draft_vocab_size"] is not None:
+        vocabulary += f", of which it proposes {found['draft_vocab_size']:,}"
+    own = [what for what, flag in (("embedding", "own_embed_tokens"), ("head", "own_lm_head")) if found[flag]]
+    window = "" if found["sliding_window"] is None else f", some of them with a window of {found['sliding_window']}"
+    return {
+        "format": found["format"] + (" (DFlash 2)" if found["is_dflash2"] else ""),
+        "target": ", ".join(wanted),
+        "taps": f"after layers {', '.join(map(str, found['target_layer_ids']))} (from 0)",
+        "block": f"{found['block_size']} slots, {found['num_proposals']} tokens proposed",
+        "mask token": str(found["mask_token_id"]),
+        "layers": f"{found['num_hidden_layers']} of hidden size {found['hidden_size']}{window}",
+        "vocabulary": vocabulary,
+        "its own": " and ".join(own) or "neither embedding nor head: the target's",
+        "dtype": ", ".join(found["dtypes"]),
+        "size": f"{found['num_parameters']:,} parameters, {found['num_bytes'] / 2**20:,.1f} MB",
+    }
+
+
+__all__ = ["described", "inspect"]

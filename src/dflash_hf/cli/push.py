@@ -1,0 +1,152 @@
+"""`dflash-hf push`: a draft for others, on the Hub or in a folder: weights, card, and decoding by one argument."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from dflash_hf.cli.pair import check_place
+from dflash_hf.formats import FormatName
+
+CUSTOM_GENERATE = '''\
+"""Decoding with this repository's draft: `generate(..., custom_generate=DRAFT, trust_remote_code=True)`."""
+
+from functools import lru_cache
+
+from dflash_hf import load_draft
+
+DRAFT = {place!r}
+
+
+@lru_cache(maxsize=1)
+def load(device, dtype):
+    return load_draft(DRAFT, dtype=dtype, device_map={{"": device}})
+
+
+def generate(model, **kwargs):
+    """Answers as `model.generate` does, in fewer forwards of the model; takes what that takes."""
+    return model.generate(**{{**kwargs, "assistant_model": load(model.device, model.dtype)}})
+'''
+ON_CARD = """
+## In one line
+
+With `dflash-hf` installed. The code that this runs is `custom_generate/generate.py` of this repository: it loads the
+draft and calls `generate` with it.
+
+```python
+output = target.generate(**inputs, custom_generate={place!r}, trust_remote_code=True)
+```
+"""
+
+
+def push(
+    draft: Annotated[str, typer.Argument(help="Folder or Hub id of the draft, in any format.")],
+    repo: Annotated[str | None, typer.Argument(help="Hub id to write, such as my-org/my-draft.")] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="A new folder to write instead.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Hub id of its target, for the card; by default what the draft names.")
+    ] = None,
+    license: Annotated[str | None, typer.Option(help="License of the draft, for a new card.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
+) -> None:
+    """Publish a draft: its files as they are, a model card, and a custom_generate folder.
+
+    Other formats: dflash-hf convert writes them.
+    """
+    if (repo is None) == (to is None):
+        raise ValueError("expected a Hub id or --to FOLDER, got both or neither; give one of them")
+    check_place("DRAFT", draft)
+    if to is not None and to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ValueError(f"expected a new or empty folder as --to, got {str(to)!r}; choose another")
+    from dflash_hf.training.export import is_hub_id
+
+    if repo is not None and not is_hub_id(repo):
+        raise ValueError(f"expected a Hub id such as my-org/my-draft, got {repo!r}; write to a folder with --to")
+    place = repo if to is None else str(to.resolve())
+    assert place is not None
+    # Made whole before anything is written where others read it.
+    with TemporaryDirectory(prefix="dflash-push-") as made:
+        write_repository(draft, Path(made), place, target, license)
+        if to is not None:
+            shutil.copytree(made, to, dirs_exist_ok=True)
+        else:
+            upload(Path(made), place, private)
+    typer.echo(place if to is not None else f"https://huggingface.co/{place}")
+
+
+def write_repository(draft: str, folder: Path, place: str, target: str | None, license: str | None) -> None:
+    """Writes what a repository holds: the draft's own files, a card, and `custom_generate/generate.py`.
+
+    Args:
+        draft (`str`): Folder or Hub id.
+        folder (`Path`): Where it is written.
+        place (`str`): Where it will be: what the snippets load.
+        target (`str`, *optional*): The draft's target; by default what the draft names.
+        license (`str`, *optional*): Of the draft.
+
+    Raises:
+        ValueError: If the draft is damaged, or nothing names its target.
+    """
+    from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
+
+    from dflash_hf.checkpoints.files import find_file, stored_tensors
+    from dflash_hf.drafts import inspect_draft
+    from dflash_hf.training.export import CARD
+
+    found = inspect_draft(draft)
+    target = target or found["target"]
+    if target is None:
+        raise ValueError(f"expected --target, got none, and {draft} does not name its target; pass it")
+    optional = [find_file(draft, name, {}) for name in (CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME)]
+    files = {tensor.file for tensor in stored_tensors(draft).values()} | {file for file in optional if file}
+    for file in sorted(files):
+        shutil.copyfile(file, folder / file.name)
+    (folder / CARD).write_text(card_for(draft, found["format"], place, target, license), encoding="utf-8")
+    code = folder / "custom_generate" / "generate.py"
+    code.parent.mkdir()
+    code.write_text(CUSTOM_GENERATE.format(place=place), encoding="utf-8")
+
+
+def card_for(draft: str, format: FormatName, place: str, target: str, license: str | None) -> str:
+    """Returns the draft's own card, with its new place in the snippets, or a new one; both with the one line."""
+    from dflash_hf.checkpoints.files import find_file
+    from dflash_hf.training.export import CARD, UNPLACED, CardFacts, card
+
+    own = find_file(draft, CARD, {})
+    if own is not None:
+        text = own.read_text(encoding="utf-8").replace(UNPLACED, place)
+        text = text.replace(f'"{draft}"', f'"{place}"').replace(f'"{own.parent}"', f'"{place}"')
+    else:
+        from dflash_hf.drafts import load_draft
+
+        text = card(load_draft(draft, dtype="auto"), CardFacts(target=target, license=license), format, place)
+    heading = ON_CARD.strip().splitlines()[0]
+    return text if heading in text else text.rstrip("\n") + "\n" + ON_CARD.format(place=place)
+
+
+def upload(folder: Path, repo: str, private: bool) -> None:
+    """Makes the repository on the Hub where it is not there, and uploads a folder as one commit.
+
+    Raises:
+        ValueError: If the Hub refuses, or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    from dflash_hf.errors import one_line
+
+    api = HfApi()
+    try:
+        api.create_repo(repo, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload a DFlash draft")
+    except Exception as error:  # of its client, of its tokens, of the network: many classes
+        raise ValueError(
+            f"expected to upload to {repo}, got {type(error).__name__}: {one_line(error)}; log in with hf auth login, "
+            "or write to a folder with --to"
+        ) from error
+
+
+__all__ = ["push", "write_repository"]

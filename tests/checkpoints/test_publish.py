@@ -1,0 +1,208 @@
+"""`inspect`, `drafts` and `push`: what a draft is, which there are, and one that others can use by one argument."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner, Result
+
+from dflash_hf.checkpoints import FORMATS
+from dflash_hf.checkpoints.files import StoredTensor
+from dflash_hf.cli.drafts import markdown_table, published_drafts
+from dflash_hf.cli.main import app
+from dflash_hf.drafts import inspect_draft, load_draft, save_draft
+from helpers.source_tree import ROOT
+from tiny import tiny_draft, tiny_target
+
+TOY = ROOT / "demos" / "toy"
+
+
+def run(*arguments: object, columns: int = 80) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": str(columns)})
+
+
+# ---- inspect
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_inspect_says_what_loading_finds(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("qwen3")
+    anchored = {"sample_from_anchor": True} if format == "deepspec" else {}
+    draft = tiny_draft(target, layer_types=None, sliding_window=None, **anchored).to(torch.bfloat16)
+    save_draft(draft, tmp_path, format, target)  # type: ignore[arg-type]
+    loaded = load_draft(tmp_path)
+    if format != "speculators":  # the map of a vocabulary is read
+        monkeypatch.setattr(StoredTensor, "read", None)
+    found = inspect_draft(tmp_path)
+    assert (found["format"], found["is_dflash2"], found["dtypes"]) == (format, False, ["BF16"])
+    assert found["num_parameters"] == loaded.num_parameters()
+    assert found["num_bytes"] == (tmp_path / "model.safetensors").stat().st_size
+    assert found["num_proposals"] == loaded.config.num_proposals(loaded.config.block_size)
+    names = ("target_layer_ids", "mask_token_id", "block_size", "own_lm_head", "num_target_layers", "vocab_size")
+    assert {name: found[name] for name in names} == {name: getattr(loaded.config, name) for name in names}
+    assert json.loads(run("inspect", tmp_path, "--json").stdout) == found
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_inspect_fits_the_terminal(columns: int) -> None:
+    result = run("inspect", TOY / "draft", columns=columns)
+    assert result.exit_code == 0, result.stderr
+    assert max(map(len, result.stdout.splitlines())) <= columns
+    said = " ".join(result.stdout.split())
+    for words in ("format dflash", "after layers 1, 4, 6, 9 (from 0)", "16 slots, 15 tokens proposed", "mask token 3"):
+        assert words in said
+
+
+@pytest.mark.parametrize(
+    ("front", "named"),
+    [
+        ("base_model: Qwen/Qwen3-8B\n", "Qwen/Qwen3-8B"),
+        ("license: mit\nbase_model:\n- Qwen/Qwen3-8B\n", "Qwen/Qwen3-8B"),
+        ("license: mit\n", None),
+    ],
+)
+def test_the_target_that_a_card_names(front: str, named: str | None, tmp_path: Path) -> None:
+    shutil.copytree(TOY / "draft", tmp_path / "draft")
+    (tmp_path / "draft" / "README.md").write_text(f"---\n{front}---\n\n# A draft\nbase_model: another/one\n")
+    assert inspect_draft(tmp_path / "draft")["target"] == named
+
+
+def test_inspect_refuses_what_loading_refuses(tmp_path: Path) -> None:
+    shutil.copytree(TOY / "draft", tmp_path / "draft")
+    file = tmp_path / "draft" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "hidden_size": 64}))
+    for place, message in ((tmp_path / "draft", "expected exactly the weights"), ("/nowhere", "as DRAFT")):
+        result = run("inspect", place)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert message in " ".join(result.stderr.split())
+
+
+# ---- drafts
+
+
+def test_published_drafts_are_a_table_of_known_values() -> None:
+    found = published_drafts()
+    assert len({one.draft for one in found}) == len(found) >= 15
+    hub_id = re.compile(r"[\w.-]+/[\w.-]+")
+    for one in found:
+        assert hub_id.fullmatch(one.target), one
+        assert hub_id.fullmatch(one.draft), one
+        assert one.format in FORMATS, one
+        assert one.thinking in ("on", "off", None), one
+        assert one.checked in ("config", "no"), one
+        named = re.search(r"(?:-b|block)(\d+)$", one.draft)
+        assert named is None or int(named[1]) == one.block_size, one
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_drafts_fit_the_terminal_and_are_filtered(columns: int) -> None:
+    result = run("drafts", "--target", "QWEN3-8b", columns=columns)
+    assert result.exit_code == 0, result.stderr
+    assert max(map(len, result.stdout.splitlines())) <= columns
+    assert "z-lab/Qwen3-8B-DFlash-b16" in "".join(result.stdout.split())
+    assert "Llama" not in result.stdout
+    rows = json.loads(run("drafts", "--json", "--target", "Qwen3-8B").stdout)
+    assert {row["target"] for row in rows} == {"Qwen/Qwen3-8B"}
+    assert "no published draft for 'nothing'" in run("drafts", "--target", "nothing").stdout
+
+
+def test_the_table_for_a_readme() -> None:
+    table = markdown_table(published_drafts("Qwen/Qwen3-8B")[:1])
+    link = "[z-lab/Qwen3-8B-DFlash-b16](https://huggingface.co/z-lab/Qwen3-8B-DFlash-b16)"
+    assert table.splitlines()[2] == f"| Qwen/Qwen3-8B | {link} | zlab | 16 | off | config |"
+
+
+# ---- push
+
+
+def test_a_pushed_draft_decodes_by_one_argument(tmp_path: Path) -> None:
+    shutil.copytree(TOY / "draft", tmp_path / "draft", ignore=shutil.ignore_patterns("README.md"))
+    result = run("push", tmp_path / "draft", "--to", tmp_path / "out", "--target", TOY / "target", columns=400)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.strip() == str(tmp_path / "out")
+    before, after = TOY / "draft" / "model.safetensors", tmp_path / "out" / "model.safetensors"
+    assert after.read_bytes() == before.read_bytes()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"custom_generate='{tmp_path / 'out'}'" in card
+    assert f'from_pretrained("{tmp_path / "out"}"' in card
+    assert "Trained by" not in card, "it may be another's draft"
+    target: Any = AutoModelForCausalLM.from_pretrained(TOY / "target")
+    messages = [{"role": "user", "content": "Compute 41 + 80 - 99 + 14."}]
+    inputs: Any = AutoTokenizer.from_pretrained(TOY / "target").apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    settings = {**inputs, "max_new_tokens": 24, "do_sample": False}
+    plain = target.generate(**settings)
+    forwards: list[int] = []
+    target.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    drafted = target.generate(**settings, custom_generate=str(tmp_path / "out"), trust_remote_code=True)
+    assert torch.equal(drafted, plain)
+    assert 0 < len(forwards) < 24
+
+
+def test_a_card_that_is_there_is_kept(tmp_path: Path) -> None:
+    shutil.copytree(TOY / "draft", tmp_path / "draft")
+    text = '---\nbase_model: some/target\n---\n\n# Mine\n\nload_draft("PATH/TO/THIS/FOLDER")\n'
+    (tmp_path / "draft" / "README.md").write_text(text)
+    for step, (source, place) in enumerate([("draft", "one"), ("one", "two")]):
+        assert run("push", tmp_path / source, "--to", tmp_path / place).exit_code == 0, step
+    card = (tmp_path / "one" / "README.md").read_text()
+    assert card.startswith(text.replace("PATH/TO/THIS/FOLDER", str(tmp_path / "one")).rstrip("\n"))
+    assert card.count("## In one line") == 1
+
+
+class Hub:
+    """In place of the Hub's client: notes what it is asked."""
+
+    asked: list[tuple[str, dict[str, Any]]] = []  # noqa: RUF012
+    refuses = False
+
+    def create_repo(self, repo: str, **kwargs: Any) -> None:
+        if self.refuses:
+            raise ConnectionError("no\nnetwork")
+        self.asked.append((repo, kwargs))
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        assert commit_message
+        code = (folder_path / "custom_generate" / "generate.py").read_text()
+        self.asked.append((repo_id, {"files": sorted(file.name for file in folder_path.iterdir()), "code": code}))
+
+
+def test_push_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    Hub.asked = []
+    result = run("push", TOY / "draft", "my-org/my-draft", "--target", "my-org/my-target", "--private")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.strip() == "https://huggingface.co/my-org/my-draft"
+    (made, options), (written, content) = Hub.asked
+    assert (made, options, written) == (made, {"private": True, "exist_ok": True}, made)
+    assert {"README.md", "config.json", "custom_generate", "model.safetensors"} <= set(content["files"])
+    assert "DRAFT = 'my-org/my-draft'" in content["code"]
+    monkeypatch.setattr(Hub, "refuses", True)
+    result = run("push", TOY / "draft", "my-org/my-draft", "--target", "my-org/my-target")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "expected to upload to my-org/my-draft, got ConnectionError: no network" in " ".join(result.stderr.split())
+
+
+BAD: list[tuple[list[object], str]] = [
+    ([], "expected a Hub id or --to FOLDER, got both or neither"),
+    (["a/b", "--to", "x"], "expected a Hub id or --to FOLDER, got both or neither"),
+    (["not a repository"], "expected a Hub id such as my-org/my-draft, got 'not a repository'"),
+    (["--to", TOY], "expected a new or empty folder as --to"),
+    (["my-org/my-draft"], "does not name its target; pass it"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_what_push_refuses(arguments: list[object], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi", None)
+    result = run("push", TOY / "draft", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in " ".join(result.stderr.split())

@@ -1,0 +1,256 @@
+"""The command line on the bundled pair: the answer alone on stdout, and one sentence with a status for bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import dflash_hf
+from dflash_hf.cli.main import app
+from helpers.source_tree import ROOT
+
+TOY = ROOT / "demos" / "toy"
+PROMPT = "Compute 41 + 80 - 99 + 14."
+
+
+def run(*arguments: object, stdin: bytes | None = None) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_version_is_in_one_place() -> None:
+    assert run("--version").stdout == f"dflash-hf {dflash_hf.__version__}\n"
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", dflash_hf.__version__)
+    assert "version =" not in (ROOT / "pyproject.toml").read_text().split("[tool.")[0]
+
+
+# ---- what goes wrong: never a stack trace, never status 1
+
+BAD: dict[str, tuple[list[object], str]] = {
+    "dtype": (["--dtype", "float99"], "expected one of auto, float32, .* as --dtype, got 'float99'"),
+    "whole numbers": (["--dtype", "int8"], "expected one of auto, float32, .* as --dtype, got 'int8'"),
+    "no such device": (["--device", "nonsense"], "expected cpu, .* as --device, got 'nonsense'"),
+    "no data": (["--device", "meta"], "expected an accelerator of this machine as --device, got 'meta'"),
+    "seed": (["--seed", 2**70], "--seed"),
+    "negative seed": (["--seed", -1], "--seed"),
+    "seed of sampling": (["--seed", "x", "--temperature", "1"], "--seed"),
+    "tokens": (["--max-new-tokens", 10**30], "--max-new-tokens"),
+    "width": (["--verify-width", "x"], "expected a whole number or auto as --verify-width, got 'x'"),
+    "wide": (["--verify-width", "99"], "expected verify_width between 1 and 16"),
+    "block": (["--block-size", "0"], "expected a number of tokens, at least 1, as block_size"),
+    "proposal": (["--proposal", "x"], "expected proposal in"),
+    "engine": (["--engine", "x"], "expected engine in"),
+    "raw": (["--raw", "--system", "x"], "expected --raw alone"),
+    "template": (["--chat-template-kwargs", "[1]"], "expected a JSON object as --chat-template-kwargs"),
+    "system": (["--system", "a\udcff"], "expected UTF-8 as --system"),
+    "two prompts": (["--file", "x"], "expected one prompt, got an argument and --file"),
+    "target": (["--target", "/nowhere"], "expected a folder or a Hub id as --target"),
+    "sampled": (
+        ["--compare", "--temperature", "1", "--proposal", "sample"],
+        "expected proposal 'shared_noise' or 'argmax' to compare",
+    ),
+}
+
+
+def assert_refused(result: Result, message: str) -> None:
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert result.stdout == ""
+    assert re.search(message, words(result.stderr)), result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options_are_one_sentence(name: str) -> None:
+    arguments, message = BAD[name]
+    assert_refused(run("generate", PROMPT, *arguments), message)
+
+
+def test_an_accelerator_that_is_not_here() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert_refused(run("generate", PROMPT, "--device", "cuda"), "got 'cuda', and it has none; pass cpu or auto")
+
+
+@pytest.mark.parametrize("command", ["doctor", "demo"])
+def test_other_commands_refuse_a_dtype_too(command: str) -> None:
+    assert_refused(run(command, "--dtype", "float99"), "expected one of auto, float32")
+
+
+def cut(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+
+
+def without_tokenizer(folder: Path) -> None:
+    for file in (*folder.glob("*token*"), *folder.glob("*template*")):
+        file.unlink()
+
+
+def with_bytes(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def with_config(**fields: Any) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+    return change
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut weights": (cut, r"expected weights of a model in .*, got files that do not load \(SafetensorError"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no file named model.safetensors"),
+    "no tokenizer": (without_tokenizer, "expected a tokenizer in .*, got none with a vocabulary"),
+    "no tokenizer.json": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
+    "half a tokenizer": (with_bytes("tokenizer.json", b"{}"), "expected a tokenizer of a model in"),
+    "tokenizer_config": (with_bytes("tokenizer_config.json", b"["), "Error: "),
+    "template": (with_bytes("chat_template.jinja", b"{% for"), "expected a conversation that the chat template takes"),
+    "generation_config": (with_bytes("generation_config.json", b"[1]"), "expected weights of a model in"),
+    "config": (with_bytes("config.json", b"\xff\xfe\x00"), "not a valid JSON"),
+    "no model_type": (with_bytes("config.json", b"{}"), "model_type"),
+    "type": (with_config(hidden_size="x"), "expected a config of a model in .*hidden_size"),
+    "depth": (with_config(num_hidden_layers=3), "expected a config of a model in .*num_hidden_layers"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_targets_are_one_sentence(name: str, tmp_path: Path) -> None:
+    damage, message = DAMAGE[name]
+    shutil.copytree(TOY / "target", tmp_path / "target")
+    damage(tmp_path / "target")
+    assert_refused(run("generate", PROMPT, "--target", tmp_path / "target"), message)
+
+
+def test_what_nobody_foresaw_is_a_sentence_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("some\nthing")
+
+    monkeypatch.setattr("dflash_hf.cli.generate.load_pair", fail)
+    result = run("generate", PROMPT)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "Error: 'some\\nthing' (KeyError in generate.py:" in words(result.stderr)
+    assert "Traceback" not in result.stderr
+    result = run("--traceback", "generate", PROMPT)
+    assert result.exit_code == 3
+    assert "Traceback (most recent call last)" in result.stderr
+
+
+def test_an_interrupt_and_a_reader_that_went_away_have_their_own_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dflash_hf.cli.generate.load_pair", interrupt)
+    assert run("generate", PROMPT).exit_code == 130
+    command = f"{sys.executable} -m dflash_hf.cli generate 'Count from 1 to 90.' | head -c 1; echo ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=280)
+    assert ended.stdout[1:].strip() == "141", ended
+    assert "Traceback" not in ended.stderr
+    assert "BrokenPipe" not in ended.stderr
+
+
+PROMPTS: dict[str, tuple[bytes, str]] = {
+    "other bytes": (b"a\xff", "expected UTF-8 as the prompt in stdin, got other bytes"),
+    "nothing": (b"", "expected a text as the prompt in stdin, got an empty one"),
+    "a surrogate": (b"\xed\xa0\x80", "expected UTF-8 as the prompt in stdin"),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_that_are_none(name: str, tmp_path: Path) -> None:
+    content, message = PROMPTS[name]
+    assert_refused(run("generate", "-", stdin=content), message)
+    assert_refused(run("generate", stdin=content), message)
+    (tmp_path / "p").write_bytes(content)
+    assert_refused(run("generate", "--file", tmp_path / "p"), message.replace("stdin", ".*"))
+    assert_refused(run("generate", "--file", tmp_path / "none"), "expected a file with the prompt as --file")
+    assert_refused(run("generate", "a\udcff"), "expected UTF-8 as the prompt, got other bytes")
+
+
+# ---- what goes right
+
+
+def test_the_answer_is_all_that_stands_on_stdout(tmp_path: Path) -> None:
+    result = run("generate", PROMPT)
+    assert result.exit_code == 0, result.stderr
+    said = re.fullmatch(
+        r"(\d+) tokens in [\d.]+ s \([\d.]+ tokens/s\), (\d+) forwards of the target, acceptance length [\d.]+",
+        words(result.stderr),
+    )
+    assert said, result.stderr
+    assert int(said[2]) < int(said[1])
+    (tmp_path / "p").write_text(f"{PROMPT}\n")
+    assert run("generate", "--file", tmp_path / "p").stdout == result.stdout
+    assert run("generate", stdin=f"{PROMPT}\r\n".encode()).stdout == result.stdout
+    assert run("generate", "-", stdin=PROMPT.encode()).stdout == result.stdout
+    row = json.loads(run("generate", PROMPT, "--json").stdout)
+    assert row["text"] == result.stdout.strip("\n")
+    assert (row["num_tokens"], row["num_target_forwards"]) == (int(said[1]), int(said[2]))
+    # The draft's own time is one of six parts of the call's.
+    assert 0 < row["draft_seconds"] < row["total_seconds"] <= row["seconds"]
+    assert "plain_seconds" not in row
+
+
+def test_options_reach_prompt_template_and_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def look(target: Any, draft: Any, processor: Any, asked: Any, **given: Any) -> None:
+        names = ("block_size", "verify_width", "proposal", "engine")
+        seen.update(asked=asked, **given, **{name: getattr(draft.generation_config, name) for name in names})
+        raise ValueError("enough")
+
+    monkeypatch.setattr("dflash_hf.evaluation.harness.answer", look)
+    options = ["--block-size", 8, "--verify-width", "auto", "--proposal", "shared_noise", "--engine", "eager"]
+    template = ["--no-thinking", "--chat-template-kwargs", '{"level": 3}', "--system", "Be short."]
+    result = run("generate", PROMPT, *options, *template, "--temperature", 0.5, "--top-k", 7)
+    assert "the chat template has no enable_thinking" in result.stderr
+    turns = [{"role": "system", "content": "Be short."}, {"role": "user", "content": PROMPT}]
+    assert (seen["asked"], seen["encoding"]) == (turns, {"template": True, "enable_thinking": False, "level": 3})
+    assert (seen["block_size"], seen["verify_width"]) == (8, "auto")
+    assert (seen["proposal"], seen["engine"]) == ("shared_noise", "eager")
+    assert (seen["temperature"], seen["top_k"], seen["do_sample"]) == (0.5, 7, True)
+    run("generate", PROMPT, "--raw")
+    assert (seen["asked"], seen["encoding"]) == (PROMPT, {"template": False})
+
+
+def noting(order: list[str], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        order.append(name)
+        return call(*args, **kwargs)
+
+    return noted
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temperature", "0.7", "--seed", "5")])
+def test_the_drafted_answer_comes_first_and_is_compared_on_request(
+    sampling: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    harness = sys.modules["dflash_hf.evaluation.harness"]
+    for name in ("answer", "compare_with_plain"):
+        monkeypatch.setattr(harness, name, noting(order, name, getattr(harness, name)))
+    alone = run("generate", PROMPT, *sampling)
+    order.clear()
+    result = run("generate", PROMPT, *sampling, "--compare")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == alone.stdout
+    assert "yes" in result.stderr
+    assert order[-2:] == ["answer", "compare_with_plain"]
+    row = json.loads(run("generate", PROMPT, *sampling, "--compare", "--json").stdout)
+    assert row["identical"] is True
+    assert row["ratio"] == row["plain_seconds"] / row["seconds"]
+    assert row["draft_seconds"] < row["seconds"]
