@@ -184,11 +184,29 @@ def test_prompts_that_are_none(name: str, tmp_path: Path) -> None:
 # ---- what goes right
 
 
+@pytest.mark.parametrize("columns", [60, 80])
+def test_tables_fit_the_terminal(columns: int) -> None:
+    options = {"env": {"COLUMNS": str(columns)}}
+    demo = CliRunner().invoke(app, ["demo", "--per-kind", "1", "--max-new-tokens", "6"], **options)
+    short = ["--num-prompts", "1", "--max-new-tokens", "16"]
+    doctor = CliRunner().invoke(app, ["doctor", *short], **options)
+    table = demo.stdout.split("answers with and without the draft")[1]
+    for result, shown in ((demo, table), (doctor, doctor.stdout)):
+        assert result.exit_code in (0, 1), result.stderr
+        assert max(map(len, shown.splitlines())) <= columns
+        assert "…" not in shown
+    assert re.search(r"structured *(\(1\))? +yes +6 +\d+ +\d+\.\d\d +\d+\.\d\d +\d+\.\d\d +\d+\.\d\dx", table), table
+    assert re.search(r"all \(\d+\) +yes ", table), table
+    said = words(doctor.stdout)
+    assert "what generate has on 1 prompt and 16 tokens of answers" in said
+    assert "compare them with each other, and not with the acceptance length" in said
+
+
 def test_the_answer_is_all_that_stands_on_stdout(tmp_path: Path) -> None:
     result = run("generate", PROMPT)
     assert result.exit_code == 0, result.stderr
     said = re.fullmatch(
-        r"(\d+) tokens in [\d.]+ s \([\d.]+ tokens/s\), (\d+) forwards of the target, acceptance length [\d.]+",
+        r"(\d+) tokens in [\d.]+ s \([\d.]+/s\), (\d+) forwards, acceptance length [\d.]+",
         words(result.stderr),
     )
     assert said, result.stderr

@@ -7,6 +7,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
 from dflash_hf.cli.pair import check_place, takes_images
 from dflash_hf.formats import FormatName
@@ -44,17 +46,18 @@ def convert(
     from dflash_hf.drafts import load_draft, save_draft
 
     logging.disable_progress_bar()
-    draft = load_draft(source, dtype=widest_dtype(stored_tensors(source)))
-    model = None if target is None else load_target_for(target, draft, to)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    # Beside it first: a draft that the format cannot express must not cost the one that is there.
-    with TemporaryDirectory(dir=destination.parent, prefix=".convert-") as fresh:
-        save_draft(draft, fresh, to, model)
-        destination.mkdir(exist_ok=True)
-        for stale in (*destination.glob("*.safetensors*"), *destination.glob("*config.json")):
-            stale.unlink()
-        for file in Path(fresh).iterdir():
-            file.replace(destination / file.name)
+    with Console(stderr=True).status(f"converting {escape(source)}"):
+        draft = load_draft(source, dtype=widest_dtype(stored_tensors(source)))
+        model = None if target is None else load_target_for(target, draft, to)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        # Beside it first: a draft that the format cannot express must not cost the one that is there.
+        with TemporaryDirectory(dir=destination.parent, prefix=".convert-") as fresh:
+            save_draft(draft, fresh, to, model)
+            destination.mkdir(exist_ok=True)
+            for stale in (*destination.glob("*.safetensors*"), *destination.glob("*config.json")):
+                stale.unlink()
+            for file in Path(fresh).iterdir():
+                file.replace(destination / file.name)
     typer.echo(f"{destination}: format {to}, {draft.num_parameters():,} parameters")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 
 from dflash_hf.cli.pair import BUNDLED, MAX_TOKENS, VISION, load_pair
@@ -64,7 +65,7 @@ def _answer(
 
     from dflash_hf.evaluation.harness import compare, tokenizer_of, warm_up
 
-    with Console(stderr=True).status(f"loading {folder}"):
+    with Console(stderr=True).status(f"loading {escape(str(folder))}"):
         target, draft, processor = load_pair(str(folder / "target"), str(folder / "draft"), dtype)
     shown = next((prompt for prompt in prompts if image_names(prompt["messages"])), prompts[0])["messages"]
     warm_up(target, draft, processor, shown)

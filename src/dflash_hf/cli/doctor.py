@@ -49,7 +49,7 @@ def doctor(
             given,
             num_prompts=num_prompts,
             max_new_tokens=max_new_tokens,
-            on_progress=status.update,
+            on_progress=lambda what: status.update(escape(what)),  # lists have brackets
         )
     if as_json:
         typer.echo(json.dumps(diagnosis.to_dict()))
@@ -71,14 +71,18 @@ def _show(console: Console, diagnosis: Diagnosis) -> None:
         meaning = escape(check.sentence) + (f"\n[bold]{escape(check.advice)}" if check.advice else "")
         table.add_row(check.name, f"[{colour}]{check.status}", meaning)
     console.print(table)
-    found = f"{len(diagnosis.findings)} finding{'' if len(diagnosis.findings) == 1 else 's'}"
+    found, prompts = _counted(len(diagnosis.findings), "finding"), _counted(diagnosis.num_prompts, "prompt")
     console.print(
         f"acceptance length {diagnosis.acceptance_length:.2f} as configured: what generate has on "
-        f"{diagnosis.num_prompts} prompts and {diagnosis.num_tokens} tokens of answers; {found}",
+        f"{prompts} and {diagnosis.num_tokens} tokens of answers; {found}",
         highlight=False,
     )
     if diagnosis.num_tokens:
         console.print(EXPLAINED, style="dim", highlight=False)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 __all__ = ["doctor"]

@@ -10,13 +10,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 PUBLISHED = Path(__file__).with_name("published.json")
 # What stands in the columns of the table, for those who read it.
 NOTES = (
-    "block: slots of a block. thinking: the mode that its authors train or measure it in. checked: what of it was "
-    "looked at here; a config, field by field, or nothing: no published weights have been run. - is not known."
+    "block: its slots. thinking: the mode that its authors train or measure it in. - is not known. No published "
+    "weights have been run here; where a config was checked field by field, it says so."
 )
 
 
@@ -70,13 +69,14 @@ def drafts(
         others = "dflash-hf drafts lists all; dflash-hf train makes one"
         console.print(f"no published draft for {target!r} is known here: {others}", markup=False, highlight=False)
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("target and draft", overflow="fold")
-    for heading in ("format", "block", "thinking", "checked"):
-        table.add_column(heading, overflow="fold")
+    # 60 columns: the name of a draft, which is long, has a line of its own.
+    console.print(f"{'target':<33} {'format':<11} {'block':>5} {'thinking':>8}", style="bold", highlight=False)
     for one in found:
-        table.add_row(f"{one.target}\n  {one.draft}", one.format, *_cells(one))
-    console.print(table)
+        block, thinking, checked = _cells(one)
+        console.print(f"{one.target:<33} {one.format:<11} {block:>5} {thinking:>8}", highlight=False)
+        console.print(
+            f"  {one.draft}{'' if checked == 'no' else f' ({checked} checked)'}", style="cyan", highlight=False
+        )
     console.print(NOTES, style="dim", highlight=False)
 
 

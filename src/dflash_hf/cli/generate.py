@@ -192,9 +192,8 @@ def show_answer(
         row = answer(model, assistant, processor, asked, streamer=streamer, encoding=encoding, **settings)
     if not as_json:
         console.print(
-            f"{row.num_tokens} tokens in {row.seconds:.2f} s ({row.num_tokens / row.seconds:.1f} tokens/s), "
-            f"{row.stats.num_target_forwards} forwards of the target, acceptance length "
-            f"{row.stats.acceptance_length:.2f}",
+            f"{row.num_tokens} tokens in {row.seconds:.2f} s ({row.num_tokens / row.seconds:.1f}/s), "
+            f"{row.stats.num_target_forwards} forwards, acceptance length {row.stats.acceptance_length:.2f}",
             style="dim",
             highlight=False,
         )

@@ -16,7 +16,7 @@ BUNDLED = Path(__file__).resolve().parents[3] / "demos" / "toy"
 VISION = "vision"  # the folder of a pair for images within that of a pair for texts
 BUNDLED_VISION = BUNDLED / VISION
 MAX_TOKENS = 2**31 - 1  # of an answer: what a tensor of counts holds
-MAX_SEED = 2**63 - 1
+MAX_SEED = 2**32 - 1
 
 
 def template_options(text: str, no_thinking: bool) -> dict[str, Any]:

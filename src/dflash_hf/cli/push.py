@@ -8,6 +8,8 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
 from dflash_hf.cli.pair import check_place
 from dflash_hf.formats import FormatName
@@ -69,7 +71,7 @@ def push(
     place = repo if to is None else str(to.resolve())
     assert place is not None
     # Made whole before anything is written where others read it.
-    with TemporaryDirectory(prefix="dflash-push-") as made:
+    with TemporaryDirectory(prefix="dflash-push-") as made, Console(stderr=True).status(f"writing {escape(place)}"):
         write_repository(draft, Path(made), place, target, license)
         if to is not None:
             shutil.copytree(made, to, dirs_exist_ok=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -21,9 +20,7 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
     from dflash_hf.evaluation.harness import pool
 
     # Narrow enough for 60 columns.
-    table = Table(
-        title="answers with and without the draft", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
+    table = Table(title="answers with and without the draft", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("prompts", overflow="fold")
     headings = ("same", "tokens", "target\nforwards", "accept.\nlength", "plain\nsec.", "draft\nsec.", "ratio")
     for heading in headings:
@@ -43,7 +40,7 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
             f"{total['plain_seconds']:.2f}",
             f"{total['seconds']:.2f}",
             f"{total['ratio']:.2f}x",
-            end_section=name == groups[-2][0] if len(groups) > 1 else False,
+            style="bold" if len(kinds) > 1 and name == groups[-1][0] else None,
         )
     return table
 

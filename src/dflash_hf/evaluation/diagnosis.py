@@ -144,7 +144,7 @@ def diagnose(
         advice = "load the draft that was trained for this target"
         static.append(Check(name="other_target", status="finding", sentence=str(error), advice=advice))
         return Diagnosis(acceptance_length=0.0, num_prompts=0, num_tokens=0, checks=static)
-    on_progress(f"answering {len(prompts)} prompts")
+    on_progress("answering the prompts")
     examples = write_answers(model, [encode_prompt(processor, p, model.device) for p in prompts], max_new_tokens)
     probe = Probe(target, draft, examples)
     setup, measured = _try_settings(probe, tokenizer, on_progress)

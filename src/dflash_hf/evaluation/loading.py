@@ -134,6 +134,8 @@ def _loaded(what: str, place: str, load: Callable[[], Loaded]) -> Loaded:
     except (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if isinstance(error, getattr(torch, "AcceleratorError", ())):  # newer than the oldest torch; no file's fault
+            raise
         raise ValueError(
             f"expected {what} of a model in {place}, got files that do not load ({type(error).__name__}: "
             f"{one_line(error)}); download it again, or correct what it names"
