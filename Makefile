@@ -36,7 +36,7 @@ CPU := -m "not gpu and not slow"
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help demo chat setup test lint format types architecture test-cpu test-browser chromium screenshots
-.PHONY: fuzz test-kernels test-docs test-oldest toy toy-vision toy-hybrid real real-draft bench clean
+.PHONY: fuzz docs test-kernels test-docs test-oldest toy toy-vision toy-hybrid real real-draft bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -91,6 +91,9 @@ test-docs: $(VENV)/.stamp-dev  ## the examples and links of README and docs/ (a 
 
 test-kernels: $(VENV)/.stamp-dev  ## the kernels against their references, in Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels $(CPU) $(PARALLEL) $(PYTEST_ARGS)
+
+docs: $(VENV)/.stamp-dev  ## the site of docs/ into build/site, links checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test-oldest: $(VENV_OLDEST)/.stamp-test  ## the equality tests on the oldest supported Transformers
 	@for path in $(OLDEST_TESTS); do test -e "$$path" || { \

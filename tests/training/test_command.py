@@ -282,6 +282,16 @@ def test_every_setting_but_the_machines_is_what_some_stage_is_made_from() -> Non
     assert set(made.plain()) - every == left_out
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_evaluations_may_come_at_other_steps_unless_the_best_draft_is_kept(is_kept: bool) -> None:
+    given = {"max_steps": 9, "load_best_model_at_end": is_kept}
+    seldom, often = (
+        TrainSettings(target="org/x", output_dir=Path("x"), arguments={**given, "eval_steps": steps}).made_from("run")
+        for steps in (5, 2)
+    )
+    assert (seldom == often) is not is_kept
+
+
 def test_fingerprint_sees_weights_template_and_tokenizer(tmp_path: Path) -> None:
     shutil.copytree(TOY / "target", tmp_path / "target")
     first = fingerprint(str(tmp_path / "target"))

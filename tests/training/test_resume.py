@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -103,6 +104,19 @@ def test_a_run_killed_at_many_places_is_the_same_run(
                 trainer.train(resume_from_checkpoint=is_begun)
             killed += 1
     assert killed == num_kills
+
+
+def test_a_resumed_run_saves_and_records_at_the_steps_that_are_asked_for_now(
+    target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path
+) -> None:
+    whole, resumed = make_draft(), make_draft(initializer_range=0.5)
+    make(target, whole, tmp_path, save_steps=4, logging_steps=4).train()
+    rmtree(tmp_path / "checkpoint-8")
+    again = make(target, resumed, tmp_path, save_steps=3, logging_steps=1)
+    again.train(resume_from_checkpoint=True)
+    assert_same(whole, resumed)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
+    assert [row["step"] for row in records(again) if "loss" in row][-4:] == [5, 6, 7, 8]
 
 
 def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(

@@ -144,7 +144,9 @@ class TrainSettings:
                 break
         found = {name: plain[name] for name in names}
         if stage in ("run", "bench", "export"):
-            found |= {name: value for name, value in self.arguments.items() if not name.startswith(HOW_IT_IS_RUN)}
+            keeps_best = bool(self.arguments.get("load_best_model_at_end"))
+            how = HOW_IT_IS_RUN if keeps_best else (*HOW_IT_IS_RUN, *WHEN_IT_IS_MEASURED)
+            found |= {name: value for name, value in self.arguments.items() if not name.startswith(how)}
         return found
 
 
@@ -169,6 +171,8 @@ HOW_IT_IS_RUN = (
     ),
     "chunk_blocks",
 )
+# What is measured in between is looked at, unless the best draft so far is the one that is kept.
+WHEN_IT_IS_MEASURED = ("eval_", "per_device_eval_")
 OURS = frozenset(item.name for item in fields(TrainSettings)) - {"arguments"}
 
 

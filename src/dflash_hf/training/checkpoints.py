@@ -20,6 +20,12 @@ STATE_FILE = "trainer_state.json"  # Transformers writes it last
 class Records(TrainerCallback):
     """Appends every record to `metrics.jsonl`, so that a killed run leaves them too; the last step has one as well."""
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Takes the steps of records, checkpoints and evaluations from the arguments, not from the checkpoint."""
+        state.compute_steps(args, state.max_steps)
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
