@@ -49,6 +49,7 @@ CLI_OPTIONS: dict[str, list[str]] = {
         "--dtype",
         "--host",
         "--max-new-tokens",
+        "--pair",
         "--port",
         "--system",
         "--target",

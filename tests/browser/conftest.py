@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
-from dflash_hf.cli.chat import bundled_pair
+from dflash_hf.cli.pair import BUNDLED_VISION
 from helpers.browser import PATIENCE, Chat, Server, free_port, start, stop
 from helpers.browser_pair import write_pair
 from helpers.source_tree import ROOT
@@ -40,7 +40,7 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The chat as `make chat` starts it, on the bundled pair."""
     port = free_port()
     folder = tmp_path_factory.mktemp("bundled")
-    server = start([str(ROOT / "demos" / "app.py"), "--port", str(port)], folder / "log", bundled_pair(), port)
+    server = start([str(ROOT / "demos" / "app.py"), "--port", str(port)], folder / "log", BUNDLED_VISION, port)
     yield server
     stop(server)
 

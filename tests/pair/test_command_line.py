@@ -90,6 +90,21 @@ def test_other_commands_refuse_a_dtype_too(command: str) -> None:
     assert_refused(run(command, "--dtype", "float99"), "expected one of auto, float32")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--pair", "nobody"], "expected --pair among text, vision, hybrid, smollm2, got 'nobody'"),
+        (["--pair", "text", "--draft", "x"], "expected --pair, or --target and --draft, got both"),
+        (["--pair", "smollm2"], "expected SmolLM2 in .*; run `make real` first"),
+    ],
+)
+def test_pairs_that_are_none(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_hf.cli.pair.BUNDLED", tmp_path / "demos" / "toy")  # where nothing has been fetched
+    assert_refused(run("chat", *arguments), message)
+
+
 def cut(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION, MAX_TOKENS, load_pair
+from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION, MAX_TOKENS, load_pair, named_pair
 from dflash_hf.evaluation.image_files import ChatImage, ImageError, read_image
 
 HELP = """\
@@ -30,14 +30,17 @@ if TYPE_CHECKING:
     from dflash_hf.chat.model import ChatModel
 
 
-def bundled_pair() -> Path:
+def bundled_pair() -> str:
     """The bundled pair that sees images, where a clone has it, else the one for text."""
-    return BUNDLED_VISION if (BUNDLED_VISION / "draft").is_dir() else BUNDLED
+    return "vision" if (BUNDLED_VISION / "draft").is_dir() else "text"
 
 
 def chat(
-    target: Annotated[str, typer.Option(help="Folder or Hub id of the target.")] = str(bundled_pair() / "target"),
-    draft: Annotated[str, typer.Option(help="Folder or Hub id of its draft.")] = str(bundled_pair() / "draft"),
+    target: Annotated[str | None, typer.Option(help="Folder or Hub id of the target.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Folder or Hub id of its draft.")] = None,
+    pair: Annotated[
+        str | None, typer.Option(help="A pair of this clone instead: text, vision, hybrid or smollm2.")
+    ] = None,
     web: Annotated[bool, typer.Option("--web", help="On a web page; needs dflash-hf[demo].")] = False,
     host: Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 7860,
@@ -51,6 +54,10 @@ def chat(
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
 ) -> None:
     """Chat with a pair, about images too if the target sees them, and see why the answers are fast."""
+    if pair is not None and (target, draft) != (None, None):
+        raise ValueError("expected --pair, or --target and --draft, got both; leave one out")
+    own = named_pair(pair or bundled_pair())
+    target, draft = target or own[0], draft or own[1]
     import torch
 
     from dflash_hf.chat.conversation import Settings

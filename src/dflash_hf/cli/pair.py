@@ -9,14 +9,35 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+from dflash_hf.errors import require
 from dflash_hf.evaluation.loading import check_place, load_pair, takes_images
 
 # A clone has the bundled pair beside the package; an installed wheel has not.
 BUNDLED = Path(__file__).resolve().parents[3] / "demos" / "toy"
 VISION = "vision"  # the folder of a pair for images within that of a pair for texts
 BUNDLED_VISION = BUNDLED / VISION
+SMOLLM2 = BUNDLED.parent / "smollm2"  # a draft; `make real` fetches its target
+PAIRS = ("text", "vision", "hybrid", "smollm2")
 MAX_TOKENS = 2**31 - 1  # of an answer: what a tensor of counts holds
 MAX_SEED = 2**32 - 1
+
+
+def named_pair(name: str) -> tuple[str, str]:
+    """Returns the folders of target and draft of a pair that comes with a clone.
+
+    Args:
+        name (`str`): One of `PAIRS`.
+
+    Raises:
+        ValueError: If there is no such pair, or its target has not been fetched.
+    """
+    require(name in PAIRS, f"--pair among {', '.join(PAIRS)}", name, "name one of them, or give --target and --draft")
+    if name != "smollm2":
+        folder = BUNDLED if name == "text" else BUNDLED / name
+        return str(folder / "target"), str(folder / "draft")
+    target = BUNDLED.parents[1] / "build" / "smollm2" / "target-bf16"
+    require(target.is_dir(), f"SmolLM2 in {target}", None, "run `make real` first, which fetches it")
+    return str(target), str(SMOLLM2 / "draft")
 
 
 def template_options(text: str, no_thinking: bool) -> dict[str, Any]:
@@ -46,9 +67,11 @@ __all__ = [
     "BUNDLED_VISION",
     "MAX_SEED",
     "MAX_TOKENS",
+    "PAIRS",
     "VISION",
     "check_place",
     "load_pair",
+    "named_pair",
     "takes_images",
     "template_options",
     "width_of",
