@@ -34,6 +34,8 @@ def test_reference_has_every_public_name(site: Path) -> None:
 
 
 def test_pages_fetch_nothing(site: Path) -> None:
-    fetched = re.compile(r'<(?:script|img|iframe|source)[^>]*\bsrc="(https?:)?//|<link[^>]*rel="stylesheet"[^>]*href="https?:')
+    fetched = re.compile(
+        r'<(?:script|img|iframe|source)[^>]*\bsrc="(https?:)?//|<link[^>]*rel="stylesheet"[^>]*href="https?:'
+    )
     asking = [page.name for page in site.rglob("*.html") if fetched.search(page.read_text(encoding="utf-8"))]
     assert not asking, asking

@@ -115,7 +115,11 @@ def test_a_resumed_run_saves_and_records_at_the_steps_that_are_asked_for_now(
     again = make(target, resumed, tmp_path, save_steps=3, logging_steps=1)
     again.train(resume_from_checkpoint=True)
     assert_same(whole, resumed)
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
+        "checkpoint-4",
+        "checkpoint-6",
+        "checkpoint-8",
+    ]
     assert [row["step"] for row in records(again) if "loss" in row][-4:] == [5, 6, 7, 8]
 
 
