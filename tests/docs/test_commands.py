@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer
+
 from dflash_hf.cli.main import app
 from dflash_hf.training import DFlashTrainingArguments
 
@@ -73,8 +74,12 @@ def test_commands_of_a_page_exist(page: Path) -> None:
 
 
 def test_what_is_not_there_is_found() -> None:
-    page = "`dflash-hf chat --nowhere`\n\n```bash\ndflash-hf chart x  # no\nmake no-such && make test\npython demos/no.py\n```\n"
-    page += "```bash\naccelerate launch -m dflash_hf bench --batch 1 \\\n  --nothing\n```\n`dflash-hf train --learning-rate 1`\n"
+    page = (
+        "`dflash-hf chat --nowhere`\n\n"
+        "```bash\ndflash-hf chart x  # no\nmake no-such && make test\npython demos/no.py\n```\n"
+        "```bash\naccelerate launch -m dflash_hf bench --batch 1 \\\n  --nothing\n```\n"
+        "`dflash-hf train --learning-rate 1`\n"
+    )
     assert [wrong(words) for words in commands(page)] == [
         "chart", "no-such", None, "demos/no.py", "--nothing", "--nowhere", None,
     ]  # fmt: skip

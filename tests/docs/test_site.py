@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import dflash_hf
 import dflash_hf.training
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("mkdocstrings")
