@@ -1,4 +1,4 @@
-"""Draws one real run as a picture that moves: plain `generate` beside the same with a draft, at the pace they had.
+"""Draws one real run as a picture that moves: plain `generate` beside the same with a draft, with the times they took.
 
 `python demos/animate.py --target T --draft D --out docs/images/run.svg "prompt"`; by default the bundled pair. Each
 answer is written three times, and the fastest is drawn. Two answers that differ are not drawn.
@@ -25,6 +25,7 @@ COLUMNS, LINE, LETTER, MARGIN, TOP = 44, 17, 7.22, 14, 66  # letters of a line; 
 WIDTH = round(2 * MARGIN + COLUMNS * LETTER)
 COLORS = ("#8ecae6", "#ffd166", "#95d5b2", "#f4a3b5", "#cdb4db")
 REPEATS, PAUSE = 3, 3.0  # seconds that the whole picture stands
+LEAST = 6.0  # seconds that the plain answer takes in the picture: what was faster is shown more slowly
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def appearing(seconds: float, whole: float) -> str:
     return f'<animate attributeName="opacity" values="0;1" keyTimes="0;{share}" {rest}/>'
 
 
-def panel(title: str, pieces: list[Piece], whole: float, left: int, *, colored: bool) -> str:
+def panel(title: str, pieces: list[Piece], pace: float, whole: float, left: int, *, colored: bool) -> str:
     """Returns the SVG of one answer that is being written."""
     out = [f'<text x="{left + MARGIN}" y="26" class="title">{html.escape(title)}</text>']
     for line, column, text, number in lines_of(pieces):
@@ -119,16 +120,18 @@ def panel(title: str, pieces: list[Piece], whole: float, left: int, *, colored: 
         box = f'<rect x="{x:.1f}" y="{y - 13}" width="{len(text) * LETTER:.1f}" height="{LINE}" fill="{color}"/>'
         size = f'textLength="{len(text) * LETTER:.1f}" lengthAdjust="spacingAndGlyphs"'
         shown = f'<text x="{x:.1f}" y="{y}" {size} class="{"on" if colored else "off"}">{html.escape(text)}</text>'
-        out.append(f"<g>{appearing(pieces[number].seconds, whole)}{box if colored else ''}{shown}</g>")
-    told = f"{pieces[-1].seconds:.1f} s"
+        out.append(f"<g>{appearing(pace * pieces[number].seconds, whole)}{box if colored else ''}{shown}</g>")
+    told = f"{pieces[-1].seconds:.2f} s"
     done = f'<text x="{left + WIDTH - MARGIN}" y="26" text-anchor="end" class="title">{told}'
-    out.append(f"{done}{appearing(pieces[-1].seconds, whole)}</text>")
+    out.append(f"{done}{appearing(pace * pieces[-1].seconds, whole)}</text>")
     return "\n".join(out)
 
 
 def picture(plain: list[Piece], drafted: list[Piece], note: str) -> str:
     """Returns the SVG of both answers side by side."""
-    whole = plain[-1].seconds + PAUSE
+    pace = max(1.0, LEAST / plain[-1].seconds)
+    whole = pace * plain[-1].seconds + PAUSE
+    note += f" {pace:.0f}x slower." if pace > 1 else ""
     height = TOP + LINE * (max(line for line, *_ in lines_of(plain)) + 1) + 18
     style = (
         "text{font:12px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;white-space:pre}"
@@ -142,8 +145,8 @@ def picture(plain: list[Piece], drafted: list[Piece], note: str) -> str:
         f"<title>Plain generate beside generate with a DFlash draft. {html.escape(note)}</title>",
         f'<style>{style}</style><rect class="back" width="100%" height="100%"/>',
         f'<text x="{MARGIN}" y="45" class="note">{html.escape(note)}</text>',
-        panel("plain generate", plain, whole, 0, colored=False),
-        panel("with a DFlash draft", drafted, whole, WIDTH, colored=True),
+        panel("plain generate", plain, pace, whole, 0, colored=False),
+        panel("with a DFlash draft", drafted, pace, whole, WIDTH, colored=True),
         "</svg>\n",
     ]
     return "\n".join(parts)
@@ -154,7 +157,7 @@ def main(
     target: Annotated[str, typer.Option(help="Folder or Hub id.")] = str(ROOT / "demos/toy/target"),
     draft: Annotated[str, typer.Option(help="Folder or Hub id.")] = str(ROOT / "demos/toy/draft"),
     out: Annotated[Path, typer.Option(help="The SVG to write.")] = Path("run.svg"),
-    name: Annotated[str, typer.Option(help="Of the pair and the machine, for the picture.")] = "the bundled pair",
+    name: Annotated[str, typer.Option(help="Of the pair and the machine, for the picture.")] = "The bundled pair",
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 160,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
@@ -173,7 +176,7 @@ def main(
     same, drafted = fastest(lambda: drafted_run(model, own, inputs, max_new_tokens), tokenizer)
     if ids != same:
         raise typer.BadParameter("expected a prompt that both answer alike, got a tie within rounding; take another")
-    note = f"The same {len(ids)} tokens; a colour is one step of the big model. {name}, {str(model.dtype)[6:]}."
+    note = f"The same {len(ids)} tokens, a colour for each step of the target. {name}, {str(model.dtype)[6:]}."
     out.write_text(picture(plain, drafted, note), encoding="utf-8")
     typer.echo(f"{out}: {plain[-1].seconds:.2f} s plain, {drafted[-1].seconds:.2f} s drafted")
 
