@@ -140,8 +140,11 @@ class WidthChooser:
         self._num_steps = self._num_drafted = self._num_verifies = self._num_tokens = 0
 
     def begin(self) -> None:
-        """Begins another run with what earlier ones have shown, which the new text may soon contradict."""
-        self._clock, self._steps, self._pays = 0.0, 0, False
+        """Begins another run with what earlier ones have shown, which the new text may soon contradict.
+
+        How long a width has been held is counted on: many answers are shorter than a hold.
+        """
+        self._clock, self._pays = 0.0, False
         self._hold = min(self._hold, FIRST_HOLD)
 
     def set_costs(self, costs: Mapping[int, float]) -> None:
