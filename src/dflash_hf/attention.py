@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from dflash_hf import ops
 from dflash_hf.positions import slot_positions, visible
+from dflash_hf.tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,16 +29,18 @@ class RaggedBlock:
 
     Args:
         positions (`torch.Tensor` of shape `[B, width]`, int64): Index of each token in its row, counting up by one.
-            Not copied: the block stands where they say.
+            Not copied: the block stands where they say. Of a tree, where each node's keys and values go.
         bound (`int`, *optional*): A length the host knows no row exceeds after this block; keys beyond it are not
             read. Purely a saving.
         is_exact (`bool`): The host knows that every row ends exactly at `bound`, so that a layer in which all see all
             needs no mask; SDPA without one takes half the time on a CPU.
+        tree (`DraftTree`, *optional*): What the new tokens follow, if not each the one before.
     """
 
     positions: Tensor
     bound: int | None = None
     is_exact: bool = False
+    tree: DraftTree | None = None
     # What is derived of it is found once per step and not once per layer.
     _slots: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     _masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
@@ -63,8 +66,14 @@ class RaggedBlock:
         if device == self.positions.device:
             return self
         if device not in self._copies:
-            self._copies[device] = RaggedBlock(self.positions.to(device), self.bound, self.is_exact)
+            tree = None if self.tree is None else self.tree.on(device)
+            self._copies[device] = RaggedBlock(self.positions.to(device), self.bound, self.is_exact, tree)
         return self._copies[device]
+
+    @property
+    def indices(self) -> Tensor:
+        """Index that each token has in its row if it is accepted, `[B, width]`: what its position follows from."""
+        return self.positions if self.tree is None else self.positions[:, :1] + self.tree.depths
 
     def extent(self, ring: int) -> int:
         """Returns how many slots of a buffer of `ring` slots have to be read."""
@@ -100,7 +109,7 @@ class RaggedBlock:
         """
         # The last token, and what is not causal, see all that is not out of their window.
         sees_all = (self.width == 1 or not causal) and (window is None or window >= num_slots)
-        if self.is_exact and sees_all and num_slots == self.bound:
+        if self.is_exact and sees_all and num_slots == self.bound and self.tree is None:
             return None
         key = (num_slots, window, causal, repeats, dtype, from_anchor)
         if key not in self._masks:
@@ -108,10 +117,25 @@ class RaggedBlock:
             slots = torch.arange(num_slots, device=last.device)
             anchor = self.positions[:, :1, None] if from_anchor else None
             held = slot_positions(last, slots, num_slots)
-            seen = visible(self.positions[:, :, None], held, window, causal, anchor)
+            is_related = None
+            if self.tree is not None:
+                held, is_related = self._of_tree(self.tree, held)
+            seen = visible(self.indices[:, :, None], held, window, causal, anchor)
+            seen = seen if is_related is None else seen & is_related
             mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf)[:, None]
             self._masks[key] = mask if repeats == 1 else mask.repeat(1, 1, repeats, 1)
         return self._masks[key]
+
+
+    def _of_tree(self, tree: DraftTree, held: Tensor) -> tuple[Tensor, Tensor]:
+        """Index `[B, 1, slots]` of what each slot holds, and whether it is a node's ancestor or no node at all.
+
+        `held` `[B, 1, slots]` takes the nodes for a chain.
+        """
+        node = held - self.positions[:, :1, None]
+        is_node, node = node >= 0, node.clamp_min(0)
+        held = torch.where(is_node, self.positions[:, :1, None] + tree.depths.gather(1, node[:, 0])[:, None], held)
+        return held, ((tree.ancestors[:, :, None] >> node) & 1).bool() | ~is_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +203,7 @@ def attend(
     """
     repeats = query_BHKE.shape[1] // key_BGRE.shape[1]
     if isinstance(mask, RaggedMask):
-        if dropout == 0 and ops.attends(query_BHKE, key_BGRE, value_BGRE):
+        if dropout == 0 and mask.block.tree is None and ops.attends(query_BHKE, key_BGRE, value_BGRE):
             return ops.block_attention(
                 query_BHKE,
                 key_BGRE,

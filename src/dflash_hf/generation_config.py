@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from transformers import GenerationConfig
 
 from dflash_hf.errors import one_line, require, shown
+from dflash_hf.tree import MAX_NODES
 
 Engine = Literal["auto", "eager", "cuda_graph"]
 Proposal = Literal["auto", "argmax", "shared_noise", "sample"]
@@ -61,6 +62,10 @@ class DFlashGenerationConfig(GenerationConfig):
             what steps of each width take, down to decoding without the draft while it does not pay. Left out, that is
             what happens where it cannot change a text: not under `"sample"`, in half precision, in captured steps and
             in [`~dflash_hf.iterate`], where the whole block is verified.
+        num_tree_nodes (`int`, *optional*): Verify a tree of so many tokens, the anchor included, at most 64, instead
+            of a chain: the draft's most likely paths, branching where it is unsure. Exact, greedy and under
+            `"argmax"` and `"shared_noise"`; needs a target of attention layers. `verify_width` left out or `"auto"`
+            then chooses how many of the nodes to verify.
         engine (`str`, defaults to `"auto"`): `"eager"` launches every operation of a step from the host, over exactly
             as many keys as there are. `"cuda_graph"` captures the step over fixed buffers once per shape and replays
             it; what cannot be captured runs eagerly, with the reason in the log. `"auto"` is `"cuda_graph"` on CUDA
@@ -88,6 +93,7 @@ class DFlashGenerationConfig(GenerationConfig):
     def __init__(self, /, **kwargs: Any) -> None:
         self.block_size: int | None = kwargs.pop("block_size", None)
         self.verify_width: int | Literal["auto"] | None = kwargs.pop("verify_width", None)
+        self.num_tree_nodes: int | None = kwargs.pop("num_tree_nodes", None)
         self.engine: Engine = kwargs.pop("engine", "auto")
         self.proposal: Proposal = kwargs.pop("proposal", "auto")
         self.compile_layers: bool = kwargs.pop("compile_layers", False)
@@ -142,8 +148,12 @@ class DFlashGenerationConfig(GenerationConfig):
             further = "leave it out: a draft cannot propose further than it was trained to"
             fits = size is None or size <= max_block_size
             require(fits, f"block_size at most {max_block_size} (the draft's)", size, further)
+        nodes = self.num_tree_nodes
+        is_tree = isinstance(nodes, int) and not isinstance(nodes, bool) and 2 <= nodes <= MAX_NODES
+        require(nodes is None or is_tree, f"num_tree_nodes between 2 and {MAX_NODES}", nodes, "leave it out for a chain")
         if width is None or width == "auto":
             return
+        require(nodes is None, "verify_width left out or 'auto' beside num_tree_nodes", width, "leave one of them out")
         require(_is_count(width), f"{count} or 'auto' as verify_width", width, "leave it out")
         block_size = max_block_size if size is None else size
         if block_size is not None:

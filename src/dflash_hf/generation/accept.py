@@ -28,6 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 from dflash_hf import ops
 from dflash_hf.generation.sampling import BlockProcessors, accept_rejection, choose, choose_from_logits, ends_row
 from dflash_hf.generation.state import NUM_REPORTED, DecodeState
+from dflash_hf.tree import DraftTree, along
 
 # See `iterate`: proposals [B, W - 1], the target's tokens [B, W] and logits [B, W, V] -> number accepted [B].
 Accept = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -80,6 +81,12 @@ def decide_at_once(
         )
         state.tokens.copy_(tokens)
         return num_accepted
+    tree = state.tree
+    if tree is not None:
+        positions = state.next_positions[:, :1] + tree.depths + 1
+        state.tokens.copy_(choose_from_logits(logits_BWV, processors, state.key, positions))
+        state.take_path(*tree.follow(state.block, state.tokens))
+        return None
     state.tokens.copy_(choose_from_logits(logits_BWV, processors, state.key, state.decided_positions))
     if accept is None:
         return None
@@ -97,6 +104,7 @@ def decide_by_position(state: DecodeState, logits_BWV: Tensor, processors: Block
     """
     scores, ids, filled = logits_BWV.to(torch.float32, copy=True), state.ids, state.cursor
     columns, active, positions = filled.tolist(), ~state.done, state.decided_positions
+    walk = Walk.of(state, scores)
     state.tokens.zero_()
     for position in range(state.width):
         lengths = filled + position
@@ -113,6 +121,8 @@ def decide_by_position(state: DecodeState, logits_BWV: Tensor, processors: Block
         state.tokens[:, position] = chosen
         if position == state.width - 1:
             break
+        if walk is not None:
+            walk.step(position, chosen)
         active = active & (chosen == state.proposals[:, position]) & (state.remaining > position + 1)
         if state.eos_ids is not None:
             active = active & ~ends_row(chosen, state.eos_ids)
@@ -121,6 +131,37 @@ def decide_by_position(state: DecodeState, logits_BWV: Tensor, processors: Block
         written = ids.gather(1, lengths[:, None])[:, 0]
         ids.scatter_(1, lengths[:, None], torch.where(active, state.proposals[:, position], written)[:, None])
     return scores
+
+
+class Walk:
+    """Goes through a tree token by token, where a token is decided only behind the ones before it.
+
+    What is walked comes to stand in the state in the order of the path, as if it had been a chain.
+
+    Args:
+        state (`DecodeState`): Its `proposals` and `path` are written as the walk goes on.
+        tree (`DraftTree`): What is verified.
+        scores_BWV (`torch.Tensor` of shape `[B, W, V]`): Per node; likewise.
+    """
+
+    def __init__(self, state: DecodeState, tree: DraftTree, scores_BWV: Tensor) -> None:
+        assert state.path is not None
+        self.state, self.tree, self.path = state, tree, state.path[:, : state.width].zero_()
+        self.scores, self.raw, self.block = scores_BWV, scores_BWV.clone(), state.block.clone()
+        self.node = torch.zeros_like(state.anchor)
+        state.proposals.fill_(-1)
+
+    @classmethod
+    def of(cls, state: DecodeState, scores_BWV: Tensor) -> Walk | None:
+        """Begins at the anchor; `None` where a chain is verified."""
+        return None if state.tree is None else cls(state, state.tree, scores_BWV)
+
+    def step(self, position: int, tokens_B: Tensor) -> None:
+        """Goes on to the child that has the token decided at `position`; where there is none, no proposal matches."""
+        self.node, found = self.tree.child(self.block, self.node, tokens_B)
+        self.path[:, position + 1] = self.node
+        self.state.proposals[:, position] = torch.where(found, tokens_B, -1)
+        self.scores[:, position + 1] = along(self.node[:, None], self.raw)[:, 0]
 
 
 def stop_by_criteria(state: DecodeState, criteria: list[StoppingCriteria], num_accepted: Tensor | None) -> None:
@@ -237,12 +278,15 @@ class SynchronizedRows:
             raw beyond the last column; and the number of proposals that each row keeps `[B]`.
         """
         is_stateless, last, positions = self.processors.is_stateless, state.width - 1, state.decided_positions
-        scores = self.processors.warp(logits_BCV) if is_stateless else logits_BCV.to(torch.float32, copy=True)
-        chosen, agreed = None, None
+        chosen, agreed, walk = None, None, None
         if is_stateless:
             agreed = decide_at_once(state, logits_BCV, self.processors)
             chosen = state.tokens.clone()
             agreed = accept_matching(state.proposals, chosen) if agreed is None else agreed
+            scores = self.processors.warp(state.along_path(logits_BCV))
+        else:
+            scores = logits_BCV.to(torch.float32, copy=True)
+            walk = Walk.of(state, scores)
         self.num_columns = int(state.num_new.max())  # what stands, which another rank may have decided
         committed, was_running = torch.zeros_like(state.remaining), self._running()
         for column in range(last + 1):
@@ -261,6 +305,8 @@ class SynchronizedRows:
             committed += running
             if not bool(self.unfinished.any()) or column == last:
                 break
+            if walk is not None:
+                walk.step(column, tokens)
             going_on = tokens == state.proposals[:, column] if agreed is None else agreed > column
             if not bool((going_on | ~self._running()).all()):
                 break

@@ -26,6 +26,7 @@ from dflash_hf.devices import free_memory, total_memory
 from dflash_hf.generation.state import BufferShape, DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
+from dflash_hf.tree import TreeTable
 
 T = TypeVar("T")
 logger: Any = logging.get_logger(__name__)
@@ -48,9 +49,12 @@ class FixedBuffers:
         state (`DecodeState`): Begun again by every run.
         draft_cache (`RaggedCache`): The draft's context.
         context_states (`torch.Tensor` of shape `[B, W, L * D]`): Tapped states of the newest verify; behind a narrower
-            one those of earlier ones, which count as rejected.
+            one those of earlier ones, which count as rejected. Of a tree, those of the path that was accepted: as
+            many as that can be long.
         context_lengths (`torch.Tensor` of shape `[B]`, int64): Where that stood, as the draft counts.
         offset (`torch.Tensor` of shape `[B]`, int64): See [`DFlashCandidateGenerator`].
+        node_states (`torch.Tensor` of shape `[B, W, L * D]`, *optional*): Those of all nodes of a tree.
+        table (`TreeTable`, *optional*): The paths among which trees are chosen.
         context_weights (`ContextWeights`, *optional*): Copies for the kernel that writes context, made anew by a run.
         cache (`RaggedCache`, *optional*): The target's; known after the first prefill.
         graphs (*optional*): What has been captured over these buffers.
@@ -65,6 +69,8 @@ class FixedBuffers:
     context_states: Tensor
     context_lengths: Tensor
     offset: Tensor
+    node_states: Tensor | None = None
+    table: TreeTable | None = None
     context_weights: ContextWeights | None = None
     cache: RaggedCache | None = None
     graphs: Any = None
@@ -83,6 +89,9 @@ class FixedBuffers:
             OutOfRoomError: If the draft's context is larger than what is free of the device's memory.
         """
         itemsize, device, batch = shape.draft_dtype.itemsize, shape.draft_device, shape.batch
+        features, config = draft.fc.in_features, draft.config
+        # What the draft chooses among: a selector's candidates, or its vocabulary.
+        num_ids = config.selector_top_k or config.draft_vocab_size or target.vocab_size
         shapes = [(layer, itemsize, itemsize) for layer in draft.cache_shapes()]
         check_memory(shapes, device, batch, capacity, shape.block)
         return cls(
@@ -98,8 +107,16 @@ class FixedBuffers:
                 dtype=shape.draft_dtype,
                 device=device,
             ),
-            context_states=torch.zeros(
-                batch, shape.width, draft.fc.in_features, dtype=shape.draft_dtype, device=device
+            context_states=torch.zeros(batch, shape.path, features, dtype=shape.draft_dtype, device=device),
+            node_states=(
+                torch.zeros(batch, shape.width, features, dtype=shape.draft_dtype, device=device)
+                if shape.is_tree
+                else None
+            ),
+            table=(
+                TreeTable(shape.width, config.num_proposals(shape.block_size), num_ids, shape.device)
+                if shape.is_tree
+                else None
             ),
             context_lengths=torch.zeros(batch, dtype=torch.long, device=device),
             offset=torch.zeros(batch, dtype=torch.long, device=shape.device),
@@ -137,6 +154,7 @@ class FixedBuffers:
         return [
             *self.state.tensors(),
             *(self.context_states, self.context_lengths, self.offset),
+            *(() if self.node_states is None else (self.node_states,)),
             *(() if self.context_weights is None else self.context_weights),
             *(buffer for cache in caches for buffer in cache.buffers()),
         ]

@@ -23,6 +23,7 @@ from dflash_hf.generation.sampling import (
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
+from dflash_hf.tree import TreeTable, along
 
 Rule = Literal["argmax", "shared_noise", "sample"]
 # See `iterate`: the draft's logits [B, W - 1, V] and the token before the proposals [B] -> proposals [B, W - 1].
@@ -55,6 +56,7 @@ class DFlashCandidateGenerator:
         # Width K of the draft's block, and tokens that are verified at most: K or fewer, or K + 1 where the anchor's
         # slot proposes too.
         self.block_size, self.verify_width = buffers.shape.block_size, buffers.shape.width
+        self.num_proposals = draft.config.num_proposals(self.block_size)
         self.device, self.dtype = buffers.shape.draft_device, buffers.shape.draft_dtype
         # How far ahead of each slot's own position the token is that it proposes.
         self.ahead, self.mask_token_id = int(draft.config.sample_from_anchor), draft.config.mask_token_id
@@ -65,6 +67,8 @@ class DFlashCandidateGenerator:
         # Columns of the newest context that are taken: all of them behind a verify of more than one token, of which
         # the host does not know how many were right. Whether single tokens gather, and the columns of the last verify.
         self._num_held, self._gathers, self._last = 0, True, slice(0, 0)
+        # What proposes trees, if it is trees that are to be verified.
+        self.table = buffers.table
         # Only `iterate` sets these: a proposal rule of the user's, and whether the last block's logits are kept.
         self.rule_of_user: Propose | None = None
         self.keeps_logits = False
@@ -103,11 +107,19 @@ class DFlashCandidateGenerator:
         """
         buffers, room = self.buffers, self.buffers.context_states.shape[1]
         start = self._num_held % room if block.width == 1 else 0
-        self._last = slice(start, start + block.width)
-        buffers.context_states[:, self._last].copy_(context_hidden_states)
+        self._last = slice(start, start + min(block.width, room))
+        if block.tree is None or buffers.node_states is None:
+            buffers.context_states[:, self._last].copy_(context_hidden_states)
+        else:
+            buffers.node_states[:, : block.width].copy_(context_hidden_states)
         if not start:
             buffers.context_lengths.copy_(self._on_draft(block).lengths)
         self._num_held = start + 1 if block.width == 1 and self._gathers else room
+
+    def take_path(self, path: Tensor) -> None:
+        """Takes of a tree's context that of the path which was accepted, `[B, n]`; what is behind its end is rejected."""
+        assert self.buffers.node_states is not None
+        self.buffers.context_states[:, : path.shape[1]].copy_(along(path.to(self.device), self.buffers.node_states))
 
     def _context(self) -> NewContext:
         """The newest context, which the draft's next forward writes."""
@@ -148,20 +160,24 @@ class DFlashCandidateGenerator:
         self.cache.begin(self._on_draft(block))
         noise_embeds = draft.embed(state.draft_ids, self.target.embedding)
         hidden = draft.forward_block(noise_embeds.to(self.device, self.dtype), self.cache, self._context())
-        slots = slice(1 - self.ahead, state.width - self.ahead)  # those that propose
+        num = state.width - 1 if self.table is None else self.num_proposals
+        slots = slice(1 - self.ahead, num + 1 - self.ahead)  # those that propose
         hidden = states = hidden[:, slots]
         if draft.lm_head is None:
             dtype = noise_embeds.dtype if draft.embed_tokens is None else self.target.model.dtype
             states = hidden.to(device, dtype)
         logits = draft.compute_logits(states, self.target.head).to(device)
         self.logits = logits if self.keeps_logits else None
+        positions = block.positions[:, slots] + self.ahead
+        if self.table is not None:
+            self._propose_tree(self.table, state, hidden, logits, positions)
+            return
         if self.rule_of_user is not None:
             state.proposals.copy_(self.rule_of_user(logits, state.anchor))
             return
         if state.key is None or self.rule == "argmax":
             state.proposals.copy_(draft.best_path(hidden, logits, state.anchor))
             return
-        positions = block.positions[:, slots] + self.ahead
         if draft.candidate_selector is not None:
             candidates, scores = draft.candidate_selector(hidden, logits, state.anchor)
             self._propose_path(state, candidates, scores, positions, logits.shape[-1])
@@ -172,6 +188,27 @@ class DFlashCandidateGenerator:
             state.proposals.copy_(choose(scores, state.key, positions, DRAFT_STREAM))
         else:
             state.proposals.copy_(choose_from_logits(logits, self.processors, state.key, positions))
+
+    def _propose_tree(
+        self, table: TreeTable, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor
+    ) -> None:
+        """Proposes a tree; under `shared_noise` of the scores that the target's own noise makes likely."""
+        assert state.nodes is not None
+        scores, draft = logits, self.draft
+        is_noisy = state.key is not None and self.rule != "argmax"
+        if draft.candidate_selector is not None:
+            candidates, scores = draft.candidate_selector(hidden, logits, state.anchor)
+            if is_noisy:
+                assert state.key is not None
+                scores = self.processors.warp(scores.flatten(1, 2)).view_as(scores)
+                scores = scores + gumbel_noise(state.key, positions, candidates)[:, :, None]
+            table.build_behind(candidates, scores, state.nodes, state.whole_block)
+            return
+        if is_noisy:
+            assert state.key is not None
+            tokens = torch.arange(logits.shape[-1], device=logits.device)
+            scores = self.processors.warp(logits) + gumbel_noise(state.key, positions, tokens)
+        table.build(scores, state.nodes, state.whole_block)
 
     def _propose_path(
         self, state: DecodeState, candidates: Tensor, scores: Tensor, positions: Tensor, vocab_size: int

@@ -50,7 +50,7 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     watch.lap("prepare")
     pad = config._pad_token_tensor
     processors = BlockProcessors(call.processors, 0 if pad is None else int(pad))
-    block_size, width, rule = _widths_and_rule(draft, config, processors)
+    block_size, width, rule = _widths_and_rule(target, draft, config, processors)
     past = 0 if kept is None else kept.past
     positions = prompt_positions(call, past)
     limit = _limit(call.criteria, config, input_ids.shape[1])
@@ -76,7 +76,7 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     state = buffers.state
     state.begin(input_ids, lengths=lengths, limit=limit, position_delta=delta, eos_ids=eos_ids, seed=seed)
     stats.num_committed, stats.num_accepted = ([[] for _ in range(len(input_ids))] for _ in range(2))
-    stats.num_proposed, stats.num_target_forwards = width - 1, 1
+    stats.num_proposed, stats.num_target_forwards = shape.path - 1, 1
     stats.proposal = rule if state.is_sampled else "greedy"
     stats.cache_bytes = cache.num_bytes() + generator.cache.num_bytes()
     criteria = [c for c in call.criteria if type(c) not in LENGTH_AND_END]
@@ -205,9 +205,13 @@ def _commit_first(run: Run, outputs: CausalLMOutputWithPast) -> None:
 
 
 def _widths_and_rule(
-    draft: DFlashDraftModel, generation_config: GenerationConfig, processors: BlockProcessors
+    target: Target, draft: DFlashDraftModel, generation_config: GenerationConfig, processors: BlockProcessors
 ) -> tuple[int, int, Rule]:
-    """Resolves the draft's options: block size, verify width, proposal rule."""
+    """Resolves the draft's options: block size, tokens to verify at most, proposal rule.
+
+    Raises:
+        ValueError: If they do not go with the target, the processors, or one another.
+    """
     options = draft.generation_config
     block_size = options.block_size or draft.config.block_size
     widest = draft.config.num_proposals(block_size) + 1
@@ -218,7 +222,18 @@ def _widths_and_rule(
             "expected only temperature, top-k, top-p and other warpers of single scores under proposal='sample', got "
             f"{[type(p).__name__ for p in processors.processors]}; use proposal='shared_noise'"
         )
-    return block_size, width, rule
+    if options.num_tree_nodes is None:
+        return block_size, width, rule
+    if target.recurrences:
+        raise ValueError(
+            f"expected a target of attention layers alone with num_tree_nodes, got {type(target.model).__name__} with "
+            f"{len(target.recurrences)} recurrent layers, whose states follow one path; leave num_tree_nodes out"
+        )
+    if rule == "sample" and generation_config.do_sample:
+        raise ValueError(
+            "expected proposal 'argmax' or 'shared_noise' with num_tree_nodes, got 'sample'; leave proposal at 'auto'"
+        )
+    return block_size, options.num_tree_nodes, rule
 
 
 def _chooser(generator: DFlashCandidateGenerator, state: DecodeState, keeps_buffers: bool) -> WidthChooser | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dflash_hf.devices import execution_device
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.tree import DraftTree, along
 
 NUM_REPORTED = 5  # rows of `DecodeState.outcome` before the tokens
 # End-of-sequence ids are padded to a multiple of this.
@@ -22,6 +23,8 @@ class BufferShape:
     Args:
         batch (`int`): Rows.
         block_size, width (`int`): Tokens of the draft's block and of the widest verify.
+        is_tree (`bool`): Whether what is verified is a tree.
+        path (`int`): Tokens of the longest path that can be accepted, the anchor included.
         num_eos (`int`): End-of-sequence ids, rounded up.
         position_delta (`tuple[int, ...]`): Shape of the target's position deltas.
         device, draft_device (`torch.device`): The target's, and the draft's.
@@ -31,6 +34,8 @@ class BufferShape:
     batch: int
     block_size: int
     width: int
+    is_tree: bool
+    path: int
     num_eos: int
     position_delta: tuple[int, ...]
     device: torch.device
@@ -43,10 +48,13 @@ class BufferShape:
     ) -> BufferShape:
         """Returns the shape for a run with these position deltas and end-of-sequence ids."""
         num_eos = 0 if eos_ids is None else eos_ids.shape[0]
+        is_tree = draft.generation_config.num_tree_nodes is not None
         return cls(
             batch=position_delta.shape[-1],
             block_size=block_size,
             width=width,
+            is_tree=is_tree,
+            path=min(width, draft.config.num_proposals(block_size) + 1) if is_tree else width,
             num_eos=-(-max(num_eos, 1) // EOS_IDS) * EOS_IDS,
             position_delta=tuple(position_delta.shape),
             device=position_delta.device,
@@ -79,6 +87,11 @@ class DecodeState:
         next_positions (`torch.Tensor` of shape `[B, max(K, W)]`, int64): Index in its row of each token of the block.
         whole_tokens (`torch.Tensor` of shape `[B, W]`, int64): The target's token after each verified one. `tokens`
             `[B, width]` is a view of it.
+        nodes (`torch.Tensor` of shape `[3, B, W]`, int64, *optional*): Parents, depths and ancestors of what is
+            verified, where that is a tree; `tree` is a view of it.
+        path (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Which node stands at each depth, once it is
+            decided. Block and tokens are then in its order, as if they had been a chain, with -1 in the block behind
+            its end.
         outcome (`torch.Tensor` of shape `[5 + W, B]`, int64): What the host has to know of the last step: tokens
             committed, proposals accepted, lengths, finished rows, filled columns of `ids`, then `tokens`.
         position_delta (`torch.Tensor` of shape `[B]` or `[rows, B]`, int64): Target position of a token minus its
@@ -109,6 +122,8 @@ class DecodeState:
     position_delta: Tensor
     padded_eos_ids: Tensor
     seed: Tensor
+    nodes: Tensor | None = None
+    path: Tensor | None = None
     columns: int = 0
     limit: int = 0
     width: int = 1
@@ -142,6 +157,8 @@ class DecodeState:
             position_delta=zeros(*shape.position_delta),
             padded_eos_ids=zeros(shape.num_eos),
             seed=zeros(),
+            nodes=zeros(3, batch, width) if shape.is_tree else None,
+            path=zeros(batch, width) if shape.is_tree else None,
         )
 
     def begin(
@@ -198,9 +215,33 @@ class DecodeState:
         return self.whole_tokens[:, : self.width]
 
     @property
+    def tree(self) -> DraftTree | None:
+        """The tree that this step verifies, if it is more than the anchor and none is a chain."""
+        if self.nodes is None or self.width == 1:
+            return None
+        return DraftTree(*self.nodes[:, :, : self.width])
+
+    @property
     def decided_positions(self) -> Tensor:
-        """Index in its row of each of `tokens` `[B, width]`."""
+        """Index in its row of each of `tokens` `[B, width]`, in the order of a chain."""
         return self.next_positions[:, : self.width] + 1
+
+    def take_path(self, path: Tensor, num_accepted: Tensor) -> None:
+        """Puts block and tokens of a tree into the order of a path, as if they had been a chain.
+
+        Args:
+            path (`torch.Tensor` of shape `[B, width]`, int64): See [`DraftTree.follow`].
+            num_accepted (`torch.Tensor` of shape `[B]`, int64): Its nodes beside the anchor.
+        """
+        assert self.path is not None
+        self.path[:, : self.width] = path
+        is_behind = torch.arange(self.width, device=path.device) > num_accepted[:, None]
+        self.block.copy_(along(path, self.block).masked_fill_(is_behind, -1))
+        self.tokens.copy_(along(path, self.tokens))
+
+    def along_path(self, values: Tensor) -> Tensor:
+        """Returns values of what was verified `[B, width, ...]` in the order in which it was decided."""
+        return values if self.path is None or self.width == 1 else along(self.path[:, : self.width], values)
 
     @property
     def num_accepted(self) -> Tensor:

@@ -63,6 +63,8 @@ class SpeculativeStats:
         engine (`str`): Engine that ran: `"eager"` or `"cuda_graph"`; `"static"` is the latter's step uncaptured, in
             tests and benchmarks only.
         proposal (`str`): Proposal rule that ran; `"greedy"` without sampling.
+        num_tried_by_node, num_accepted_by_node (`list[int]`): Under `num_tree_nodes`, how many verifies, summed over
+            rows, tried and accepted each node of the tree, the most likely first, the anchor not counted.
         cache_bytes (`int`): Size of the target's and the draft's K/V buffers, in bytes.
     """
 
@@ -81,6 +83,17 @@ class SpeculativeStats:
     engine: str = "eager"
     proposal: str = "greedy"
     cache_bytes: int = 0
+    num_tried_by_node: list[int] = field(default_factory=list)
+    num_accepted_by_node: list[int] = field(default_factory=list)
+
+    def count_nodes(self, width: int, accepted: Sequence[Sequence[int]]) -> None:
+        """Counts the nodes that a verify of `width` of them accepted in each running row."""
+        for counts in (self.num_tried_by_node, self.num_accepted_by_node):
+            counts.extend([0] * (width - 1 - len(counts)))
+        for node in range(width - 1):
+            self.num_tried_by_node[node] += len(accepted)
+        for node in (node for row in accepted for node in row):
+            self.num_accepted_by_node[node - 1] += 1
 
     @property
     def num_verifies(self) -> int:

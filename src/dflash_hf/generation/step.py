@@ -61,11 +61,11 @@ def forwards(run: Run, bound: int | None = None) -> CausalLMOutputWithPast:
     state, size, width = run.state, run.generator.block_size, run.state.width
     # With one row the longest row is the row.
     is_exact, positions = bound is None and state.ids.shape[0] == 1, state.next_positions
-    block = RaggedBlock(positions[:, :width], bound or run.longest + width, is_exact)
+    block = RaggedBlock(positions[:, :width], bound or run.longest + width, is_exact, state.tree)
     if width > 1:
         drafted = RaggedBlock(positions[:, :size], bound or run.longest + size, is_exact)
-        run.generator.propose(state, block if width == size else drafted)
-        run.ranks.share(state.proposals)
+        run.generator.propose(state, block if width == size and block.tree is None else drafted)
+        run.ranks.share(state.proposals, state.nodes)
     else:
         run.generator.pass_over(is_static=bound is not None)
     if bound is None:
@@ -94,7 +94,7 @@ def verify(run: Run, block: RaggedBlock) -> CausalLMOutputWithPast:
         run.cache.begin(block)
         outputs = target.model(
             input_ids=state.block,
-            position_ids=target.position_ids(block.positions, state.position_delta),
+            position_ids=target.position_ids(block.indices, state.position_delta),
             past_key_values=run.cache,
             use_cache=True,
             return_dict=True,
@@ -116,12 +116,16 @@ def settle(run: Run, logits_BWV: Tensor) -> Tensor:
         scores, num_accepted = run.synchronized.decide(state, logits_BWV)
     elif processors.is_stateless:
         num_accepted = decide_at_once(state, logits_BWV, processors, run.accept)
-        scores = processors.warp(logits_BWV) if run.recorder.is_on else logits_BWV
+        scores = processors.warp(state.along_path(logits_BWV)) if run.recorder.is_on else logits_BWV
     else:
         scores, num_accepted = decide_by_position(state, logits_BWV, processors), None
     if run.criteria and run.synchronized is None:
         stop_by_criteria(state, run.criteria, num_accepted)
     num_accepted = run.ranks.decided(state, num_accepted, run.synchronized)
+    if state.tree is not None and state.path is not None:
+        path = state.path[:, : min(state.width, run.buffers.shape.path)]
+        run.cache.keep_path(path, state.next_positions)
+        run.generator.take_path(path)
     commit(state, run.generator.mask_token_id, num_accepted)
     return scores
 
@@ -133,19 +137,27 @@ def conclude(run: Run, outputs: CausalLMOutputWithPast) -> tuple[Tensor, list[in
     logits = outputs.logits.to(run.state.ids.device)  # where the head is need not be where ids go in
     scores = settle(run, logits)
     reported = run.state.outcome[:NUM_REPORTED].tolist()
+    path = None if run.state.tree is None or run.state.path is None else run.state.path.tolist()
     run.watch.lap("accept")
-    committed = finish(run, reported, run.state.tokens)
-    run.recorder.add(scores, logits, outputs.get("hidden_states"), committed)
+    committed = finish(run, reported, run.state.tokens, path)
+    states: Any = outputs.get("hidden_states")
+    if path is not None and (run.recorder.is_on or run.generator.keeps_logits):
+        logits = run.state.along_path(logits)
+        states = None if states is None else [run.state.along_path(layer.to(logits.device)) for layer in states]
+    run.recorder.add(scores, logits, states, committed)
     return logits, committed
 
 
-def finish(run: Run, reported: list[list[int]], tokens: Tensor) -> list[int]:
+def finish(
+    run: Run, reported: list[list[int]], tokens: Tensor, path: list[list[int]] | None = None
+) -> list[int]:
     """Does on the host what follows a step: streamer, statistics, whether the run has finished.
 
     Args:
         run (`Run`): Changed in place.
         reported (`list[list[int]]`): The first five rows of the step's `state.outcome`.
         tokens (`torch.Tensor` of shape `[B, width]`, int64): The step's `state.tokens`, on any device.
+        path (`list[list[int]]`, *optional*): The step's `state.path`, where a tree was verified.
 
     Returns:
         `list[int]`: Number of tokens that each row has committed.
@@ -161,10 +173,13 @@ def finish(run: Run, reported: list[list[int]], tokens: Tensor) -> list[int]:
         stats.num_committed[row].append(committed[row])
         stats.num_accepted[row].append(accepted[row])
     stats.verify_widths.append(width)
+    kept = None if path is None else [path[row][1 : accepted[row] + 1] for row in running]
+    if kept is not None:
+        stats.count_nodes(width, kept)
     if run.chooser is not None:
         # Without the rest: how long a streamer takes does not depend on the width.
         seconds = stats.draft_seconds + stats.verify_seconds + stats.accept_seconds
-        run.chooser.observe(width, [accepted[row] for row in running], seconds)
+        run.chooser.observe(width, [accepted[row] for row in running], seconds, kept)
         if run.finished and (verdict := run.chooser.verdict()) is not None:
             logger.warning_once(verdict)
     run.watch.lap("rest")

@@ -136,6 +136,7 @@ class WidthChooser:
         # Per proposal, exponentially forgotten: verifies that reached and tried it, and those that accepted it.
         self._tried = [0.0] * (widest - 1)
         self._accepted = [0.0] * (widest - 1)
+        self._is_tree = False
         # Steps, those with a draft, the rows that these have verified, and the tokens that came of it.
         self._num_steps = self._num_drafted = self._num_verifies = self._num_tokens = 0
 
@@ -172,7 +173,9 @@ class WidthChooser:
         self._pays = False
         return self.current
 
-    def observe(self, width: int, accepted: Sequence[int], clock: float) -> None:
+    def observe(
+        self, width: int, accepted: Sequence[int], clock: float, nodes: Sequence[Sequence[int]] | None = None
+    ) -> None:
         """Takes in what a step did.
 
         Args:
@@ -180,16 +183,21 @@ class WidthChooser:
             accepted (sequence of `int`): Proposals accepted in each row that was running.
             clock (`float`): Seconds that steps have taken so far. What has been added since the last call is booked
                 on `current`, the step that was launched last.
+            nodes (sequence of sequences of `int`, *optional*): Which nodes those were, where a tree was verified.
         """
         self._num_steps += 1
         self._times.setdefault(self.current, deque(maxlen=NUM_TIMES)).append(max(clock - self._clock, 1e-9))
         self._clock = clock
         if width == 1 or not accepted:
             return
+        self._is_tree = nodes is not None
         for index in range(len(self._tried)):
-            reached = sum(count >= index for count in accepted) if index < width - 1 else 0
-            self._tried[index] = self._tried[index] * FORGETTING + reached
-            self._accepted[index] = self._accepted[index] * FORGETTING + sum(count > index for count in accepted)
+            if nodes is None:
+                reached, kept = sum(count >= index for count in accepted), sum(count > index for count in accepted)
+            else:
+                reached, kept = len(nodes), sum(index + 1 in row for row in nodes)
+            self._tried[index] = self._tried[index] * FORGETTING + (reached if index < width - 1 else 0)
+            self._accepted[index] = self._accepted[index] * FORGETTING + kept
         num_tokens = len(accepted) + sum(accepted)
         self._num_drafted += 1
         self._num_verifies, self._num_tokens = self._num_verifies + len(accepted), self._num_tokens + num_tokens
@@ -221,18 +229,33 @@ class WidthChooser:
     def conditional_acceptance(self, optimism: float = 0.0) -> list[float]:
         """Returns the share of each proposal that is accepted where all before it are.
 
+        Of a tree, by how much less often each node is accepted than the one before: the sum that `expected_tokens`
+        forms is then the mean number of accepted nodes.
+
         The less a position was tried lately, the nearer to the share of all positions together, so that a wider
         verify is tried again in time.
 
         Args:
             optimism (`float`): How often each is taken to have been accepted beside what was seen.
         """
+        if self._is_tree:
+            return self._conditional_of_tree(optimism)
         all_tried, all_accepted = sum(self._tried), sum(self._accepted)
         pooled = (all_accepted + PRIOR_WEIGHT * PRIOR_SHARE) / (all_tried + PRIOR_WEIGHT)
         return [
             (accepted + PRIOR_WEIGHT * pooled + optimism) / (tried + PRIOR_WEIGHT + optimism)
             for accepted, tried in zip(self._accepted, self._tried, strict=True)
         ]
+
+    def _conditional_of_tree(self, optimism: float) -> list[float]:
+        """Nodes are accepted the less often the further back they stand, whatever the few counts say."""
+        found, before = list[float](), 1.0
+        for accepted, tried in zip(self._accepted, self._tried, strict=True):
+            likely = PRIOR_WEIGHT * PRIOR_SHARE * before
+            share = min((accepted + likely + optimism * before) / (tried + PRIOR_WEIGHT + optimism), before)
+            found.append(share / before)
+            before = share
+        return found
 
     def verdict(self) -> str | None:
         """Returns a sentence for the log if the run has shown that its draft does not pay."""

@@ -1,0 +1,208 @@
+"""Trees of proposals: several continuations of the anchor that one verify looks at.
+
+One forward of the draft gives a distribution for every position of the block. A chain takes one token of each; a tree
+takes the most likely paths, as many as there are nodes for, and branches where the draft is unsure. Node 0 is the
+anchor. The others stand in the order of their paths' probability, so that a parent stands before its children and the
+first `n` nodes are the best tree of `n`: a chain is a tree too, the one whose every node follows the one before.
+
+Shapes: `B` rows, `N` nodes, `D` positions of the block that propose, `R` ranks, `V` vocabulary.
+
+Source: DDTree, arXiv 2604.12989.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+# Ancestors are bits of an int64.
+MAX_NODES = 64
+# What every level of a path costs beside its probability, so that no child ranks with its parent where the draft is
+# sure of it; and the least log-probability that counts, below which float32 would lose that difference.
+LEVEL, LEAST = 1e-4, -20.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftTree:
+    """A tree of proposals, on the target's device.
+
+    Args:
+        parents (`torch.Tensor` of shape `[B, N]`, int64): The node that each one follows; the anchor's is itself.
+        depths (`torch.Tensor` of shape `[B, N]`, int64): Tokens between the anchor and each node, its own included:
+            its position is the anchor's plus that.
+        ancestors (`torch.Tensor` of shape `[B, N]`, int64): Bit `i` says that node `i` is on the path from the anchor
+            to this one, both included.
+    """
+
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+
+    def on(self, device: torch.device) -> DraftTree:
+        """Returns the tree on another device."""
+        return DraftTree(self.parents.to(device), self.depths.to(device), self.ancestors.to(device))
+
+    def follow(self, block_BN: Tensor, tokens_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """Finds the path that the target goes: from the anchor on, always the child that it says. No host sync.
+
+        Args:
+            block_BN (`torch.Tensor` of shape `[B, N]`, int64): The nodes' tokens; siblings differ.
+            tokens_BN (`torch.Tensor` of shape `[B, N]`, int64): What the target says after each node.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: The path `[B, N]`, the node at each depth and 0 behind its end; and
+            how many nodes beside the anchor it has `[B]`.
+        """
+        nodes = torch.arange(block_BN.shape[1], device=block_BN.device)
+        matches = (block_BN == tokens_BN.gather(1, self.parents)) | (nodes == 0)
+        matched = (matches.to(torch.long) << nodes).sum(dim=1, keepdim=True)
+        stands = (self.ancestors & ~matched) == 0
+        # Nodes that do not stand all say that the anchor is at depth 0.
+        depths = self.depths * stands
+        path = torch.zeros_like(block_BN).scatter_(1, depths, nodes * stands)
+        return path, depths.amax(dim=1)
+
+    def child(self, block_BN: Tensor, node_B: Tensor, tokens_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Finds the child of a node that has a token: its index `[B]`, 0 where there is none, and whether there is."""
+        nodes = torch.arange(block_BN.shape[1], device=block_BN.device)
+        is_child = (self.parents == node_B[:, None]) & (block_BN == tokens_B[:, None]) & (nodes > 0)
+        return (is_child * nodes).amax(dim=1), is_child.any(dim=1)
+
+
+def along(path_BN: Tensor, values: Tensor) -> Tensor:
+    """Returns values of nodes `[B, N, ...]` in the order of a path `[B, n]`: `[B, n, ...]`."""
+    index = path_BN.view(*path_BN.shape, *[1] * (values.dim() - 2)).expand(-1, -1, *values.shape[2:])
+    return values.gather(1, index)
+
+
+@functools.cache
+def _candidates(num_nodes: int, depth: int, num_ranks: int) -> list[tuple[int, ...]]:
+    """Every path, as the rank of its token at each level, that can be among the best `num_nodes - 1`.
+
+    One path is never below another one if it is shorter or ranks higher at some levels and nowhere lower or longer. So
+    a path of ranks `r_1 ... r_d` has `(r_1 + 1) + (r_1 + 1)(r_2 + 1) + ...` paths at least as likely, itself included:
+    where these are too many it has no place. Parents stand before their children.
+    """
+    found: list[tuple[int, ...]] = []
+    level: list[tuple[tuple[int, ...], int, int]] = [((), 1, 0)]
+    for _ in range(depth):
+        longer = [
+            ((*path, rank), paths * (rank + 1), total + paths * (rank + 1))
+            for path, paths, total in level
+            for rank in range(min(num_ranks, (num_nodes - 1 - total) // paths))
+        ]
+        found += [path for path, _, _ in longer]
+        level = longer
+    return found
+
+
+def _at_level(log_probs: Tensor) -> Tensor:
+    """What a level of a path costs."""
+    return log_probs.clamp_min(LEAST) - LEVEL
+
+
+class TreeTable:
+    """The paths among which a best-first tree chooses, the same at every step, as tensors of their device.
+
+    The best `num_nodes - 1` of the `C` paths are found by a gather, a sum and a `topk`, however many levels there are.
+
+    Args:
+        num_nodes (`int`): Nodes, the anchor included, from 2 to `MAX_NODES`.
+        depth (`int`): `D`.
+        vocab_size (`int`): Tokens that the draft chooses among.
+        device (`torch.device`): Where trees are built.
+
+    Raises:
+        ValueError: If there are not so many paths.
+    """
+
+    def __init__(self, num_nodes: int, depth: int, vocab_size: int, device: torch.device) -> None:
+        paths = _candidates(num_nodes, depth, vocab_size)
+        if len(paths) < num_nodes - 1:
+            raise ValueError(
+                f"expected num_tree_nodes of at most {len(paths) + 1} (a draft that chooses among {vocab_size} tokens "
+                f"at {depth} positions), got {num_nodes}; lower it"
+            )
+        self.num_nodes, self.num_ranks = num_nodes, max(path[-1] for path in paths) + 1
+        place, root, levels = {path: index for index, path in enumerate(paths)}, len(paths), range(1, depth + 1)
+        nothing = depth * self.num_ranks
+
+        def tensor(values: object) -> Tensor:
+            return torch.tensor(values, device="cpu").to(device)
+
+        # The flat index of each level's token among `[D, R]`, one beyond them behind a path's end.
+        self.choices = tensor(
+            [
+                [(level - 1) * self.num_ranks + path[level - 1] if level <= len(path) else nothing for level in levels]
+                for path in paths
+            ]
+        )
+        # The path itself and those that it begins with, level by level; one beyond all of them behind its end.
+        self.prefixes = tensor(
+            [[place[path[:end]] if end <= len(path) else root for end in levels] for path in paths]
+        )
+        self.parents = tensor([place.get(path[:-1], root) for path in paths])
+        self.depths = tensor([len(path) for path in paths])
+        self.last = tensor([(len(path) - 1) * self.num_ranks + path[-1] for path in paths])
+        self.powers = tensor([1 << index if index < 63 else -(1 << 63) for index in range(num_nodes)])
+
+    def build(self, scores_BDV: Tensor, nodes: Tensor, block_BN: Tensor) -> None:
+        """Builds the best tree of each row. No host sync.
+
+        Args:
+            scores_BDV (`torch.Tensor` of shape `[B, D, V]`): Log-probabilities of the next tokens, up to a constant a
+                position.
+            nodes (`torch.Tensor` of shape `[3, B, num_nodes]`, int64): Gets parents, depths and ancestors.
+            block_BN (`torch.Tensor` of shape `[B, num_nodes]`, int64): Gets the proposals, behind the anchor.
+        """
+        best, ids = scores_BDV.topk(self.num_ranks, dim=-1)
+        norm = torch.logsumexp(scores_BDV.to(torch.float32), dim=-1, keepdim=True)
+        flat = nn.functional.pad(_at_level(best.to(torch.float32) - norm).flatten(1), (0, 1))
+        totals = flat.index_select(1, self.choices.flatten()).view(len(flat), *self.choices.shape).sum(dim=-1)
+        self._select(totals, ids.flatten(1).index_select(1, self.last), nodes, block_BN)
+
+    def build_behind(self, candidates_BDC: Tensor, scores_BDCC: Tensor, nodes: Tensor, block_BN: Tensor) -> None:
+        """Builds a tree of each row where what is likely depends on the token before, as in DFlash 2. No host sync.
+
+        The best of the paths that could be the best if it did not: a path's ranks are those behind its own tokens.
+
+        Args:
+            candidates_BDC (`torch.Tensor` of shape `[B, D, C]`, int64): Tokens that each position chooses among.
+            scores_BDCC (`torch.Tensor` of shape `[B, D, C, C]`): As a [`CandidateSelector`] returns them.
+            nodes, block_BN: As in [`build`].
+        """
+        num = candidates_BDC.shape[-1]
+        values, order = torch.log_softmax(scores_BDCC.to(torch.float32), dim=-1).sort(dim=-1, descending=True)
+        values = _at_level(values)
+        at = candidates_BDC.new_zeros(len(values), len(self.depths))
+        totals = values.new_zeros(at.shape)
+        for level in range(values.shape[1]):
+            is_longer = self.depths > level
+            pair = at * num + torch.where(is_longer, self.choices[:, level] - level * self.num_ranks, 0)
+            totals = totals + values[:, level].flatten(1).gather(1, pair) * is_longer
+            at = torch.where(is_longer, order[:, level].flatten(1).gather(1, pair), at)
+        tokens = candidates_BDC.flatten(1).gather(1, (self.depths - 1) * num + at)
+        self._select(totals, tokens, nodes, block_BN)
+
+    def _select(self, totals_BC: Tensor, tokens_BC: Tensor, nodes: Tensor, block_BN: Tensor) -> None:
+        """Makes a tree of the best paths, whose last tokens are given."""
+        batch, num = totals_BC.shape[0], self.num_nodes - 1
+        chosen = totals_BC.topk(num, dim=1).indices
+        # Where in the tree each path stands; the anchor is what is beyond all paths.
+        place = totals_BC.new_zeros(batch, totals_BC.shape[1] + 1, dtype=torch.long)
+        order = torch.arange(1, num + 1, device=chosen.device).expand(batch, -1)
+        place.scatter_(1, chosen, order)
+        parents, depths, ancestors = nodes
+        parents.zero_()[:, 1:] = place.gather(1, self.parents[chosen])
+        depths.zero_()[:, 1:] = self.depths[chosen]
+        prefixes = self.prefixes[chosen]  # [B, N - 1, D]
+        on_path = place.gather(1, prefixes.flatten(1)).view_as(prefixes)
+        bits = self.powers[on_path] * (prefixes < totals_BC.shape[1])
+        ancestors.fill_(1)[:, 1:] = bits.sum(dim=-1) + 1
+        block_BN[:, 1:] = tokens_BC.gather(1, chosen)
+
+
+__all__ = ["MAX_NODES", "DraftTree", "TreeTable", "along"]
