@@ -126,7 +126,6 @@ class RaggedBlock:
             self._masks[key] = mask if repeats == 1 else mask.repeat(1, 1, repeats, 1)
         return self._masks[key]
 
-
     def _of_tree(self, tree: DraftTree, held: Tensor) -> tuple[Tensor, Tensor]:
         """Index `[B, 1, slots]` of what each slot holds, and whether it is a node's ancestor or no node at all.
 

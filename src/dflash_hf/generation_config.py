@@ -150,7 +150,9 @@ class DFlashGenerationConfig(GenerationConfig):
             require(fits, f"block_size at most {max_block_size} (the draft's)", size, further)
         nodes = self.num_tree_nodes
         is_tree = isinstance(nodes, int) and not isinstance(nodes, bool) and 2 <= nodes <= MAX_NODES
-        require(nodes is None or is_tree, f"num_tree_nodes between 2 and {MAX_NODES}", nodes, "leave it out for a chain")
+        require(
+            nodes is None or is_tree, f"num_tree_nodes between 2 and {MAX_NODES}", nodes, "leave it out for a chain"
+        )
         if width is None or width == "auto":
             return
         require(nodes is None, "verify_width left out or 'auto' beside num_tree_nodes", width, "leave one of them out")

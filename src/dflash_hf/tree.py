@@ -99,6 +99,12 @@ def _candidates(num_nodes: int, depth: int, num_ranks: int) -> list[tuple[int, .
     return found
 
 
+@functools.lru_cache(maxsize=16)
+def tree_table(num_nodes: int, depth: int, vocab_size: int, device: torch.device) -> TreeTable:
+    """Returns the same [`TreeTable`] for the same arguments: a large one takes milliseconds to make."""
+    return TreeTable(num_nodes, depth, vocab_size, device)
+
+
 def _at_level(log_probs: Tensor) -> Tensor:
     """What a level of a path costs."""
     return log_probs.clamp_min(LEAST) - LEVEL
@@ -141,9 +147,7 @@ class TreeTable:
             ]
         )
         # The path itself and those that it begins with, level by level; one beyond all of them behind its end.
-        self.prefixes = tensor(
-            [[place[path[:end]] if end <= len(path) else root for end in levels] for path in paths]
-        )
+        self.prefixes = tensor([[place[path[:end]] if end <= len(path) else root for end in levels] for path in paths])
         self.parents = tensor([place.get(path[:-1], root) for path in paths])
         self.depths = tensor([len(path) for path in paths])
         self.last = tensor([(len(path) - 1) * self.num_ranks + path[-1] for path in paths])
@@ -205,4 +209,4 @@ class TreeTable:
         block_BN[:, 1:] = tokens_BC.gather(1, chosen)
 
 
-__all__ = ["MAX_NODES", "DraftTree", "TreeTable", "along"]
+__all__ = ["MAX_NODES", "DraftTree", "TreeTable", "along", "tree_table"]

@@ -47,6 +47,7 @@ class Turn:
     draft: str = "mixed"
     block: int = 4
     width: int | str | None = None
+    nodes: int | None = None
     rule: str | None = None
     sampler: str = "plain"
     eos: int = 0
@@ -101,18 +102,25 @@ def turns(first: bool, more: bool) -> st.SearchStrategy[Turn]:
         if rule == "sample" and width == "auto":
             width = None  # what is drawn follows from the widths, and those from the clock
         block = draw(st.sampled_from([4, 8, 2, 3, 12, 1]))
+        nodes = draw(st.sampled_from([None, None, None, 2, 5, 8, 13, 32]))
         draft = draw(st.sampled_from(list(DRAFTS)))
         widest = block + DRAFTS[draft].get("sample_from_anchor", False)
         processors = draw(st.lists(st.sampled_from(list(PROCESSORS)), max_size=2, unique=True))
         if not draw(st.booleans()) or rule == "sample":
             processors = []
+        width = min(width, widest) if isinstance(width, int) else width
+        if rule == "sample":
+            nodes = None
+        if nodes is not None:
+            width = width if width == "auto" else None
         return Turn(
             typed=0 if first else draw(st.integers(1, 5)),
             new=draw(st.integers(1, 24)),
             engine=draw(st.sampled_from(["eager", "eager", "static", "tape"])),
             draft=draft,
             block=block,
-            width=min(width, widest) if isinstance(width, int) else width,
+            width=width,
+            nodes=nodes,
             rule=rule,
             sampler=draw(st.sampled_from(list(SAMPLERS))) if rule else "plain",
             eos=draw(st.sampled_from([0, 0, 1, len(EOS)])),

@@ -22,7 +22,18 @@ from transformers.cache_utils import DynamicLayer
 
 from fuzz.cases import EOS, Case, Turn
 from fuzz.pieces import Seen, hooks_that_call, on_engine, settings_of, within
-from fuzz.targets import LEARNED, NUM_POSITIONS, ROUNDED, TIE, Oracle, arm, draft_of, left_behind, target_of
+from fuzz.targets import (
+    LEARNED,
+    NUM_POSITIONS,
+    RECURRENT,
+    ROUNDED,
+    TIE,
+    Oracle,
+    arm,
+    draft_of,
+    left_behind,
+    target_of,
+)
 from helpers.turns import check_caches
 from helpers.vision import WORDS, vision_prompts
 from tiny import VOCAB, prompts
@@ -32,6 +43,7 @@ REFUSED = (
     "expected no padding between tokens with a target that has sliding windows",
     "expected left-padded prompts",
     "expected rows of at most",
+    "expected num_tree_nodes of at most",
 )
 # Output, and what the criterion, the streamer and the processor that were given have seen.
 Outcome = tuple[Any, Seen]
@@ -199,7 +211,9 @@ class Conversation:
         return draft_of(self.case.target, turn.draft)
 
     def fitted(self, turn: Turn) -> Turn | None:
-        """A turn as long as the target has positions for, or `None` if there is no room for any."""
+        """A turn that the target can take, or `None` if it has no positions left for any."""
+        if self.case.target in RECURRENT:
+            turn = replace(turn, nodes=None)
         if self.case.target not in LEARNED:
             return turn
         room = NUM_POSITIONS - self.ids.shape[1] - turn.typed
@@ -216,7 +230,7 @@ class Conversation:
                 found = within(self.case.context, lambda: self.call(turn, given, cache))
             else:
                 options.proposal, options.engine = turn.rule, "eager"
-                options.block_size, options.verify_width = turn.block, 1
+                options.block_size, options.verify_width, options.num_tree_nodes = turn.block, 1, None
                 cache = copy.deepcopy(cache) if turn.rule == "sample" else cache
                 found = within(self.case.context, lambda: self.call(turn, given, cache, assistant_model=draft))
         except Exception as error:
@@ -238,10 +252,10 @@ class Conversation:
         """Calls `generate` with the draft, which knows the rows' tokens; advances the cache."""
         draft = self.draft(turn)
         options: Any = draft.generation_config
-        arm(draft, truth, self.case.seed, turn.rule)
+        arm(draft, truth, self.case.seed, turn.rule, turn.nodes)
         with on_engine(turn, self.case.context, draft):
             options.block_size, options.verify_width = turn.block, turn.width
-            options.proposal = turn.rule or "auto"
+            options.num_tree_nodes, options.proposal = turn.nodes, turn.rule or "auto"
             try:
                 return within(self.case.context, lambda: self.call(turn, given, cache, around, assistant_model=draft))
             except ValueError as error:

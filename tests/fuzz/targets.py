@@ -29,6 +29,7 @@ TEXT = (*FAMILIES, *HYBRIDS, *OTHERS)
 NUM_POSITIONS = 64
 LEARNED = ("gpt2", "opt", "gpt_bigcode")
 IMAGES = (*VISION, *VISION_HYBRIDS)
+RECURRENT = (*HYBRIDS, *VISION_HYBRIDS)
 # Float32 rounds by the shape of a call: a text may part from plain `generate`'s where two scores are this close.
 TIE = 1e-4
 ROUNDED = {"gemma2", *OTHERS}
@@ -63,10 +64,19 @@ class Oracle(TensorOracle):
         drawn = torch.frac(torch.sin(first.double() * 12.9898 + rows[:, None] * 78.233 + self.seed) * 43758.5453).abs()
         true = self.known.gather(1, (first + slots).clamp_max(self.known.shape[1] - 1))
         wrong = torch.floor(drawn * (width + 2)) - 1  # -1 is everywhere, `width` is nowhere
-        wanted = torch.where((slots == wrong) | (wrong < 0), (true + 1 + slots) % vocab, true)
-        return torch.where(torch.arange(vocab, device=first.device) == wanted[..., None], self.strength, 0.0).to(
-            logits.dtype
-        )
+        is_wrong = (slots == wrong) | (wrong < 0)
+        wanted = torch.where(is_wrong, (true + 1 + slots) % vocab, true)
+        # For trees: what is second and third; where the first is wrong that may be the truth, at either place.
+        rank = torch.floor(torch.frac(drawn * 64 + slots * 0.37) * 4)
+        others = [
+            torch.where(is_wrong & (rank == place), true, (true + 2 * vocab // 3 + place + slots) % vocab)
+            for place in (0, 1)
+        ]
+        ids = torch.arange(vocab, device=first.device)
+        found = torch.zeros_like(logits)
+        for token, share in ((others[1], 0.5), (others[0], 0.75), (wanted, 1.0)):
+            found = torch.where(ids == token[..., None], share * self.strength, found)
+        return found
 
 
 def _tell_where_blocks_stand() -> None:
@@ -120,13 +130,14 @@ def forget() -> None:
     _rules.undo()
 
 
-def arm(draft: Oracle, truth: list[list[int]], seed: int, rule: str | None) -> None:
+def arm(draft: Oracle, truth: list[list[int]], seed: int, rule: str | None, nodes: int | None = None) -> None:
     """Tells a draft the text, and how sure it is: less so where its probabilities count."""
     draft.arm(truth, seed)
     if rule == "sample":
         # A graph replays what its draft knew when it was captured, and what is drawn here follows from that.
         free_buffers(draft)
-    draft.strength = 4.0 if rule == "sample" or draft.candidate_selector is not None else 100.0
+    is_unsure = rule == "sample" or nodes is not None or draft.candidate_selector is not None
+    draft.strength = 4.0 if is_unsure else 100.0
 
 
 def left_behind(target: PreTrainedModel) -> dict[str, Any]:
@@ -148,6 +159,6 @@ def left_behind(target: PreTrainedModel) -> dict[str, Any]:
 
 
 __all__ = [
-    *("DRAFTS", "IMAGES", "LEARNED", "NUM_POSITIONS", "ROUNDED", "TEXT", "TIE", "Oracle"),
+    *("DRAFTS", "IMAGES", "LEARNED", "NUM_POSITIONS", "RECURRENT", "ROUNDED", "TEXT", "TIE", "Oracle"),
     *("arm", "draft_of", "forget", "left_behind", "target_of"),
 ]

@@ -26,7 +26,7 @@ from dflash_hf.devices import free_memory, total_memory
 from dflash_hf.generation.state import BufferShape, DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
-from dflash_hf.tree import TreeTable
+from dflash_hf.tree import TreeTable, tree_table
 
 T = TypeVar("T")
 logger: Any = logging.get_logger(__name__)
@@ -114,7 +114,7 @@ class FixedBuffers:
                 else None
             ),
             table=(
-                TreeTable(shape.width, config.num_proposals(shape.block_size), num_ids, shape.device)
+                tree_table(shape.width, config.num_proposals(shape.block_size), num_ids, shape.device)
                 if shape.is_tree
                 else None
             ),

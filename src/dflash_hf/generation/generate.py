@@ -267,7 +267,7 @@ def keep(run: Run, sequences: Tensor) -> None:
 
     if run.kept is not None:
         make_room(run)  # for padding behind rows that ended early
-        run.state.width = run.generator.verify_width
+        run.state.width = run.buffers.shape.path  # of a chain
         run.stats.num_target_forwards += run.kept.finish(
             run.state, run.cache, run.generator, sequences, verify_all, keeps_buffers=run.keeps_buffers
         )

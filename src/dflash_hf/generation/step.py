@@ -148,9 +148,7 @@ def conclude(run: Run, outputs: CausalLMOutputWithPast) -> tuple[Tensor, list[in
     return logits, committed
 
 
-def finish(
-    run: Run, reported: list[list[int]], tokens: Tensor, path: list[list[int]] | None = None
-) -> list[int]:
+def finish(run: Run, reported: list[list[int]], tokens: Tensor, path: list[list[int]] | None = None) -> list[int]:
     """Does on the host what follows a step: streamer, statistics, whether the run has finished.
 
     Args:
