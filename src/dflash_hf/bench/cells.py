@@ -16,6 +16,7 @@ from dflash_hf.bench.methods import WAYS, Options
 from dflash_hf.errors import require
 from dflash_hf.evaluation.loading import check_place
 from dflash_hf.generation_config import Proposal
+from dflash_hf.tree import MAX_NODES
 
 METHODS = (*WAYS, "zlab", "server")
 NEEDS_DRAFT = ("dflash", "stock", "zlab")
@@ -29,13 +30,14 @@ _WORDS = {
     "dtype": "",
     "block_size": "block",
     "verify_width": "width",
+    "num_tree_nodes": "tree",
     "proposal": "",
 }
 _SHARED = ("batch", "max_new_tokens", "temperature", "top_p")
 # What each method looks at.
 _LOOKS_AT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(METHODS, (*_SHARED, "dtype")),
-    "dflash": (*_SHARED, "dtype", "block_size", "verify_width", "proposal"),
+    "dflash": (*_SHARED, "dtype", "block_size", "verify_width", "num_tree_nodes", "proposal"),
     "stock": (*_SHARED, "dtype", "block_size"),
     "zlab": (*_SHARED, "dtype", "block_size"),
     "server": _SHARED,
@@ -57,8 +59,8 @@ class RunSettings:
         data_dir (`Path`, *optional*): Where sets are, without a network.
         template (`str`, *optional*): For sets that the package does not know.
         num_prompts (`int`, *optional*): Questions of each set; default all.
-        batch, max_new_tokens, temperature, top_p, dtype, block_size, verify_width, proposal (`tuple`): Values of
-            [`Options`]; several are compared.
+        batch, max_new_tokens, temperature, top_p, dtype, block_size, verify_width, num_tree_nodes, proposal (`tuple`):
+            Values of [`Options`]; several are compared.
         system (`str`, *optional*): What every conversation begins with.
         template_options (mapping): For the chat template.
         seed (`int`): Of the questions that are drawn, and of sampled answers.
@@ -87,6 +89,7 @@ class RunSettings:
     dtype: tuple[str, ...] = ("auto",)
     block_size: tuple[int | None, ...] = (None,)
     verify_width: tuple[int | Literal["auto"] | None, ...] = (None,)
+    num_tree_nodes: tuple[int | None, ...] = (None,)
     proposal: tuple[str | None, ...] = (None,)
     system: str | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -159,6 +162,9 @@ def _check_numbers(settings: RunSettings) -> None:
     for value in settings.verify_width:
         fits = value is None or value == "auto" or value >= 1
         require(fits, "at least 1 or auto as --verify-width", value, "give a larger one")
+    for value in settings.num_tree_nodes:
+        fits = value is None or 2 <= value <= MAX_NODES
+        require(fits, f"0 (a chain), or 2 to {MAX_NODES}, as --num-tree-nodes", value, "8 is a beginning")
     for value in settings.temperature:
         require(0 <= value < math.inf, "0 or more as --temperature", value, "0 is greedy")
     for value in settings.top_p:

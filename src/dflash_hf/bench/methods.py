@@ -44,7 +44,8 @@ class Options:
         dtype (`str`): The pair's, or `"auto"` for what the checkpoints say.
         block_size (`int`, *optional*): Of the draft, at most the one it was trained with.
         verify_width (`int` or `"auto"`, *optional*): See [`~dflash_hf.DFlashGenerationConfig`].
-        proposal (`str`, *optional*): The same.
+        num_tree_nodes (`int`, *optional*): Likewise.
+        proposal (`str`, *optional*): Likewise.
     """
 
     batch: int = 1
@@ -54,6 +55,7 @@ class Options:
     dtype: str = "auto"
     block_size: int | None = None
     verify_width: int | Literal["auto"] | None = None
+    num_tree_nodes: int | None = None
     proposal: str | None = None
 
     def arguments(self) -> dict[str, Any]:
@@ -66,7 +68,7 @@ class Options:
 
     def for_draft(self) -> dict[str, Any]:
         """Returns the options of `draft.generation_config` that were given."""
-        given = {"block_size": self.block_size, "verify_width": self.verify_width, "proposal": self.proposal}
+        given = {name: getattr(self, name) for name in ("block_size", "verify_width", "num_tree_nodes", "proposal")}
         return {name: value for name, value in given.items() if value is not None}
 
 

@@ -88,12 +88,6 @@ class RaggedLayer(CacheLayerMixin):
         keys.index_copy_(0, slots, key_BKGE.flatten(0, 1))
         values.index_copy_(0, slots, value_BKGE.flatten(0, 1))
 
-    def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copies what is in some slots to others, `[N]` int64 of `[B * ring]`; all are read before one is written."""
-        for buffer in (self.key_buffer, self.value_buffer):
-            rows = buffer.flatten(0, 1)
-            rows.index_copy_(0, targets, rows.index_select(0, sources))
-
     def write_rows(self, key_BSGE: Tensor, value_BSGE: Tensor, prompts: PromptSlots) -> None:
         """Writes whole prompts in place, or their newest `S` columns; for prefill."""
         where = prompts.of(self.ring, key_BSGE.shape[1], self.key_buffer.device)
@@ -326,27 +320,6 @@ class RaggedCache(Cache):
         """Takes recurrent states on to where a block begins: by what the last one has kept."""
         for group in self.groups:
             group.replay(block.on(group.plan.device).lengths)
-
-    def keep_path(self, path: Tensor, positions: Tensor) -> None:
-        """Moves keys and values of a path through the block's tree to where a chain would have them; no host sync.
-
-        Args:
-            path (`torch.Tensor` of shape `[B, n]`, int64): The node at each depth, the anchor first.
-            positions (`torch.Tensor` of shape `[B, at least n]`, int64): Where the nodes went; before the commit.
-        """
-        # The anchor stands where it belongs.
-        chain = positions[:, 1 : path.shape[1]]
-        moves: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
-        for layer in self.layers:
-            if not isinstance(layer, RaggedLayer):
-                continue
-            key = layer.ring, layer.key_buffer.device
-            if key not in moves:
-                starts = torch.arange(path.shape[0], device=path.device)[:, None] * layer.ring
-                slots = ((positions[:, :1] + path[:, 1:]) % layer.ring, chain % layer.ring)
-                sources, targets = ((starts + one).flatten().to(layer.key_buffer.device) for one in slots)
-                moves[key] = sources, targets
-            layer.move(*moves[key])
 
     def grow(self, max_length: int) -> None:
         """Makes room for rows of `max_length` tokens, a block included; what is held stays.

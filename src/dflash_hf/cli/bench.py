@@ -52,6 +52,7 @@ def bench(
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     block_size: Annotated[str, typer.Option(help="Tokens per block; default the draft's.")] = "",
     verify_width: Annotated[str, typer.Option(help="Tokens of a block that are verified, or auto.")] = "",
+    num_tree_nodes: Annotated[str, typer.Option(help="Verify a tree of so many tokens; 0 is a chain.")] = "",
     proposal: Annotated[str, typer.Option(help="How tokens are proposed when sampling.")] = "",
     system: Annotated[str | None, typer.Option(help="System prompt of every conversation.")] = None,
     chat_template_kwargs: Annotated[
@@ -154,6 +155,8 @@ def read_settings(given: Mapping[str, Any]) -> RunSettings:
         dtype=_values(given["dtype"], str, "--dtype"),
         block_size=_values(given["block_size"], int, "--block-size") or (None,),
         verify_width=_values(given["verify_width"], width_of, "--verify-width") or (None,),
+        # 0 is a chain, to be compared with trees.
+        num_tree_nodes=tuple(num or None for num in _values(given["num_tree_nodes"], int, "--num-tree-nodes") or (0,)),
         proposal=_values(given["proposal"], str, "--proposal") or (None,),
         template_options=options,
         # As the other commands have it: a model as small as the bundled one is slower on several threads.

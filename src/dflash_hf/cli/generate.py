@@ -58,6 +58,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of the sampling noise.", min=0, max=MAX_SEED)] = 0,
     block_size: Annotated[int | None, typer.Option(help="Shorter blocks than the draft was trained with.")] = None,
     verify_width: Annotated[str | None, typer.Option(help="Tokens of a block that are verified, or auto.")] = None,
+    num_tree_nodes: Annotated[int | None, typer.Option(help="Verify a tree of so many tokens.")] = None,
     proposal: Annotated[
         str | None, typer.Option(help="argmax, shared_noise or sample: how tokens are proposed when sampling.")
     ] = None,
@@ -82,7 +83,13 @@ def generate(
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         settings |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    options = draft_options(block_size=block_size, verify_width=verify_width, proposal=proposal, engine=engine)
+    options = draft_options(
+        block_size=block_size,
+        verify_width=verify_width,
+        num_tree_nodes=num_tree_nodes,
+        proposal=proposal,
+        engine=engine,
+    )
     bundled = BUNDLED_VISION if image else BUNDLED
     import torch
 

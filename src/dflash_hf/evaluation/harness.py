@@ -281,13 +281,13 @@ def _one_by_one(
 ) -> Tensor:
     """Samples with the draft at block size 1: no proposals, the same noise."""
     options = draft.generation_config
-    before = options.block_size, options.verify_width
-    options.block_size, options.verify_width = 1, None
+    before = options.block_size, options.verify_width, options.num_tree_nodes
+    options.block_size, options.verify_width, options.num_tree_nodes = 1, None, None
     torch.manual_seed(seed)
     try:
         return model.generate(**inputs, **settings, assistant_model=draft)
     finally:
-        options.block_size, options.verify_width = before
+        options.block_size, options.verify_width, options.num_tree_nodes = before
 
 
 def pool(rows: Sequence[Comparison]) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class DFlashCandidateGenerator:
         self._num_held = start + 1 if block.width == 1 and self._gathers else room
 
     def take_path(self, path: Tensor) -> None:
-        """Takes of a tree's context that of the path which was accepted, `[B, n]`; what is behind its end is rejected."""
+        """Takes the context of a tree's accepted path `[B, n]`; what is behind the path's end is rejected."""
         assert self.buffers.node_states is not None
         self.buffers.context_states[:, : path.shape[1]].copy_(along(path.to(self.device), self.buffers.node_states))
 

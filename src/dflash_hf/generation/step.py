@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from dflash_hf.attention import RaggedBlock
+from dflash_hf.cache.paths import keep_path
 from dflash_hf.generation.accept import commit, decide_at_once, decide_by_position, stop_by_criteria
 from dflash_hf.generation.buffers import buckets_between, reads_lengths_on_device, round_up
 from dflash_hf.generation.compiled import compile_errors, compiled_layers
@@ -124,7 +125,7 @@ def settle(run: Run, logits_BWV: Tensor) -> Tensor:
     num_accepted = run.ranks.decided(state, num_accepted, run.synchronized)
     if state.tree is not None and state.path is not None:
         path = state.path[:, : min(state.width, run.buffers.shape.path)]
-        run.cache.keep_path(path, state.next_positions)
+        keep_path(run.cache, path, state.next_positions, may_read=not run.keeps_buffers)
         run.generator.take_path(path)
     commit(state, run.generator.mask_token_id, num_accepted)
     return scores

@@ -1,0 +1,213 @@
+"""Verifying a tree of proposals changes no text: plain `generate` is the oracle, and block size 1 when sampling."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dflash_hf import DFlashDraftModel, iterate
+from dflash_hf.generation.widths import WidthChooser
+from fuzz.targets import Oracle, arm
+from helpers.static import set_engine
+from helpers.vision import vision_prompts, vision_target
+from tiny import DFLASH2, FAMILIES, draft_config, prompts, randomise_dflash2, tiny_draft, tiny_target, truth_of
+
+NEW = 24
+# Block size, nodes, and lengths of the rows' prompts.
+SHAPES = [(5, 8, [9]), (8, 16, [4, 11, 7]), (16, 32, [12, 3]), (8, 3, [6])]
+
+
+@cache
+def target_of(family: str) -> PreTrainedModel:
+    return tiny_target(family)
+
+
+def branching(target: PreTrainedModel, truth: list[list[int]], seed: int, nodes: int, **options: Any) -> Oracle:
+    """A draft that is right in places, and whose second and third choice sometimes are where the first is not."""
+    draft = Oracle(draft_config(target, 16, **options)).to(target.dtype).eval()
+    randomise_dflash2(draft)
+    arm(draft, truth, seed, None, nodes)
+    draft.generation_config.num_tree_nodes = nodes
+    return draft
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_plain_generate(family: str) -> None:
+    target, is_branched = target_of(family), False
+    for seed, (block_size, nodes, lengths) in enumerate(SHAPES):
+        inputs = prompts(lengths, seed)
+        ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+        draft = branching(target, truth_of(inputs, ref), seed, nodes)
+        draft.generation_config.block_size = block_size
+        out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+        assert torch.equal(out, ref)
+        stats = draft.last_stats
+        assert 1.0 < stats.acceptance_length < min(nodes, block_size)
+        assert stats.num_tried_by_node == [stats.num_verifies] * (nodes - 1)
+        assert sum(stats.num_accepted_by_node) == sum(map(sum, stats.num_accepted))
+        is_branched |= stats.num_accepted_by_node != sorted(stats.num_accepted_by_node, reverse=True)
+    assert is_branched, "a chain would have done"
+
+
+@pytest.mark.parametrize("nodes", [4, 16])
+def test_a_path_has_the_context_that_a_chain_has(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the draft sees of a text does not depend on how it was verified: its logits behind each anchor."""
+    target = tiny_target("qwen3-sliding")
+    inputs = prompts([4, 11, 7], 2)
+    seen: dict[str, dict[tuple[int, int], Tensor]] = {}
+    compute = DFlashDraftModel.compute_logits
+    draft = branching(target, truth_of(inputs, target.generate(**inputs, max_new_tokens=NEW)), 3, nodes)
+    for name in ("tree", "chain"):
+        if name == "chain":
+            draft.generation_config.num_tree_nodes, draft.generation_config.verify_width = None, 2
+        found = seen.setdefault(name, {})
+
+        def note(self: Any, states: Tensor, head: Any, found: Any = found) -> Tensor:
+            for row, first in enumerate(self.positions[:, 0].tolist()):
+                found.setdefault((row, first), compute(self, states, head)[row, :1].clone())
+            return Oracle.compute_logits(self, states, head)
+
+        monkeypatch.setattr(draft, "compute_logits", note.__get__(draft))
+        target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+    shared = seen["chain"].keys() & seen["tree"].keys()
+    assert len(shared) > 10
+    for key in shared:
+        torch.testing.assert_close(seen["tree"][key], seen["chain"][key], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "anchor"])
+@pytest.mark.parametrize("rule", ["argmax", "shared_noise"])
+@pytest.mark.parametrize(
+    "warpers", [{}, {"temperature": 0.7, "top_k": 10}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}]
+)
+def test_a_sampled_text_is_that_of_block_size_one(kind: str, rule: str, warpers: dict[str, Any]) -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts([4, 9, 6], 3)
+    options = {"dflash2": DFLASH2, "anchor": {"sample_from_anchor": True}}.get(kind, {})
+    settings = {"max_new_tokens": 16, "do_sample": True, "eos_token_id": 9, **warpers}
+    draft = tiny_draft(target, 16, **options)
+    draft.generation_config.block_size = 1
+    torch.manual_seed(11)
+    ref = target.generate(**inputs, **settings, assistant_model=draft)
+    for nodes in (3, 16):
+        draft = branching(target, truth_of(inputs, ref), 5, nodes, **options)
+        draft.generation_config.proposal = rule
+        torch.manual_seed(11)
+        assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
+        assert draft.last_stats.acceptance_length > 1
+
+
+@pytest.mark.parametrize("family", ["qwen3-sliding", "gemma3"])
+def test_steps_over_fixed_buffers(family: str) -> None:
+    target = target_of(family)
+    for seed, (block_size, nodes, lengths) in enumerate(SHAPES[:3]):
+        inputs = prompts(lengths, seed)
+        ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+        draft = branching(target, truth_of(inputs, ref), seed, nodes)
+        draft.generation_config.block_size = block_size
+        set_engine(draft, "static")
+        for _ in range(2):  # the second takes the buffers of the first
+            out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+            assert torch.equal(out, ref)
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl", "gemma3"])
+def test_images(family: str) -> None:
+    target = vision_target(family)
+    inputs = vision_prompts(target, family, [[(4, 6)], [(4, 4), (6, 2)]], 1)
+    ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = branching(target, truth_of(inputs, ref), 1, 12)
+    assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
+    assert draft.last_stats.acceptance_length > 1
+
+
+def test_what_is_returned_belongs_to_the_path() -> None:
+    target = target_of("qwen3")
+    inputs = prompts([4, 11], 4)
+    asked: dict[str, Any] = {f"output_{name}": True for name in ("scores", "logits", "hidden_states")}
+    settings = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, **asked}
+    ref = target.generate(**inputs, **settings)
+    draft = branching(target, truth_of(inputs, ref.sequences), 4, 16)
+    out = target.generate(**inputs, **settings, assistant_model=draft)
+    assert torch.equal(out.sequences, ref.sequences)
+    for name in ("scores", "logits"):
+        for mine, theirs in zip(getattr(out, name), getattr(ref, name), strict=True):
+            torch.testing.assert_close(mine, theirs)
+    for mine, theirs in zip(out.hidden_states, ref.hidden_states, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_a_width_that_follows_the_run_takes_the_first_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of("llama")
+    inputs = prompts([5, 8], 6)
+    ref = target.generate(**inputs, max_new_tokens=60, do_sample=False)
+    draft = branching(target, truth_of(inputs, ref), 6, 16)
+    draft.generation_config.verify_width = "auto"
+    widths = iter([16, 1, 1, 1, 4, 2, 1, 12, 3] * 10)
+    monkeypatch.setattr(
+        WidthChooser, "next_width", lambda self: setattr(self, "current", next(widths)) or self.current
+    )
+    assert torch.equal(target.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=draft), ref)
+    assert len(set(draft.last_stats.verify_widths)) > 4
+
+
+def test_steps_that_are_looked_at_show_the_path() -> None:
+    target = target_of("qwen3")
+    inputs = prompts([5], 7)
+    ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = branching(target, truth_of(inputs, ref), 7, 8)
+    steps = list(iterate(target, draft, **inputs, max_new_tokens=NEW, do_sample=False, output_logits=True))
+    assert torch.equal(torch.cat([step.committed[0] for step in steps])[None], ref[:, 5:])
+    for step in steps[1:]:
+        num = int(step.num_accepted)
+        assert step.proposals[0, :num].tolist() == step.tokens[0, :num].tolist()
+        assert step.logits is not None
+        assert step.logits[0, : num + 1].argmax(dim=-1).tolist() == step.tokens[0, : num + 1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "match"),
+    [
+        ({"num_tree_nodes": 1}, {}, "expected num_tree_nodes between 2 and 64, got 1"),
+        ({"num_tree_nodes": 65}, {}, "expected num_tree_nodes between 2 and 64, got 65"),
+        ({"num_tree_nodes": True}, {}, "expected num_tree_nodes between 2 and 64, got True"),
+        (
+            {"num_tree_nodes": 8, "verify_width": 4},
+            {},
+            "expected verify_width left out or 'auto' beside num_tree_nodes",
+        ),
+        ({"num_tree_nodes": 8, "block_size": 1}, {}, "expected num_tree_nodes of at most 1 "),
+        (
+            {"num_tree_nodes": 8, "proposal": "sample"},
+            {"do_sample": True},
+            "expected proposal 'argmax' or 'shared_noise'",
+        ),
+    ],
+)
+def test_what_cannot_be_verified_as_a_tree_is_refused(
+    options: dict[str, Any], settings: dict[str, Any], match: str
+) -> None:
+    target = target_of("qwen3")
+    draft = tiny_draft(target, 8)
+    for name, value in options.items():
+        setattr(draft.generation_config, name, value)
+    ran: list[object] = []
+    with target.register_forward_pre_hook(lambda *_: ran.append(_)), pytest.raises(ValueError, match=match):
+        target.generate(**prompts([4], 0), max_new_tokens=4, assistant_model=draft, **settings)
+    assert not ran
+
+
+def test_recurrent_targets_are_refused() -> None:
+    target = tiny_target("qwen3-next")
+    draft = tiny_draft(target, 8)
+    draft.generation_config.num_tree_nodes = 8
+    with pytest.raises(
+        ValueError, match="expected a target of attention layers alone with num_tree_nodes, got Qwen3Next"
+    ):
+        target.generate(**prompts([4], 0), max_new_tokens=4, assistant_model=draft)

@@ -1,0 +1,139 @@
+"""Trees of proposals: against best-first search by definition, and the path that a target goes through them."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_hf.tree import LEVEL, MAX_NODES, DraftTree, TreeTable, along
+
+CPU = torch.device("cpu")
+
+
+def best_paths(log_probs_DV: Tensor, num: int) -> set[tuple[int, ...]]:
+    """The most likely `num` paths of tokens, one after the other from a heap."""
+    values, ids = (tensor.tolist() for tensor in log_probs_DV.sort(dim=-1, descending=True))
+    heap: list[tuple[float, tuple[int, ...]]] = [(-values[0][0], (0,))]
+    found: set[tuple[int, ...]] = set()
+    while len(found) < num:
+        cost, ranks = heapq.heappop(heap)
+        found.add(tuple(ids[level][rank] for level, rank in enumerate(ranks)))
+        level, rank = len(ranks) - 1, ranks[-1]
+        if rank + 1 < len(values[level]):
+            heapq.heappush(heap, (cost + values[level][rank] - values[level][rank + 1], (*ranks[:-1], rank + 1)))
+        if level + 1 < len(values):
+            heapq.heappush(heap, (cost - values[level + 1][0], (*ranks, 0)))
+    return found
+
+
+def built(table: TreeTable, scores: Tensor) -> tuple[DraftTree, Tensor]:
+    """The trees of a table, and their tokens with anchors of token 0."""
+    nodes = torch.full((3, scores.shape[0], table.num_nodes), 7)
+    block = torch.zeros(scores.shape[0], table.num_nodes, dtype=torch.long)
+    table.build(scores, nodes, block)
+    return DraftTree(*nodes), block
+
+
+def path_to(tree: DraftTree, block: Tensor, row: int, node: int) -> tuple[int, ...]:
+    """The tokens from the anchor to a node."""
+    if node == 0:
+        return ()
+    return (*path_to(tree, block, row, int(tree.parents[row, node])), int(block[row, node]))
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "depth", "vocab"),
+    [(2, 1, 5), (8, 7, 40), (16, 15, 40), (32, 7, 50), (MAX_NODES, 15, 70), (5, 1, 4), (12, 3, 3), (16, 1, 15)],
+)
+def test_the_nodes_are_the_most_likely_paths(num_nodes: int, depth: int, vocab: int) -> None:
+    torch.manual_seed(num_nodes)
+    scores = 3 * torch.randn(4, depth, vocab)
+    tree, block = built(TreeTable(num_nodes, depth, vocab, CPU), scores)
+    log_probs = scores.log_softmax(dim=-1)
+    for row in range(4):
+        paths = [path_to(tree, block, row, node) for node in range(num_nodes)]
+        assert set(paths[1:]) == best_paths(log_probs[row] - LEVEL, num_nodes - 1)
+        likely = [
+            sum(float(log_probs[row, level, token]) - LEVEL for level, token in enumerate(path)) for path in paths
+        ]
+        assert all(a >= b - 1e-5 for a, b in itertools.pairwise(likely)), (
+            "so that the first nodes are the best smaller tree"
+        )
+        assert tree.depths[row].tolist() == [len(path) for path in paths]
+        for node, path in enumerate(paths):
+            on_path = {other for other in range(num_nodes) if int(tree.ancestors[row, node]) >> other & 1}
+            assert on_path == {paths.index(path[:end]) for end in range(len(path) + 1)}
+
+
+def test_a_draft_that_is_sure_gives_a_chain() -> None:
+    """Also where a probability rounds to one, so that a child is as likely as its parent."""
+    scores = torch.zeros(1, 7, 30)
+    scores[0, range(7), range(3, 10)] = 200.0
+    tree, block = built(TreeTable(8, 7, 30, CPU), scores)
+    assert block.tolist() == [[0, *range(3, 10)]]
+    assert tree.parents.tolist() == [[0, *range(7)]]
+    assert tree.depths.tolist() == [list(range(8))]
+
+
+def test_what_is_forbidden_stands_behind_everything_else() -> None:
+    scores = torch.full((1, 2, 12), -math.inf)
+    scores[0, :, :3] = 0.0
+    _, block = built(TreeTable(4, 2, 12, CPU), scores)
+    assert set(block[0, 1:].tolist()) <= {0, 1, 2}
+
+
+@pytest.mark.parametrize(("num_nodes", "depth", "vocab", "most"), [(8, 1, 5, 6), (8, 0, 5, 1), (64, 2, 3, 13)])
+def test_more_nodes_than_paths_are_refused(num_nodes: int, depth: int, vocab: int, most: int) -> None:
+    with pytest.raises(ValueError, match=f"expected num_tree_nodes of at most {most} .* got {num_nodes}; lower it"):
+        TreeTable(num_nodes, depth, vocab, CPU)
+
+
+def test_the_path_is_the_longest_that_the_target_says() -> None:
+    torch.manual_seed(5)
+    table, lengths = TreeTable(16, 4, 3, CPU), set[int]()
+    path = block = torch.zeros(0)
+    for _ in range(40):
+        tree, block = built(table, torch.randn(3, 4, 3))
+        tokens = torch.randint(0, 3, block.shape)
+        path, num_accepted = tree.follow(block, tokens)
+        for row in range(3):
+            node, nodes = 0, [0]
+            while True:
+                said = int(tokens[row, node])
+                children = [n for n in range(1, 16) if tree.parents[row, n] == node and block[row, n] == said]
+                child, found = tree.child(block, torch.full((3,), node), torch.full((3,), said))
+                assert [int(child[row])] * int(found[row]) == children
+                if not children:
+                    break
+                node = children[0]
+                nodes.append(node)
+            assert int(num_accepted[row]) == len(nodes) - 1
+            assert path[row].tolist() == nodes + [0] * (16 - len(nodes))
+            lengths.add(len(nodes))
+    assert len(lengths) > 3
+    assert torch.equal(along(path, block), block.gather(1, path))
+
+
+def test_paths_whose_transitions_count_are_scored_by_them() -> None:
+    """As in DFlash 2: with all paths in the tree, its order is that of the sums of their transitions."""
+    torch.manual_seed(6)
+    candidates = torch.stack([torch.randperm(20)[:2] for _ in range(3)])[None]
+    scores = torch.randn(1, 3, 2, 2)
+    scores[:, 0, 1] = scores[:, 0, 0]
+    table = TreeTable(15, 3, 2, CPU)
+    nodes, block = torch.zeros(3, 1, 15, dtype=torch.long), torch.zeros(1, 15, dtype=torch.long)
+    table.build_behind(candidates, scores, nodes, block)
+    tree, log_probs = DraftTree(*nodes), scores.log_softmax(dim=-1)
+    expected = {}
+    for length in (1, 2, 3):
+        for choice in itertools.product(range(2), repeat=length):
+            steps = zip(range(length), (0, *choice[:-1]), choice, strict=True)
+            tokens = tuple(int(candidates[0, level, one]) for level, one in enumerate(choice))
+            expected[tokens] = sum(float(log_probs[0, level, before, one]) for level, before, one in steps)
+    paths = [path_to(tree, block, 0, node) for node in range(1, 15)]
+    assert paths == sorted(expected, key=lambda path: -expected[path])
