@@ -13,6 +13,7 @@ Source: DDTree, arXiv 2604.12989.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ MAX_NODES = 64
 # What every level of a path costs beside its probability, so that no child ranks with its parent where the draft is
 # sure of it; and the least log-probability that counts, below which float32 would lose that difference.
 LEVEL, LEAST = 1e-4, -20.0
+# How likely a text goes on as it did before, by how many of its last tokens are the same, and then token by token.
+FOLLOWS, GOES_ON = (0.0, 0.1, 0.3, 0.5, 0.7), 0.9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,6 +108,11 @@ def tree_table(num_nodes: int, depth: int, vocab_size: int, device: torch.device
     return TreeTable(num_nodes, depth, vocab_size, device)
 
 
+def along_last(values_BCD: Tensor, index_C: Tensor) -> Tensor:
+    """Returns `values[b, c, index[c]]`, `[B, C]`."""
+    return values_BCD.gather(2, index_C[:, None].expand(len(values_BCD), -1, 1))[..., 0]
+
+
 def _at_level(log_probs: Tensor) -> Tensor:
     """What a level of a path costs."""
     return log_probs.clamp_min(LEAST) - LEVEL
@@ -133,7 +141,9 @@ class TreeTable:
                 f"at {depth} positions), got {num_nodes}; lower it"
             )
         self.num_nodes, self.num_ranks = num_nodes, max(path[-1] for path in paths) + 1
-        place, root, levels = {path: index for index, path in enumerate(paths)}, len(paths), range(1, depth + 1)
+        # A continuation may have one more at each depth; what is beyond all of them is the anchor.
+        self.num_paths = len(paths) + depth
+        place, levels = {path: index for index, path in enumerate(paths)}, range(1, depth + 1)
         nothing = depth * self.num_ranks
 
         def tensor(values: object) -> Tensor:
@@ -146,14 +156,17 @@ class TreeTable:
                 for path in paths
             ]
         )
-        # The path itself and those that it begins with, level by level; one beyond all of them behind its end.
-        self.prefixes = tensor([[place[path[:end]] if end <= len(path) else root for end in levels] for path in paths])
-        self.parents = tensor([place.get(path[:-1], root) for path in paths])
+        # The path itself and those that it begins with, level by level; the anchor behind its end.
+        self.prefixes = tensor(
+            [[place[path[:end]] if end <= len(path) else self.num_paths for end in levels] for path in paths]
+        )
         self.depths = tensor([len(path) for path in paths])
-        self.last = tensor([(len(path) - 1) * self.num_ranks + path[-1] for path in paths])
+        self.follows = tensor(FOLLOWS)
         self.powers = tensor([1 << index if index < 63 else -(1 << 63) for index in range(num_nodes)])
 
-    def build(self, scores_BDV: Tensor, nodes: Tensor, block_BN: Tensor) -> None:
+    def build(
+        self, scores_BDV: Tensor, nodes: Tensor, block_BN: Tensor, continuation: Continuation | None = None
+    ) -> None:
         """Builds the best tree of each row. No host sync.
 
         Args:
@@ -161,14 +174,25 @@ class TreeTable:
                 position.
             nodes (`torch.Tensor` of shape `[3, B, num_nodes]`, int64): Gets parents, depths and ancestors.
             block_BN (`torch.Tensor` of shape `[B, num_nodes]`, int64): Gets the proposals, behind the anchor.
+            continuation (`Continuation`, *optional*): Another path that is to be considered.
         """
         best, ids = scores_BDV.topk(self.num_ranks, dim=-1)
         norm = torch.logsumexp(scores_BDV.to(torch.float32), dim=-1, keepdim=True)
-        flat = nn.functional.pad(_at_level(best.to(torch.float32) - norm).flatten(1), (0, 1))
-        totals = flat.index_select(1, self.choices.flatten()).view(len(flat), *self.choices.shape).sum(dim=-1)
-        self._select(totals, ids.flatten(1).index_select(1, self.last), nodes, block_BN)
+        costs = _at_level(best.to(torch.float32) - norm)
+        chosen = self.choices.flatten()
+        shape = (len(costs), *self.choices.shape)
+        totals = nn.functional.pad(costs.flatten(1), (0, 1)).index_select(1, chosen).view(shape).sum(dim=-1)
+        tokens = nn.functional.pad(ids.flatten(1), (0, 1), value=-1).index_select(1, chosen).view(shape)
+        self._select(totals, tokens, nodes, block_BN, continuation)
 
-    def build_behind(self, candidates_BDC: Tensor, scores_BDCC: Tensor, nodes: Tensor, block_BN: Tensor) -> None:
+    def build_behind(
+        self,
+        candidates_BDC: Tensor,
+        scores_BDCC: Tensor,
+        nodes: Tensor,
+        block_BN: Tensor,
+        continuation: Continuation | None = None,
+    ) -> None:
         """Builds a tree of each row where what is likely depends on the token before, as in DFlash 2. No host sync.
 
         The best of the paths that could be the best if it did not: a path's ranks are those behind its own tokens.
@@ -176,37 +200,113 @@ class TreeTable:
         Args:
             candidates_BDC (`torch.Tensor` of shape `[B, D, C]`, int64): Tokens that each position chooses among.
             scores_BDCC (`torch.Tensor` of shape `[B, D, C, C]`): As a [`CandidateSelector`] returns them.
-            nodes, block_BN: As in [`build`].
+            nodes, block_BN, continuation: As in [`build`].
         """
         num = candidates_BDC.shape[-1]
         values, order = torch.log_softmax(scores_BDCC.to(torch.float32), dim=-1).sort(dim=-1, descending=True)
         values = _at_level(values)
         at = candidates_BDC.new_zeros(len(values), len(self.depths))
-        totals = values.new_zeros(at.shape)
+        totals, tokens = values.new_zeros(at.shape), list[Tensor]()
         for level in range(values.shape[1]):
             is_longer = self.depths > level
             pair = at * num + torch.where(is_longer, self.choices[:, level] - level * self.num_ranks, 0)
             totals = totals + values[:, level].flatten(1).gather(1, pair) * is_longer
             at = torch.where(is_longer, order[:, level].flatten(1).gather(1, pair), at)
-        tokens = candidates_BDC.flatten(1).gather(1, (self.depths - 1) * num + at)
-        self._select(totals, tokens, nodes, block_BN)
+            tokens.append(torch.where(is_longer, candidates_BDC[:, level].gather(1, at), -1))
+        self._select(totals, torch.stack(tokens, dim=-1), nodes, block_BN, continuation)
 
-    def _select(self, totals_BC: Tensor, tokens_BC: Tensor, nodes: Tensor, block_BN: Tensor) -> None:
-        """Makes a tree of the best paths, whose last tokens are given."""
+    def _select(
+        self,
+        totals_BC: Tensor,
+        tokens_BCD: Tensor,
+        nodes: Tensor,
+        block_BN: Tensor,
+        continuation: Continuation | None,
+    ) -> None:
+        """Makes a tree of the best paths, whose tokens are given, -1 behind their ends."""
         batch, num = totals_BC.shape[0], self.num_nodes - 1
+        root = self.num_paths
+        prefixes, last = self.prefixes.expand(batch, -1, -1), along_last(tokens_BCD, self.depths - 1)
+        depths = self.depths.expand(batch, -1)
+        if continuation is not None:
+            totals_BC, more, its_depths = self._with_continuation(totals_BC, tokens_BCD, continuation)
+            prefixes, last = torch.cat([prefixes, more], dim=1), torch.cat([last, continuation.tokens], dim=1)
+            depths = torch.cat([depths, its_depths.expand(batch, -1)], dim=1)
         chosen = totals_BC.topk(num, dim=1).indices
         # Where in the tree each path stands; the anchor is what is beyond all paths.
-        place = totals_BC.new_zeros(batch, totals_BC.shape[1] + 1, dtype=torch.long)
+        place = totals_BC.new_zeros(batch, root + 1, dtype=torch.long)
         order = torch.arange(1, num + 1, device=chosen.device).expand(batch, -1)
         place.scatter_(1, chosen, order)
-        parents, depths, ancestors = nodes
-        parents.zero_()[:, 1:] = place.gather(1, self.parents[chosen])
-        depths.zero_()[:, 1:] = self.depths[chosen]
-        prefixes = self.prefixes[chosen]  # [B, N - 1, D]
+        depths, prefixes = depths.gather(1, chosen), along(chosen, prefixes)
         on_path = place.gather(1, prefixes.flatten(1)).view_as(prefixes)
-        bits = self.powers[on_path] * (prefixes < totals_BC.shape[1])
-        ancestors.fill_(1)[:, 1:] = bits.sum(dim=-1) + 1
-        block_BN[:, 1:] = tokens_BC.gather(1, chosen)
+        parents = on_path.gather(2, (depths - 2).clamp_min(0)[..., None])[..., 0]
+        nodes[0].zero_()[:, 1:] = parents * (depths > 1)
+        nodes[1].zero_()[:, 1:] = depths
+        nodes[2].fill_(1)[:, 1:] = (self.powers[on_path] * (prefixes < root)).sum(dim=-1) + 1
+        block_BN[:, 1:] = last.gather(1, chosen)
+
+    def _with_continuation(
+        self, totals_BC: Tensor, tokens_BCD: Tensor, continuation: Continuation
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Puts a continuation's paths behind the others: totals `[B, C + D]`, and their prefixes and depths.
+
+        A path that the draft has too is that of the draft, as likely as the one that thinks more of it. The others
+        hang on the last one that it has.
+        """
+        batch, num, depth = tokens_BCD.shape
+        wanted, levels = continuation.tokens, torch.arange(1, depth + 1, device=tokens_BCD.device)
+        is_same = ((tokens_BCD == wanted[:, None]) | (tokens_BCD < 0)).all(dim=-1)  # [B, C]
+        # At most one path of each length is the same.
+        same = (is_same[:, :, None] & (self.depths[:, None] == levels)).to(torch.long)  # [B, C, D]
+        has_same, index = same.amax(dim=1).bool(), same.argmax(dim=1)
+        scores = continuation.scores.to(totals_BC.dtype)
+        raised = torch.where(is_same, scores.gather(1, (self.depths - 1).expand(batch, -1)), -torch.inf)
+        own = scores.masked_fill(has_same, -torch.inf)
+        path = torch.where(has_same, index, num + levels - 1)
+        prefixes = torch.where(levels <= levels[:, None], path[:, None], self.num_paths)
+        return torch.cat([torch.maximum(totals_BC, raised), own], dim=1), prefixes, levels
 
 
-__all__ = ["MAX_NODES", "DraftTree", "TreeTable", "along", "tree_table"]
+@dataclass(frozen=True, slots=True, eq=False)
+class Continuation:
+    """What followed the last tokens of each row when they stood in it before.
+
+    Args:
+        tokens (`torch.Tensor` of shape `[B, D]`, int64): The tokens.
+        scores (`torch.Tensor` of shape `[B, D]`): Log-probability that the text goes on like that up to each of them,
+            falling; `-inf` where there is nothing.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+
+    @classmethod
+    def of(cls, ids_BT: Tensor, cursor_B: Tensor, depth: int, follows: Tensor) -> Continuation:
+        """Finds it: behind the latest of those places that share the most last tokens with the end. No host sync.
+
+        Args:
+            ids_BT (`torch.Tensor` of shape `[B, T]`, int64): The rows' tokens.
+            cursor_B (`torch.Tensor` of shape `[B]`, int64): The column behind each row's last token.
+            depth (`int`): Tokens that are wanted.
+            follows (`torch.Tensor` of shape `[n + 1]`): How likely the text goes on as it did before, by how many of
+                its last tokens are the same; `n` are compared at most.
+        """
+        columns, last = torch.arange(ids_BT.shape[1], device=ids_BT.device), cursor_B[:, None] - 1
+        num_same = torch.zeros_like(ids_BT)
+        goes_on = columns < last  # what is compared ends before the row's last token
+        for back in range(min(len(follows) - 1, ids_BT.shape[1])):
+            ending = ids_BT.gather(1, (last - back).clamp_min(0))
+            earlier = nn.functional.pad(ids_BT, (back, 0), value=-1)[:, : ids_BT.shape[1]]
+            goes_on = goes_on & (earlier == ending) & (last >= back)
+            num_same = num_same + goes_on
+        # The latest of the longest: a later column counts for less than one more token.
+        best = (num_same * ids_BT.shape[1] + columns).masked_fill(num_same == 0, -1).argmax(dim=1, keepdim=True)
+        where = best + 1 + torch.arange(depth, device=ids_BT.device)
+        share = follows[num_same.gather(1, best)]
+        levels = torch.arange(1, depth + 1, device=ids_BT.device)
+        scores = torch.log(share) + math.log(GOES_ON) * (levels - 1) - LEVEL * levels
+        scores = scores.masked_fill((where > last) | (share == 0), -torch.inf)
+        return cls(ids_BT.gather(1, where.clamp_max(ids_BT.shape[1] - 1)), scores)
+
+
+__all__ = ["MAX_NODES", "Continuation", "DraftTree", "TreeTable", "along", "tree_table"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_hf.tree import LEVEL, MAX_NODES, DraftTree, TreeTable, along
+from dflash_hf.tree import FOLLOWS, GOES_ON, LEVEL, MAX_NODES, Continuation, DraftTree, TreeTable, along
 
 CPU = torch.device("cpu")
 
@@ -31,11 +31,11 @@ def best_paths(log_probs_DV: Tensor, num: int) -> set[tuple[int, ...]]:
     return found
 
 
-def built(table: TreeTable, scores: Tensor) -> tuple[DraftTree, Tensor]:
+def built(table: TreeTable, scores: Tensor, before: Continuation | None = None) -> tuple[DraftTree, Tensor]:
     """The trees of a table, and their tokens with anchors of token 0."""
     nodes = torch.full((3, scores.shape[0], table.num_nodes), 7)
     block = torch.zeros(scores.shape[0], table.num_nodes, dtype=torch.long)
-    table.build(scores, nodes, block)
+    table.build(scores, nodes, block, before)
     return DraftTree(*nodes), block
 
 
@@ -137,3 +137,63 @@ def test_paths_whose_transitions_count_are_scored_by_them() -> None:
             expected[tokens] = sum(float(log_probs[0, level, before, one]) for level, before, one in steps)
     paths = [path_to(tree, block, 0, node) for node in range(1, 15)]
     assert paths == sorted(expected, key=lambda path: -expected[path])
+
+
+def test_the_continuation_is_that_of_the_latest_place_that_shares_most() -> None:
+    torch.manual_seed(7)
+    follows, found = torch.tensor(FOLLOWS), set[int]()
+    for num_columns in (1, 2, 5, 30, 60):
+        for cursor in {1, num_columns // 2 + 1, num_columns}:
+            ids = torch.randint(0, 4, (3, num_columns))
+            before = Continuation.of(ids, torch.full((3,), cursor), 5, follows)
+            for row in range(3):
+                text = ids[row, :cursor].tolist()
+                ends = [
+                    next((n for n in range(4) if n > end or text[end - n] != text[-1 - n]), 4)
+                    for end in range(cursor - 1)
+                ]
+                most = max(ends, default=0)
+                found.add(most)
+                start = max((end for end, num in enumerate(ends) if num == most), default=0) + 1
+                expected = text[start : start + 5] if most else []
+                scores = before.scores[row]
+                assert before.tokens[row, : len(expected)].tolist() == expected
+                assert scores[len(expected) :].tolist() == [-math.inf] * (5 - len(expected))
+                likely = [FOLLOWS[most] * GOES_ON**level for level in range(len(expected))]
+                torch.testing.assert_close(
+                    scores[: len(expected)].exp(), torch.tensor(likely), rtol=1e-3, atol=0.0, msg=f"{most} the same"
+                )
+    assert found == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(("num_nodes", "depth", "vocab"), [(8, 7, 6), (16, 5, 4), (32, 15, 40), (3, 1, 4)])
+def test_a_continuation_counts_where_it_is_likelier_than_what_the_draft_says(
+    num_nodes: int, depth: int, vocab: int
+) -> None:
+    torch.manual_seed(num_nodes)
+    table, shared = TreeTable(num_nodes, depth, vocab, CPU), [0, 0]
+    for length, share in itertools.product((0, 1, depth), (0.05, 0.5, 0.99)):
+        scores = 2 * torch.randn(2, depth, vocab)
+        tokens = torch.randint(0, vocab, (2, depth))
+        levels = torch.arange(depth)
+        its = math.log(share) + math.log(GOES_ON) * levels - LEVEL * (levels + 1)
+        before = Continuation(tokens, its.masked_fill(levels >= length, -math.inf).expand(2, -1))
+        tree, block = built(table, scores, before)
+        log_probs = scores.log_softmax(dim=-1) - LEVEL
+        for row in range(2):
+            drafted = {
+                path: sum(float(log_probs[row, level, token]) for level, token in enumerate(path))
+                for path in best_paths(log_probs[row], num_nodes - 1)
+            }
+            before_paths = {tuple(tokens[row, : end + 1].tolist()): float(its[end]) for end in range(length)}
+            paths = drafted.keys() | before_paths.keys()
+            totals = {path: max(drafted.get(path, -99.0), before_paths.get(path, -99.0)) for path in paths}
+            expected = sorted(totals, key=lambda path: -totals[path])[: num_nodes - 1]
+            assert {path_to(tree, block, row, node) for node in range(1, num_nodes)} == set(expected)
+            for node in range(num_nodes):
+                path = path_to(tree, block, row, node)
+                assert int(tree.depths[row, node]) == len(path)
+                assert int(tree.ancestors[row, node]).bit_count() == len(path) + 1
+                assert int(tree.parents[row, node]) < max(node, 1)
+                shared[path in before_paths] += 1
+    assert min(shared) > 0

@@ -23,7 +23,7 @@ from dflash_hf.generation.sampling import (
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
-from dflash_hf.tree import TreeTable, along
+from dflash_hf.tree import Continuation, TreeTable, along
 
 Rule = Literal["argmax", "shared_noise", "sample"]
 # See `iterate`: the draft's logits [B, W - 1, V] and the token before the proposals [B] -> proposals [B, W - 1].
@@ -194,7 +194,11 @@ class DFlashCandidateGenerator:
     ) -> None:
         """Proposes a tree; under `shared_noise` of the scores that the target's own noise makes likely."""
         assert state.nodes is not None
-        scores, draft = logits, self.draft
+        scores, draft, longest = logits, self.draft, self.draft.generation_config.max_matching_ngram_size
+        follows = table.follows if longest is None else table.follows[: longest + 1]
+        before = None
+        if len(follows) > 1:
+            before = Continuation.of(state.ids, state.cursor, self.num_proposals, follows)
         is_noisy = state.key is not None and self.rule != "argmax"
         if draft.candidate_selector is not None:
             candidates, scores = draft.candidate_selector(hidden, logits, state.anchor)
@@ -202,13 +206,13 @@ class DFlashCandidateGenerator:
                 assert state.key is not None
                 scores = self.processors.warp(scores.flatten(1, 2)).view_as(scores)
                 scores = scores + gumbel_noise(state.key, positions, candidates)[:, :, None]
-            table.build_behind(candidates, scores, state.nodes, state.whole_block)
+            table.build_behind(candidates, scores, state.nodes, state.whole_block, before)
             return
         if is_noisy:
             assert state.key is not None
             tokens = torch.arange(logits.shape[-1], device=logits.device)
             scores = self.processors.warp(logits) + gumbel_noise(state.key, positions, tokens)
-        table.build(scores, state.nodes, state.whole_block)
+        table.build(scores, state.nodes, state.whole_block, before)
 
     def _propose_path(
         self, state: DecodeState, candidates: Tensor, scores: Tensor, positions: Tensor, vocab_size: int
