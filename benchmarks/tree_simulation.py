@@ -3,8 +3,8 @@
     python benchmarks/tree_simulation.py --data gsm8k,mt-bench --data-dir DIR --target T --draft D --nodes 0,8,16
 
 The target answers the first turn of each question, greedily and alone. The draft then runs over a block behind every
-token of the answers, and each answer is walked as decoding would go through it: from an anchor along the tree as far as
-the answer goes, and on from there. 0 nodes are a chain over the whole block. It is a second way to the number that
+token of the answers, and each answer is walked as decoding would go through it: from an anchor along the tree as far
+as the answer goes, and on from there. 0 nodes are a chain over the whole block. It is a second way to the number that
 `generate` has in `acceptance_length` (`--generate` prints that beside it), and shares no code of trees with it.
 The last line on stdout is the record as JSON.
 """

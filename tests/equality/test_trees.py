@@ -169,6 +169,15 @@ def test_steps_that_are_looked_at_show_the_path() -> None:
         assert step.proposals[0, :num].tolist() == step.tokens[0, :num].tolist()
         assert step.logits is not None
         assert step.logits[0, : num + 1].argmax(dim=-1).tolist() == step.tokens[0, : num + 1].tolist()
+        assert step.node_ids is not None
+        assert step.parents is not None
+        ids, parents = step.node_ids[0].tolist(), step.parents[0].tolist()
+        assert ids[0] == int(step.anchor)
+        assert len({(parent, token) for parent, token in zip(parents[1:], ids[1:], strict=True)}) == 7
+        node = 0
+        for token in step.proposals[0, :num].tolist():
+            node = next(i for i in range(1, 8) if parents[i] == node and ids[i] == token)
+        assert int(step.tokens[0, num]) not in [ids[i] for i in range(1, 8) if parents[i] == node]
 
 
 @pytest.mark.parametrize(
@@ -201,6 +210,15 @@ def test_what_cannot_be_verified_as_a_tree_is_refused(
     with target.register_forward_pre_hook(lambda *_: ran.append(_)), pytest.raises(ValueError, match=match):
         target.generate(**prompts([4], 0), max_new_tokens=4, assistant_model=draft, **settings)
     assert not ran
+
+
+def test_rules_of_the_users_own_are_for_chains() -> None:
+    target = target_of("qwen3")
+    draft = tiny_draft(target, 8)
+    draft.generation_config.num_tree_nodes = 8
+    for rule in ({"propose": lambda logits, anchor: logits.argmax(-1)}, {"accept": lambda *given: given[0][:, 0] * 0}):
+        with pytest.raises(ValueError, match="expected a chain beside a rule of your own, got num_tree_nodes"):
+            iterate(target, draft, **prompts([4], 0), max_new_tokens=4, **rule)
 
 
 def test_recurrent_targets_are_refused() -> None:

@@ -22,6 +22,7 @@ from dflash_hf.generation.generate import answer_with, unwrapped
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.run import LENGTH_AND_END, Call, Run
 from dflash_hf.generation.sampling import BlockProcessors
+from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.step import step
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
@@ -48,6 +49,10 @@ class DFlashStep:
         logits (`torch.Tensor` of shape `[B, W, V]`, *optional*): The target's, unprocessed; with `output_logits`, not
             of the prefill.
         draft_logits (`torch.Tensor` of shape `[B, W - 1, V]`, *optional*): The draft's; with `output_logits`.
+        node_ids (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Under `num_tree_nodes`, the tokens of the tree
+            that was verified, the anchor first. `proposals`, `tokens` and `logits` are those of the path that was
+            accepted, and `proposals` are -1 behind its end.
+        parents (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Which node each of them follows.
         hidden_states (`torch.Tensor` of shape `[B, W, L * D]`, *optional*): Tapped states of the anchor and the
             proposals, as the draft gets them; with `output_hidden_states`, not of the prefill.
     """
@@ -63,6 +68,8 @@ class DFlashStep:
     logits: Tensor | None = None
     draft_logits: Tensor | None = None
     hidden_states: Tensor | None = None
+    node_ids: Tensor | None = None
+    parents: Tensor | None = None
 
 
 def iterate(
@@ -98,8 +105,8 @@ def iterate(
         An iterator of [`DFlashStep`]; rows, dtypes and devices as in `generate`.
 
     Raises:
-        ValueError: For what `generate` with a draft refuses; for a rule of one's own under `proposal="sample"`; for
-            `accept` beside processors that read the prefix or criteria of one's own; for rules that return another
+        ValueError: For what `generate` with a draft refuses; for a rule of one's own under `proposal="sample"` or
+            `num_tree_nodes`; for `accept` beside processors that read the prefix or criteria of one's own; for rules that return another
             shape, dtype or range; for a cache in `past_key_values`.
     """
     draft = given = unwrapped(draft)
@@ -111,6 +118,11 @@ def iterate(
         raise ValueError(
             "expected proposal 'argmax' or 'shared_noise' beside a rule of your own, got 'sample', whose acceptance "
             "needs the distribution of the proposals; change draft.generation_config.proposal"
+        )
+    if (propose or accept) and draft.generation_config.num_tree_nodes is not None:
+        raise ValueError(
+            "expected a chain beside a rule of your own, got num_tree_nodes; leave draft.generation_config.num_tree_nodes "
+            "out"
         )
     start = functools.partial(_start, exact=accept is None)
     run: Run = answer_with(start, cast(Any, model).generate, model, draft, kwargs)
@@ -187,9 +199,17 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
             logits=logits.clone() if output_logits else None,
             draft_logits=drafted.clone() if output_logits and drafted is not None else None,
             hidden_states=run.generator.context_hidden_states.clone() if output_hidden_states else None,
+            **_tree_of(state),
         )
     if run.streamer is not None:
         run.streamer.end()
+
+
+def _tree_of(state: DecodeState) -> dict[str, Tensor]:
+    """Copies of the tree that was verified, if it was one."""
+    if state.tree is None or state.node_ids is None:
+        return {}
+    return {"node_ids": state.node_ids[:, : state.width].clone(), "parents": state.tree.parents.clone()}
 
 
 def _committed(run: Run, counts: list[int]) -> list[Tensor]:

@@ -89,6 +89,8 @@ class DecodeState:
             `[B, width]` is a view of it.
         nodes (`torch.Tensor` of shape `[3, B, W]`, int64, *optional*): Parents, depths and ancestors of what is
             verified, where that is a tree; `tree` is a view of it.
+        node_ids (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Their tokens, in `whole_block` only until it is
+            decided.
         path (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Which node stands at each depth, once it is
             decided. Block and tokens are then in its order, as if they had been a chain, with -1 in the block behind
             its end.
@@ -123,6 +125,7 @@ class DecodeState:
     padded_eos_ids: Tensor
     seed: Tensor
     nodes: Tensor | None = None
+    node_ids: Tensor | None = None
     path: Tensor | None = None
     columns: int = 0
     limit: int = 0
@@ -158,6 +161,7 @@ class DecodeState:
             padded_eos_ids=zeros(shape.num_eos),
             seed=zeros(),
             nodes=zeros(3, batch, width) if shape.is_tree else None,
+            node_ids=zeros(batch, width) if shape.is_tree else None,
             path=zeros(batch, width) if shape.is_tree else None,
         )
 
@@ -234,7 +238,9 @@ class DecodeState:
             num_accepted (`torch.Tensor` of shape `[B]`, int64): Its nodes beside the anchor.
         """
         assert self.path is not None
+        assert self.node_ids is not None
         self.path[:, : self.width] = path
+        self.node_ids[:, : self.width] = self.block
         is_behind = torch.arange(self.width, device=path.device) > num_accepted[:, None]
         self.block.copy_(along(path, self.block).masked_fill_(is_behind, -1))
         self.tokens.copy_(along(path, self.tokens))
