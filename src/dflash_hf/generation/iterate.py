@@ -106,8 +106,8 @@ def iterate(
 
     Raises:
         ValueError: For what `generate` with a draft refuses; for a rule of one's own under `proposal="sample"` or
-            `num_tree_nodes`; for `accept` beside processors that read the prefix or criteria of one's own; for rules that return another
-            shape, dtype or range; for a cache in `past_key_values`.
+            `num_tree_nodes`; for `accept` beside processors that read the prefix or criteria of one's own; for rules
+            that return another shape, dtype or range; for a cache in `past_key_values`.
     """
     draft = given = unwrapped(draft)
     if not isinstance(given, DFlashDraftModel):
@@ -121,8 +121,8 @@ def iterate(
         )
     if (propose or accept) and draft.generation_config.num_tree_nodes is not None:
         raise ValueError(
-            "expected a chain beside a rule of your own, got num_tree_nodes; leave draft.generation_config.num_tree_nodes "
-            "out"
+            f"expected a chain beside a rule of your own, got num_tree_nodes={draft.generation_config.num_tree_nodes}; "
+            "leave it out"
         )
     start = functools.partial(_start, exact=accept is None)
     run: Run = answer_with(start, cast(Any, model).generate, model, draft, kwargs)
