@@ -62,10 +62,15 @@ class DFlashGenerationConfig(GenerationConfig):
             what steps of each width take, down to decoding without the draft while it does not pay. Left out, that is
             what happens where it cannot change a text: not under `"sample"`, in half precision, in captured steps and
             in [`~dflash_hf.iterate`], where the whole block is verified.
-        num_tree_nodes (`int`, *optional*): Verify a tree of so many tokens, the anchor included, at most 64, instead
-            of a chain: the draft's most likely paths, branching where it is unsure. Exact, greedy and under
-            `"argmax"` and `"shared_noise"`; needs a target of attention layers. `verify_width` left out or `"auto"`
-            then chooses how many of the nodes to verify.
+        num_tree_nodes (`int`, *optional*): Verify a tree of so many tokens, the anchor included, at most 64: the
+            draft's most likely paths, branching where it is unsure, and what followed the last few tokens earlier in
+            the text. 0 is a chain, the draft's first choice alone. Exact, greedy and under `"argmax"` and
+            `"shared_noise"`. `verify_width` left out or `"auto"` then chooses how many of the nodes to verify. Left
+            out, it is a tree of as many tokens as the chain has, where a step is not captured, the target has
+            attention layers alone, proposals are not drawn (`"sample"`), `verify_width` is no number, and not in
+            [`~dflash_hf.iterate`].
+        max_matching_ngram_size (`int`, *optional*): How many of the last tokens are looked for in the text, for trees;
+            4 by default, 0 is none.
         engine (`str`, defaults to `"auto"`): `"eager"` launches every operation of a step from the host, over exactly
             as many keys as there are. `"cuda_graph"` captures the step over fixed buffers once per shape and replays
             it; what cannot be captured runs eagerly, with the reason in the log. `"auto"` is `"cuda_graph"` on CUDA
@@ -149,13 +154,12 @@ class DFlashGenerationConfig(GenerationConfig):
             fits = size is None or size <= max_block_size
             require(fits, f"block_size at most {max_block_size} (the draft's)", size, further)
         nodes = self.num_tree_nodes
-        is_tree = isinstance(nodes, int) and not isinstance(nodes, bool) and 2 <= nodes <= MAX_NODES
-        require(
-            nodes is None or is_tree, f"num_tree_nodes between 2 and {MAX_NODES}", nodes, "leave it out for a chain"
-        )
+        is_known = isinstance(nodes, int) and not isinstance(nodes, bool) and (nodes == 0 or 2 <= nodes <= MAX_NODES)
+        what = f"num_tree_nodes between 2 and {MAX_NODES}, or 0 for a chain"
+        require(nodes is None or is_known, what, nodes, "leave it out")
         if width is None or width == "auto":
             return
-        require(nodes is None, "verify_width left out or 'auto' beside num_tree_nodes", width, "leave one of them out")
+        require(not nodes, "verify_width left out or 'auto' beside num_tree_nodes", width, "leave one of them out")
         require(_is_count(width), f"{count} or 'auto' as verify_width", width, "leave it out")
         block_size = max_block_size if size is None else size
         if block_size is not None:

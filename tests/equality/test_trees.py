@@ -183,9 +183,9 @@ def test_steps_that_are_looked_at_show_the_path() -> None:
 @pytest.mark.parametrize(
     ("options", "settings", "match"),
     [
-        ({"num_tree_nodes": 1}, {}, "expected num_tree_nodes between 2 and 64, got 1"),
-        ({"num_tree_nodes": 65}, {}, "expected num_tree_nodes between 2 and 64, got 65"),
-        ({"num_tree_nodes": True}, {}, "expected num_tree_nodes between 2 and 64, got True"),
+        ({"num_tree_nodes": 1}, {}, "expected num_tree_nodes between 2 and 64, or 0 for a chain, got 1"),
+        ({"num_tree_nodes": 65}, {}, "expected num_tree_nodes between 2 and 64, or 0 for a chain, got 65"),
+        ({"num_tree_nodes": True}, {}, "expected num_tree_nodes between 2 and 64, or 0 for a chain, got True"),
         (
             {"num_tree_nodes": 8, "verify_width": 4},
             {},

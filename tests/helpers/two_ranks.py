@@ -115,6 +115,10 @@ def greedy(rank: Rank) -> int:
             assert draft.last_stats is not None
             rank.same(draft.last_stats.num_committed)
             assert draft.last_stats.acceptance_length > 1.2
+            if family not in RECURRENT:
+                draft.generation_config.num_tree_nodes, draft.strength = 12, 4.0
+                rank.check(shared.generate(**inputs, **GREEDY, eos_token_id=5, assistant_model=draft), ref)
+                rank.same(draft.last_stats.num_accepted_by_node)
             cases += 1
     return cases
 
@@ -201,11 +205,11 @@ def clocks(rank: Rank) -> int:
         draft.generation_config.verify_width = setting
         seconds, mine = 0.0, list[int]()
 
-        def observed(chooser: WidthChooser, width: int, accepted: Sequence[int], clock: float) -> None:
+        def observed(chooser: WidthChooser, width: int, accepted: Sequence[int], clock: float, nodes: Any) -> None:
             nonlocal seconds
             seconds += 1.0 if width == 1 else (1.1, 50.0)[rank.number]
             mine.append(chooser.current)  # noqa: B023
-            observe(chooser, width, accepted, seconds)
+            observe(chooser, width, accepted, seconds, nodes)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(WidthChooser, "observe", observed)

@@ -119,11 +119,8 @@ def iterate(
             "expected proposal 'argmax' or 'shared_noise' beside a rule of your own, got 'sample', whose acceptance "
             "needs the distribution of the proposals; change draft.generation_config.proposal"
         )
-    if (propose or accept) and draft.generation_config.num_tree_nodes is not None:
-        raise ValueError(
-            f"expected a chain beside a rule of your own, got num_tree_nodes={draft.generation_config.num_tree_nodes}; "
-            "leave it out"
-        )
+    if (propose or accept) and (nodes := draft.generation_config.num_tree_nodes):
+        raise ValueError(f"expected a chain beside a rule of your own, got num_tree_nodes={nodes}; leave it out")
     start = functools.partial(_start, exact=accept is None)
     run: Run = answer_with(start, cast(Any, model).generate, model, draft, kwargs)
     draft.last_stats = run.stats
@@ -157,7 +154,7 @@ def _start(call: Call, exact: bool) -> Run:
             "whole conversation instead"
         )
     with eagerly(call.target.modules, call.draft_modules):
-        return prefill(call)
+        return prefill(call, is_looked_at=True)
 
 
 def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generator[DFlashStep]:

@@ -28,9 +28,10 @@ from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
 from dflash_hf.target.reentry import outermost
 from dflash_hf.target.support import check_length
+from dflash_hf.tree import MAX_NODES, TreeTable
 
 
-def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = False) -> Run:
+def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = False, is_looked_at: bool = False) -> Run:
     """Runs the target over the prompts with taps on, moves its cache into the ragged one, commits the first token.
 
     Reads lengths on the host.
@@ -39,6 +40,7 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
         call (`Call`): Prepared.
         kept (`UserCache`, *optional*): What `keep` will advance.
         keeps_buffers (`bool`): Take those of an earlier call, which go back for the next one.
+        is_looked_at (`bool`): Verify the chain of the draft's proposals unless something else is asked for.
 
     Raises:
         ValueError: If the run would cross a boundary of the target's RoPE, or its K/V have no room in memory.
@@ -50,7 +52,11 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     watch.lap("prepare")
     pad = config._pad_token_tensor
     processors = BlockProcessors(call.processors, 0 if pad is None else int(pad))
-    block_size, width, rule = _widths_and_rule(target, draft, config, processors)
+    block_size, width, rule = _widths_and_rule(draft, config, processors)
+    nodes = _num_nodes(
+        target, draft, width, bool(config.do_sample) and rule == "sample", keeps_buffers or is_looked_at
+    )
+    width = width if nodes is None else nodes
     past = 0 if kept is None else kept.past
     positions = prompt_positions(call, past)
     limit = _limit(call.criteria, config, input_ids.shape[1])
@@ -60,7 +66,7 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     delta = position_delta(call, lengths)
     eos_ids = _eos_ids(call.criteria, input_ids.device)
     room = first_room(limit, affordable_length(target, draft, len(input_ids)) - longest if keeps_buffers else None)
-    shape = BufferShape.of(draft, block_size, width, delta, eos_ids)
+    shape = BufferShape.of(draft, block_size, width, nodes is not None, delta, eos_ids)
     buffers = take_buffers(target, draft, shape, longest + room, input_ids.shape[1] + room, keeps_buffers)
     generator = DFlashCandidateGenerator(draft, target, processors, buffers, rule)
     if kept is not None:
@@ -205,13 +211,9 @@ def _commit_first(run: Run, outputs: CausalLMOutputWithPast) -> None:
 
 
 def _widths_and_rule(
-    target: Target, draft: DFlashDraftModel, generation_config: GenerationConfig, processors: BlockProcessors
+    draft: DFlashDraftModel, generation_config: GenerationConfig, processors: BlockProcessors
 ) -> tuple[int, int, Rule]:
-    """Resolves the draft's options: block size, tokens to verify at most, proposal rule.
-
-    Raises:
-        ValueError: If they do not go with the target, the processors, or one another.
-    """
+    """Resolves the draft's options: block size, verify width, proposal rule."""
     options = draft.generation_config
     block_size = options.block_size or draft.config.block_size
     widest = draft.config.num_proposals(block_size) + 1
@@ -222,18 +224,39 @@ def _widths_and_rule(
             "expected only temperature, top-k, top-p and other warpers of single scores under proposal='sample', got "
             f"{[type(p).__name__ for p in processors.processors]}; use proposal='shared_noise'"
         )
-    if options.num_tree_nodes is None:
-        return block_size, width, rule
+    return block_size, width, rule
+
+
+def _num_nodes(target: Target, draft: DFlashDraftModel, width: int, redraws: bool, is_chain: bool) -> int | None:
+    """Resolves how many tokens a tree has; `None` is a chain, which is verified by default where `is_chain`.
+
+    Args:
+        target, draft: Of the call.
+        width (`int`): Tokens of the chain.
+        redraws (`bool`): Whether proposals are accepted by rejection.
+        is_chain (`bool`): Whether nothing but a number asks for a tree.
+
+    Raises:
+        ValueError: If a tree is asked for that cannot be verified.
+    """
+    options = draft.generation_config
+    nodes, is_fixed = options.num_tree_nodes, isinstance(options.verify_width, int)
+    if nodes is None and (is_chain or is_fixed or redraws or target.recurrences or not TreeTable.by_default):
+        return None
+    if nodes is None:
+        return min(width, MAX_NODES) if width > 1 else None
+    if nodes == 0:
+        return None
     if target.recurrences:
         raise ValueError(
             f"expected a target of attention layers alone with num_tree_nodes, got {type(target.model).__name__} with "
             f"{len(target.recurrences)} recurrent layers, whose states follow one path; leave num_tree_nodes out"
         )
-    if rule == "sample" and generation_config.do_sample:
+    if redraws:
         raise ValueError(
             "expected proposal 'argmax' or 'shared_noise' with num_tree_nodes, got 'sample'; leave proposal at 'auto'"
         )
-    return block_size, options.num_tree_nodes, rule
+    return nodes
 
 
 def _chooser(generator: DFlashCandidateGenerator, state: DecodeState, keeps_buffers: bool) -> WidthChooser | None:

@@ -115,7 +115,7 @@ class Ranks:
         """Replaces what this rank has decided by what the first one has, before it is committed.
 
         Args:
-            state (`DecodeState`): Its `tokens` and `remaining` are overwritten.
+            state (`DecodeState`): Its `tokens`, `remaining` and `path` are overwritten.
             num_accepted (`torch.Tensor` of shape `[B]`, int64, *optional*): As [`commit`] takes it.
             synchronized (`SynchronizedRows`, *optional*): The run's; its `unfinished` rows are overwritten.
 
@@ -127,7 +127,7 @@ class Ranks:
         self.meet()
         num_accepted = accept_matching(state.proposals, state.tokens) if num_accepted is None else num_accepted
         unfinished = ~state.done if synchronized is None else synchronized.unfinished
-        self.share(state.tokens, num_accepted, state.remaining, unfinished)
+        self.share(state.tokens, num_accepted, state.remaining, unfinished, state.path)
         return num_accepted
 
     @contextmanager

@@ -44,11 +44,16 @@ class BufferShape:
 
     @classmethod
     def of(
-        cls, draft: DFlashDraftModel, block_size: int, width: int, position_delta: Tensor, eos_ids: Tensor | None
+        cls,
+        draft: DFlashDraftModel,
+        block_size: int,
+        width: int,
+        is_tree: bool,
+        position_delta: Tensor,
+        eos_ids: Tensor | None,
     ) -> BufferShape:
         """Returns the shape for a run with these position deltas and end-of-sequence ids."""
         num_eos = 0 if eos_ids is None else eos_ids.shape[0]
-        is_tree = draft.generation_config.num_tree_nodes is not None
         return cls(
             batch=position_delta.shape[-1],
             block_size=block_size,
