@@ -112,6 +112,7 @@ class Case:
     proposal: str = "argmax"
     batch: int = 1
     width: int | None = None
+    nodes: int | None = None
     experts: str | None = None
     kernels: bool | None = None
     draft: dict[str, Any] = field(default_factory=dict)
@@ -122,6 +123,7 @@ class Case:
         said = [self.target, self.warpers, *([] if self.warpers == "greedy" else [self.proposal])]
         said += [f"batch {self.batch}"] if self.batch > 1 else []
         said += [f"width {self.width}"] if self.width else []
+        said += [f"tree of {self.nodes}"] if self.nodes else []
         said += [self.experts] if self.experts else []
         said += ["in torch"] if self.kernels is False else []
         return ", ".join([*said, *(["dflash 2"] if "selector_rank" in self.draft else list(self.draft))])
@@ -190,6 +192,7 @@ def run_of(case: Case) -> Run:
     )
     draft = build_draft(own)
     draft.generation_config.verify_width = case.width
+    draft.generation_config.num_tree_nodes = case.nodes
     draft.generation_config.proposal = case.proposal  # pyright: ignore[reportAttributeAccessIssue]
     sampled = case.warpers not in ("greedy", "repetition")
     model = build_target(config, case.experts)
@@ -229,6 +232,28 @@ def test_a_step_at_published_shapes_needs_no_host(case: Case) -> None:
     assert step.decides == (case.warpers != "repetition")
     assert run.state.tokens.shape == (case.batch, case.width or BLOCK + ("sample_from_anchor" in case.draft))
     check(run, step, case.kernels is not False)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(target=SHORT, nodes=32),
+        Case(target=SHORT, nodes=16, warpers="top-k", proposal="shared_noise", batch=4),
+        Case(target=SHORT, nodes=16, draft=DFLASH2, batch=2),
+        Case(target="gpt-oss-short", nodes=8, batch=4),
+        Case(target="qwen3-vl-8b", nodes=16),
+    ],
+    ids=lambda case: case.id,
+)
+def test_a_tree_needs_no_host(case: Case) -> None:
+    run = run_of(case)
+    step = captured_step(run)
+    assert run.state.tokens.shape == (case.batch, case.nodes)
+    assert not [name for name, is_written in step.written.items() if not is_written]
+    # Of the target's layers it is torch's.
+    assert step.num("block_attention") == DRAFT_LAYERS
+    assert step.num("::accept_and_prepare") == 1
+    assert not StaticStep(run).reads_lengths
 
 
 @pytest.mark.parametrize("target", ["qwen3-30b-a3b-short", "gpt-oss-short"])

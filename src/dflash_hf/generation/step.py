@@ -251,7 +251,8 @@ class StaticStep:
         self.run = run
         self.decides = run.decides()
         self.widest = run.buffers.shape.block
-        self.reads_lengths = reads_lengths_on_device(run.cache, run.generator.cache)
+        # The kernel that finds a row's end on the device knows no trees.
+        self.reads_lengths = not run.buffers.shape.is_tree and reads_lengths_on_device(run.cache, run.generator.cache)
         self.compiles = run.generator.draft.generation_config.compile_layers
         run.stats.engine = self.name
 
