@@ -194,11 +194,14 @@ def num_captures(run: Run) -> int:
     return len(bounds)
 
 
-def measure(shape: Shape, batch: int, context: int, warpers: list[Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def measure(
+    shape: Shape, batch: int, context: int, warpers: list[Any], num_tree_nodes: int | None = None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Counts everything of one case; returns what the last line holds, and the rows of the table."""
     is_sampled = bool(warpers)
     with pretended.pretended_gpu():
         target, draft = pretended.build_target(target_config(shape)), pretended.build_draft(draft_config(shape))
+        draft.generation_config.num_tree_nodes = num_tree_nodes
         if shape.experts:
             target.set_experts_implementation("grouped_mm")
 
@@ -228,6 +231,7 @@ def main(
     context: Annotated[int, typer.Option(help="Tokens of context per row.")] = 2048,
     sample: Annotated[bool, typer.Option("--sample", help=f"Sample at temperature {TEMPERATURE}.")] = False,
     top_k: Annotated[int | None, typer.Option(help="Sample among the best so many tokens.")] = None,
+    num_tree_nodes: Annotated[int | None, typer.Option(help="Verify a tree of so many tokens.")] = None,
     is_tiny: Annotated[bool, typer.Option("--tiny", help="A double with all sizes small: to try the script.")] = False,
     out: Annotated[Path | None, typer.Option(help="A record to add the case to.")] = None,
 ) -> None:
@@ -237,9 +241,15 @@ def main(
     warpers: list[Any] = [TemperatureLogitsWarper(TEMPERATURE)] if sample or top_k else []
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
     sizes = tiny(SHAPES[shape]) if is_tiny else SHAPES[shape]
-    found, rows = measure(sizes, batch, context, warpers)
+    found, rows = measure(sizes, batch, context, warpers, num_tree_nodes)
     case = {"shape": shape, "is_tiny": is_tiny, "batch": batch, "context": context, "sample": bool(warpers)}
-    record = {**case, "top_k": top_k, **found, "provenance": provenance(torch.device("cpu"))}
+    record = {
+        **case,
+        "top_k": top_k,
+        "num_tree_nodes": num_tree_nodes,
+        **found,
+        "provenance": provenance(torch.device("cpu")),
+    }
     show(f"launches of one step: {shape}, batch {batch}, context {context}, an upper count", rows, COLUMNS)
     if out is not None:
         before = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []

@@ -202,7 +202,8 @@ def attend(
     """
     repeats = query_BHKE.shape[1] // key_BGRE.shape[1]
     if isinstance(mask, RaggedMask):
-        if dropout == 0 and mask.block.tree is None and ops.attends(query_BHKE, key_BGRE, value_BGRE):
+        if dropout == 0 and ops.attends(query_BHKE, key_BGRE, value_BGRE):
+            tree = mask.block.tree
             return ops.block_attention(
                 query_BHKE,
                 key_BGRE,
@@ -214,6 +215,8 @@ def attend(
                 from_anchor=mask.from_anchor,
                 softcap=softcap,
                 sinks_H=sinks,
+                depths_BW=None if tree is None else tree.depths,
+                ancestors_BW=None if tree is None else tree.ancestors,
             )
         mask = mask.tensor(key_BGRE.shape[2], mask_repeats(repeats, key_BGRE.device), query_BHKE.dtype)
     if isinstance(mask, BlockMask):

@@ -25,6 +25,7 @@ from dflash_kernels import (
     block_attention,
     context_kv,
     gumbel_argmax,
+    keep_path,
     norm_rope_write,
     rms_norm,
     silu_mul,
@@ -125,6 +126,12 @@ def commit(block_BW: Tensor, tokens_BW: Tensor, **rows: Any) -> None:
     end(block_BW, tokens_BW, **rows)
 
 
+def move_path(path_BN: Tensor, lengths_B: Tensor, buffers: Sequence[Tensor]) -> None:
+    """Moves a tree's accepted path by [`keep_path`]: by the kernel or as torch defines it."""
+    move: Any = keep_path if accepts(path_BN) else keep_path.reference
+    move(path_BN, lengths_B, buffers)
+
+
 def best(logits: Tensor) -> Tensor:
     """Returns the first index of the greatest of `[..., V]` logits, `[...]` int64, by the kernel or by torch."""
     return argmax(logits) if picks(logits) else logits.argmax(dim=-1)
@@ -181,6 +188,7 @@ __all__ = [
     "fuses",
     "gumbel_argmax",
     "kernels",
+    "move_path",
     "norm_rope_write",
     "picks",
     "rms_norm",

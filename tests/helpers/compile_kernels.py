@@ -106,6 +106,7 @@ def launches() -> dict[str, Callable[[], Any]]:
         block_attention,
         context_kv,
         gumbel_argmax,
+        keep_path,
         norm_rope_write,
         rms_norm,
         silu_mul,
@@ -132,13 +133,20 @@ def launches() -> dict[str, Callable[[], Any]]:
         return lambda: module.launch(operation._named(arguments, {}))
 
     def attention(
-        heads: int, size: int, dtype: torch.dtype, *rule: Any, splits: int | None, extent: int = ring
+        heads: int,
+        size: int,
+        dtype: torch.dtype,
+        *rule: Any,
+        splits: int | None,
+        extent: int = ring,
+        tree: bool = False,
     ) -> Callable[[], Any]:
         """Over `extent` slots: the eager loop's verify reads as many as the longest row needs."""
         query = torch.zeros(batch, heads, width, size, dtype=dtype)
         key = torch.zeros(batch, ring, groups, size, dtype=dtype).transpose(1, 2)[:, :, :extent]
         sinks = torch.zeros(heads, dtype=dtype) if rule[-1] else None
-        run = launch(block_attention, query, key, key, lengths, 0.1, *rule[:-1], sinks)
+        nodes = [counts(batch, width + 1)[:, :width] for _ in range(2)] if tree else []
+        run = launch(block_attention, query, key, key, lengths, 0.1, *rule[:-1], sinks, *nodes)
 
         def split() -> None:
             kernel.choose_num_splits = choose_num_splits if splits is None else lambda *_: splits
@@ -163,6 +171,7 @@ def launches() -> dict[str, Callable[[], Any]]:
             gumbel_argmax, zeros(batch, 16, 151936), counts(), counts(batch, 16), torch.zeros(batch, 16), 0.6, 1
         ),
         "context_kv": launch(context_kv, *stacked, *angles, lengths, buffers(), buffers(), 1e-6),
+        "keep_path": launch(keep_path, counts(batch, width), counts(batch), [*buffers(), *buffers()] * 3),
         "norm_rope_write": launch(
             norm_rope_write, *heads, zeros(size), zeros(size), *angles, lengths, buffers()[0], buffers()[0], 1e-6
         ),
@@ -186,6 +195,7 @@ def launches() -> dict[str, Callable[[], Any]]:
         "attention, most splits": attention(8, 128, half, *verify, splits=kernel.MAX_SPLITS),
         "attention, 64, from the anchor, sinks": attention(64, 64, half, True, 128, True, None, True, splits=8),
         "attention, float32": attention(32, 128, full, *verify, splits=16),
+        "attention, tree": attention(32, 128, half, *verify, splits=16, tree=True),
     }
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dflash_hf.attention import RaggedBlock, attend
+from dflash_hf.tree import DraftTree
 from dflash_kernels import block_attention
 from dflash_kernels._dispatch import runs_kernel
 from helpers.kernel_checks import CUDA, DEVICES, DTYPES, INTERPRETED, check_raises, poisoned
@@ -57,6 +58,11 @@ CASES: dict[str, Case] = {
     "soft cap and sinks": {"softcap": 2.0, "has_sinks": True, "window": 7},
     "negative length": {"lengths": [-2, -9, 4]},
     "values of another size": {"size": 24, "value_size": 16},
+    "tree": {"width": 9, "tree": True},
+    "tree, splits and sinks": {"width": 16, "tree": True, "splits": 3, "has_sinks": True, "lengths": [0, 54, 20]},
+    "tree in a window": {"width": 12, "tree": True, "window": 4, "heads": 2},
+    "tree in a ring that has wrapped": {"width": 8, "tree": True, "window": 9, "ring": 17, "lengths": [9, 40, 131]},
+    "largest tree": {"width": 64, "tree": True, "heads": 1, "groups": 1, "ring": 130, "lengths": [66, 3]},
 }
 QWEN: Case = {"heads": 32, "groups": 8, "width": 16, "size": 128}
 REAL: dict[str, Case] = {
@@ -92,7 +98,24 @@ def inputs(case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[
     options = {name: case[name] for name in ("causal", "window", "from_anchor", "softcap")}
     sinks = normal(case["heads"]) if case["has_sinks"] else None
     options |= {"scaling": size**-0.5, "sinks_H": sinks}
+    if case.get("tree"):
+        nodes = random_trees(batch, case["width"], generator).to(device)
+        # As a step has them: parts of a wider tensor.
+        options |= {"depths_BW": nodes[1, :, : case["width"]], "ancestors_BW": nodes[2, :, : case["width"]]}
     return [query, key.transpose(1, 2), value.transpose(1, 2), lengths], options
+
+
+def random_trees(batch: int, width: int, generator: torch.Generator) -> Tensor:
+    """Parents, depths and ancestors of random trees, `[3, B, width + 2]`."""
+    nodes = torch.zeros(3, batch, width + 2, dtype=torch.long)
+    nodes[2, :, 0] = 1
+    for row in range(batch):
+        for node in range(1, width):
+            parent = int(torch.randint(max(node - 3, 0), node, (), generator=generator))
+            nodes[0, row, node], nodes[1, row, node] = parent, nodes[1, row, parent] + 1
+            bit = 1 << node if node < 63 else -(1 << 63)
+            nodes[2, row, node] = int(nodes[2, row, parent]) | bit
+    return nodes
 
 
 def assert_near(out: Tensor, wanted: Tensor, value: Tensor) -> None:
@@ -204,9 +227,14 @@ def test_reference_equals_the_package(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, longest), min_size=1, max_size=3), "lengths")
     case = {"width": width, "ring": ring, "lengths": lengths, "has_sinks": data.draw(st.booleans(), "sinks")}
     case |= {"softcap": data.draw(st.none() | st.just(1.5), "soft cap")}
+    case |= {"tree": causal and not from_anchor and data.draw(st.booleans(), "tree")}
     (query, key, value, rows), options = inputs(case, torch.float64, "cpu", seed=ring)
     options |= {"window": window, "from_anchor": from_anchor, "causal": causal}
-    mask = RaggedBlock.at(rows, width).mask(ring, window, causal, 1, torch.float64, from_anchor)
+    block = RaggedBlock.at(rows, width)
+    if case["tree"]:
+        depths, ancestors = options["depths_BW"], options["ancestors_BW"]
+        block = RaggedBlock(block.positions, tree=DraftTree(torch.zeros_like(depths), depths, ancestors))
+    mask = block.mask(ring, window, causal, 1, torch.float64, from_anchor)
     key, value = key.nan_to_num(), value.nan_to_num()
     wanted = attend(query, key, value, mask, options["scaling"], options["softcap"], options["sinks_H"])
     torch.testing.assert_close(block_attention.reference(query, key, value, rows, **options), wanted)
@@ -238,6 +266,17 @@ def test_one_operation_with_a_true_schema(device: str) -> None:
     tensors = [t.nan_to_num() for t in tensors]
     given_as = ("scaling", "causal", "window", "from_anchor", "softcap", "sinks_H")
     torch.library.opcheck(block_attention.op, (*tensors, *(options[name] for name in given_as)))
+
+
+def test_bad_input_of_trees() -> None:
+    tensors, options = inputs({"tree": True}, torch.float32, "cpu")
+    for change in ({"depths_BW": None}, {"ancestors_BW": None}, {"causal": False}, {"from_anchor": True, "window": 3}):
+        check_raises(
+            lambda change=change: block_attention(*tensors, **options | change),
+            "expected depths and ancestors together",
+        )
+    wide, options = inputs({"tree": True, "width": 65}, torch.float32, "cpu")
+    check_raises(lambda: block_attention(*wide, **options), "a causal block of at most 64 tokens, got width 65")
 
 
 def test_bad_input() -> None:

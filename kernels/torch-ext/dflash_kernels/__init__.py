@@ -14,6 +14,7 @@ from .argmax import argmax
 from .block_attention import block_attention
 from .context_kv import context_kv
 from .gumbel_argmax import gumbel_argmax
+from .keep_path import keep_path
 from .norm_rope_write import norm_rope_write
 from .rms_norm import rms_norm
 from .silu_mul import silu_mul
@@ -25,6 +26,7 @@ __all__ = [
     "block_attention",
     "context_kv",
     "gumbel_argmax",
+    "keep_path",
     "norm_rope_write",
     "rms_norm",
     "silu_mul",

@@ -125,7 +125,7 @@ def settle(run: Run, logits_BWV: Tensor) -> Tensor:
     num_accepted = run.ranks.decided(state, num_accepted, run.synchronized)
     if state.tree is not None and state.path is not None:
         path = state.path[:, : min(state.width, run.buffers.shape.path)]
-        keep_path(run.cache, path, state.next_positions, may_read=not run.keeps_buffers)
+        keep_path(run.cache, path, state.next_positions[:, 0], may_read=not run.keeps_buffers)
         run.generator.take_path(path)
     commit(state, run.generator.mask_token_id, num_accepted)
     return scores
@@ -251,8 +251,7 @@ class StaticStep:
         self.run = run
         self.decides = run.decides()
         self.widest = run.buffers.shape.block
-        # The kernel that finds a row's end on the device knows no trees.
-        self.reads_lengths = not run.buffers.shape.is_tree and reads_lengths_on_device(run.cache, run.generator.cache)
+        self.reads_lengths = reads_lengths_on_device(run.cache, run.generator.cache)
         self.compiles = run.generator.draft.generation_config.compile_layers
         run.stats.engine = self.name
 

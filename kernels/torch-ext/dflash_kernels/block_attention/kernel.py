@@ -40,15 +40,19 @@ def _attend_tiles(
     end,
     length,
     position,
+    bits,
+    depths,
     width,
     ring,
     scaling,
     softcap,
+    stride_depths_w,
     stride_key_r,
     stride_key_e,
     stride_value_r,
     stride_value_e,
     MASKED: tl.constexpr,
+    HAS_TREE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     FROM_ANCHOR: tl.constexpr,
@@ -94,6 +98,13 @@ def _attend_tiles(
         if MASKED:
             held = slot + tl.where(slot <= turn, lap, lap - ring)
             seen = (inside & (held >= 0))[None, :] & (position >= 0)[:, None]
+            if HAS_TREE:
+                node = tl.maximum(held - length, 0)
+                is_node = inside & (held >= length)
+                depth = tl.load(depths + node * stride_depths_w, mask=is_node, other=0).to(tl.int32)
+                is_ancestor = ((bits[:, None] >> node[None, :].to(tl.int64)) & 1) != 0
+                seen = seen & (is_ancestor | (held < length)[None, :])
+                held = tl.where(is_node, length + depth, held)
             ahead = held[None, :] - position[:, None]
             if CAUSAL:
                 seen = seen & (ahead <= 0)
@@ -128,6 +139,8 @@ def _block_attention_kernel(
     value,
     lengths,
     sinks,
+    depths,
+    ancestors,
     out,
     partial,
     tops,
@@ -138,6 +151,10 @@ def _block_attention_kernel(
     scaling,
     softcap,
     stride_lengths_b,
+    stride_depths_b,
+    stride_depths_w,
+    stride_ancestors_b,
+    stride_ancestors_w,
     stride_query_b,
     stride_query_h,
     stride_query_w,
@@ -153,6 +170,7 @@ def _block_attention_kernel(
     H: tl.constexpr,
     G: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    HAS_TREE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     FROM_ANCHOR: tl.constexpr,
@@ -198,6 +216,13 @@ def _block_attention_kernel(
     num_plain = tl.where((length + width <= ring) & (length >= 0), num_plain, 0)
     middle = begin + tl.maximum(tl.minimum(end, num_plain) - begin, 0) // BLOCK_N * BLOCK_N
 
+    position, bits = length + index, index
+    if HAS_TREE:
+        depths += batch * stride_depths_b
+        position = length + tl.load(depths + index * stride_depths_w, mask=is_row, other=0).to(tl.int32)
+        at = ancestors + batch * stride_ancestors_b + index * stride_ancestors_w
+        bits = tl.load(at, mask=is_row, other=0)
+
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -205,9 +230,10 @@ def _block_attention_kernel(
         acc, top, total = _attend_tiles(
             acc, top, total, q, key, value,
             middle if masked else begin, end if masked else middle,
-            length, length + index, width, ring, scaling, softcap,
+            length, position, bits, depths, width, ring, scaling, softcap, stride_depths_w,
             stride_key_r, stride_key_e, stride_value_r, stride_value_f,
-            masked, CAUSAL, WINDOW, FROM_ANCHOR, HAS_SOFTCAP, UPCAST, KEY_SIZE, VALUE_SIZE, BLOCK_N, BLOCK_K, BLOCK_V,
+            masked, HAS_TREE, CAUSAL, WINDOW, FROM_ANCHOR, HAS_SOFTCAP, UPCAST,
+            KEY_SIZE, VALUE_SIZE, BLOCK_N, BLOCK_K, BLOCK_V,
         )  # fmt: skip
 
     line = (batch * width + index) * H + head
@@ -345,6 +371,7 @@ def launch(given: Given) -> Tensor:
         softcap=softcap or 0.0,
         G=groups,
         IS_SPLIT=splits > 1,
+        HAS_TREE=given["depths_BW"] is not None,
         CAUSAL=given["causal"],
         WINDOW=given["window"],
         FROM_ANCHOR=given["from_anchor"],
