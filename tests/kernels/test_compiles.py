@@ -15,10 +15,11 @@ from helpers.source_tree import ROOT
 # a KB less than all.
 SHARED = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
 NUM_KERNELS = {
-    "attention": 6 * 2 + 1,
+    "attention": 7 * 2 + 1,
     "argmax": 2,
     "gumbel": 4,
     "context_kv": 1,
+    "keep_path": 1,
     "norm_rope_write": 2,
     "rms_norm": 2,
     "add_norm": 1,

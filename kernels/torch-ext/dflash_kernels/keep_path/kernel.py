@@ -43,7 +43,7 @@ def _keep_path_kernel(
         ring, size = tl.where(is_it, rings[index], ring), tl.where(is_it, sizes[index], size)
     lane = share * BLOCK + tl.arange(0, BLOCK)
     length = tl.load(lengths + row * stride_lengths_b)
-    slots = address.to(tl.pointer_type(dtype)) + row * ring * size
+    slots = address.to(tl.pointer_type(dtype)) + row * ring * size  # pyright: ignore[reportArgumentType]
     for depth in range(1, num):
         node = tl.load(path + row * stride_path_b + depth * stride_path_n)
         source, target = (length + node) % ring, (length + depth) % ring
