@@ -13,7 +13,6 @@ Source: DDTree, arXiv 2604.12989.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,8 +24,9 @@ MAX_NODES = 64
 # What every level of a path costs beside its probability, so that no child ranks with its parent where the draft is
 # sure of it; and the least log-probability that counts, below which float32 would lose that difference.
 LEVEL, LEAST = 1e-4, -20.0
-# How likely a text goes on as it did before, by how many of its last tokens are the same, and then token by token.
-FOLLOWS, GOES_ON = (0.0, 0.1, 0.3, 0.5, 0.7), 0.9
+# How likely a text goes on as it did before, by how many of its last tokens are the same, and then token by token. A
+# little less than in SmolLM2's answers to GSM8K and MT-Bench (docs/log.md), which repeat themselves.
+FOLLOWS, GOES_ON = (0.0, 0.2, 0.5, 0.6, 0.8), (0.0, 0.6, 0.7, 0.75, 0.9)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,7 +166,7 @@ class TreeTable:
             [[place[path[:end]] if end <= len(path) else self.num_paths for end in levels] for path in paths]
         )
         self.depths = tensor([len(path) for path in paths])
-        self.follows = tensor(FOLLOWS)
+        self.follows = tensor((FOLLOWS, GOES_ON))
         self.powers = tensor([1 << index if index < 63 else -(1 << 63) for index in range(num_nodes)])
 
     def build(
@@ -293,13 +293,13 @@ class Continuation:
             ids_BT (`torch.Tensor` of shape `[B, T]`, int64): The rows' tokens.
             cursor_B (`torch.Tensor` of shape `[B]`, int64): The column behind each row's last token.
             depth (`int`): Tokens that are wanted.
-            follows (`torch.Tensor` of shape `[n + 1]`): How likely the text goes on as it did before, by how many of
-                its last tokens are the same; `n` are compared at most.
+            follows (`torch.Tensor` of shape `[2, n + 1]`): How likely the text goes on as it did before, with one
+                token and with each further one, by how many of its last tokens are the same; `n` are compared at most.
         """
         columns, last = torch.arange(ids_BT.shape[1], device=ids_BT.device), cursor_B[:, None] - 1
         num_same = torch.zeros_like(ids_BT)
         goes_on = columns < last  # what is compared ends before the row's last token
-        for back in range(min(len(follows) - 1, ids_BT.shape[1])):
+        for back in range(min(follows.shape[1] - 1, ids_BT.shape[1])):
             ending = ids_BT.gather(1, (last - back).clamp_min(0))
             earlier = nn.functional.pad(ids_BT, (back, 0), value=-1)[:, : ids_BT.shape[1]]
             goes_on = goes_on & (earlier == ending) & (last >= back)
@@ -307,9 +307,9 @@ class Continuation:
         # The latest of the longest: a later column counts for less than one more token.
         best = (num_same * ids_BT.shape[1] + columns).masked_fill(num_same == 0, -1).argmax(dim=1, keepdim=True)
         where = best + 1 + torch.arange(depth, device=ids_BT.device)
-        share = follows[num_same.gather(1, best)]
+        share, further = follows[:, num_same.gather(1, best)]
         levels = torch.arange(1, depth + 1, device=ids_BT.device)
-        scores = torch.log(share) + math.log(GOES_ON) * (levels - 1) - LEVEL * levels
+        scores = torch.log(share) + torch.log(further) * (levels - 1) - LEVEL * levels
         scores = scores.masked_fill((where > last) | (share == 0), -torch.inf)
         return cls(ids_BT.gather(1, where.clamp_max(ids_BT.shape[1] - 1)), scores)
 

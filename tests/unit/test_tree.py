@@ -141,7 +141,7 @@ def test_paths_whose_transitions_count_are_scored_by_them() -> None:
 
 def test_the_continuation_is_that_of_the_latest_place_that_shares_most() -> None:
     torch.manual_seed(7)
-    follows, found = torch.tensor(FOLLOWS), set[int]()
+    follows, found = torch.tensor((FOLLOWS, GOES_ON)), set[int]()
     for num_columns in (1, 2, 5, 30, 60):
         for cursor in {1, num_columns // 2 + 1, num_columns}:
             ids = torch.randint(0, 4, (3, num_columns))
@@ -159,7 +159,7 @@ def test_the_continuation_is_that_of_the_latest_place_that_shares_most() -> None
                 scores = before.scores[row]
                 assert before.tokens[row, : len(expected)].tolist() == expected
                 assert scores[len(expected) :].tolist() == [-math.inf] * (5 - len(expected))
-                likely = [FOLLOWS[most] * GOES_ON**level for level in range(len(expected))]
+                likely = [FOLLOWS[most] * GOES_ON[most] ** level for level in range(len(expected))]
                 torch.testing.assert_close(
                     scores[: len(expected)].exp(), torch.tensor(likely), rtol=1e-3, atol=0.0, msg=f"{most} the same"
                 )
@@ -176,7 +176,7 @@ def test_a_continuation_counts_where_it_is_likelier_than_what_the_draft_says(
         scores = 2 * torch.randn(2, depth, vocab)
         tokens = torch.randint(0, vocab, (2, depth))
         levels = torch.arange(depth)
-        its = math.log(share) + math.log(GOES_ON) * levels - LEVEL * (levels + 1)
+        its = math.log(share) + math.log(0.9) * levels - LEVEL * (levels + 1)
         before = Continuation(tokens, its.masked_fill(levels >= length, -math.inf).expand(2, -1))
         tree, block = built(table, scores, before)
         log_probs = scores.log_softmax(dim=-1) - LEVEL

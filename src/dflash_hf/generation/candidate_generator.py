@@ -195,9 +195,9 @@ class DFlashCandidateGenerator:
         """Proposes a tree; under `shared_noise` of the scores that the target's own noise makes likely."""
         assert state.nodes is not None
         scores, draft, longest = logits, self.draft, self.draft.generation_config.max_matching_ngram_size
-        follows = table.follows if longest is None else table.follows[: longest + 1]
+        follows = table.follows if longest is None else table.follows[:, : longest + 1]
         before = None
-        if len(follows) > 1:
+        if follows.shape[1] > 1:
             before = Continuation.of(state.ids, state.cursor, self.num_proposals, follows)
         is_noisy = state.key is not None and self.rule != "argmax"
         if draft.candidate_selector is not None:
