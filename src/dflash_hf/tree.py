@@ -60,14 +60,22 @@ class DraftTree:
             `tuple[torch.Tensor, torch.Tensor]`: The path `[B, N]`, the node at each depth and 0 behind its end; and
             how many nodes beside the anchor it has `[B]`.
         """
-        nodes = torch.arange(block_BN.shape[1], device=block_BN.device)
-        matches = (block_BN == tokens_BN.gather(1, self.parents)) | (nodes == 0)
-        matched = (matches.to(torch.long) << nodes).sum(dim=1, keepdim=True)
-        stands = (self.ancestors & ~matched) == 0
+        nodes, stands = self._standing(block_BN == tokens_BN.gather(1, self.parents))
         # Nodes that do not stand all say that the anchor is at depth 0.
         depths = self.depths * stands
         path = torch.zeros_like(block_BN).scatter_(1, depths, nodes * stands)
         return path, depths.amax(dim=1)
+
+    def agree(self, block_BN: Tensor, text_BD: Tensor) -> Tensor:
+        """Counts how far a text `[B, D]` behind the anchor goes along the tree: `[B]`."""
+        _, stands = self._standing(block_BN == text_BD.gather(1, (self.depths - 1).clamp_min(0)))
+        return (self.depths * stands).amax(dim=1)
+
+    def _standing(self, matches_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """The nodes, and which of them match with all their ancestors, as the anchor does."""
+        nodes = torch.arange(matches_BN.shape[1], device=matches_BN.device)
+        matched = ((matches_BN | (nodes == 0)).to(torch.long) << nodes).sum(dim=1, keepdim=True)
+        return nodes, (self.ancestors & ~matched) == 0
 
     def child(self, block_BN: Tensor, node_B: Tensor, tokens_B: Tensor) -> tuple[Tensor, Tensor]:
         """Finds the child of a node that has a token: its index `[B]`, 0 where there is none, and whether there is."""

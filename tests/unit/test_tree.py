@@ -113,6 +113,8 @@ def test_the_path_is_the_longest_that_the_target_says() -> None:
                 node = children[0]
                 nodes.append(node)
             assert int(num_accepted[row]) == len(nodes) - 1
+            said_by_target = torch.tensor([*(int(tokens[row, n]) for n in nodes), 9, 9, 9, 9])[None, :4].expand(3, -1)
+            assert int(tree.agree(block, said_by_target)[row]) == len(nodes) - 1
             assert path[row].tolist() == nodes + [0] * (16 - len(nodes))
             lengths.add(len(nodes))
     assert len(lengths) > 3

@@ -72,8 +72,11 @@ def _show(console: Console, diagnosis: Diagnosis) -> None:
         table.add_row(check.name, f"[{colour}]{check.status}", meaning)
     console.print(table)
     found, prompts = _counted(len(diagnosis.findings), "finding"), _counted(diagnosis.num_prompts, "prompt")
+    tree = diagnosis.tree_acceptance_length
     console.print(
-        f"acceptance length {diagnosis.acceptance_length:.2f} as configured: what generate has on "
+        f"acceptance length {diagnosis.acceptance_length:.2f} as configured"
+        + ("" if tree is None else f", {tree:.2f} with a tree of as many tokens")
+        + ": what generate has on "
         f"{prompts} and {diagnosis.num_tokens} tokens of answers; {found}",
         highlight=False,
     )

@@ -70,7 +70,9 @@ class Diagnosis:
 
     Args:
         acceptance_length (`float`): Tokens per verify that greedy decoding has on the prompts, as configured; 0 where
-            nothing could be measured.
+            nothing could be measured. Of a chain.
+        tree_acceptance_length (`float`, *optional*): The same of a tree of as many tokens, of what the draft says
+            alone; `None` for targets that cannot verify one, and where nothing could be measured.
         num_prompts, num_tokens (`int`): What it was measured on: prompts, tokens of their answers.
         checks (`list[Check]`): Everything that was looked at.
     """
@@ -79,6 +81,7 @@ class Diagnosis:
     num_prompts: int
     num_tokens: int
     checks: list[Check]
+    tree_acceptance_length: float | None = None
 
     @property
     def findings(self) -> list[Check]:
@@ -154,6 +157,7 @@ def diagnose(
     checks.append(_check_fit(probe, setup, [check.name for check in checks if check.status == "finding"]))
     return Diagnosis(
         acceptance_length=probe.walked(Setup()),
+        tree_acceptance_length=None if target.recurrences else probe.walked(Setup(), is_tree=True),
         num_prompts=len(prompts),
         num_tokens=sum(len(e.input_ids) - e.prompt_length() for e in examples),
         checks=checks,

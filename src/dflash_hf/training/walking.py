@@ -19,6 +19,7 @@ from dflash_hf.training.collators import Batch, collate, sorted_batches
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.forward import logits_of, run_blocks, target_features
 from dflash_hf.training.loss import block_labels
+from dflash_hf.tree import DraftTree, tree_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +112,7 @@ def accepted_with_features(
     block_size: int,
     verify_width: int,
     chunk_anchors: int = 32,
+    is_tree: bool = False,
 ) -> Tensor:
     """Does what `accepted_at_anchors` does with tapped states that are there already.
 
@@ -118,6 +120,7 @@ def accepted_with_features(
         batch (`Batch`): The examples, on the draft's device.
         features (`torch.Tensor` of shape `[B, S, L * D]`): Tapped states of the batch.
         draft, target, block_size, verify_width, chunk_anchors: See `accepted_at_anchors`.
+        is_tree (`bool`): Whether the tokens that are verified are a tree's, of what the draft says alone.
 
     Returns:
         `torch.Tensor` of shape `[B, S]`, int64, on the CPU: See `accepted_at_anchors`.
@@ -134,11 +137,31 @@ def accepted_with_features(
         # Only as many slots as a verify would look at go through the head; every block is a row of its own.
         hidden = hidden.view(-1, block_size, hidden.shape[-1])[:, 1 - ahead : verify_width - ahead]
         heads = batch.input_ids.gather(1, part.indices).flatten()
-        proposals = draft.best_path(hidden, logits(hidden), heads)
-        proposals = proposals.view(*part.indices.shape, verify_width - 1).to(hidden.device)
-        right = (proposals == labels.ids[:, :, 1:verify_width]) & labels.mask[:, :, 1:verify_width]
-        accepted.scatter_add_(1, part.indices, right.cumprod(dim=-1).sum(dim=-1) * part.keep)
+        truth = labels.ids[:, :, 1:verify_width].masked_fill(~labels.mask[:, :, 1:verify_width], -1)
+        if is_tree:
+            right = _along_tree(draft, hidden, logits(hidden), heads, truth.flatten(0, 1)).view_as(part.indices)
+        else:
+            proposals = draft.best_path(hidden, logits(hidden), heads)
+            proposals = proposals.view(*part.indices.shape, verify_width - 1).to(hidden.device)
+            right = (proposals == truth).cumprod(dim=-1).sum(dim=-1)
+        accepted.scatter_add_(1, part.indices, right * part.keep)
     return accepted.cpu()
+
+
+def _along_tree(
+    draft: DFlashDraftModel, hidden: Tensor, logits_BDV: Tensor, heads: Tensor, truth_BD: Tensor
+) -> Tensor:
+    """How far the truth goes along a tree of as many tokens as the chain has, `[B]`; one row per block."""
+    (batch, depth), device = truth_BD.shape, logits_BDV.device
+    selector = draft.candidate_selector
+    table = tree_table(depth + 1, depth, logits_BDV.shape[-1] if selector is None else selector.top_k, device)
+    nodes, block = (torch.zeros(*size, batch, depth + 1, dtype=torch.long, device=device) for size in ((3,), ()))
+    if selector is None:
+        table.build(logits_BDV, nodes, block)
+    else:
+        candidates, scores = selector(hidden, logits_BDV, heads)
+        table.build_behind(candidates, scores, nodes, block)
+    return DraftTree(*nodes).agree(block, truth_BD.to(device)).to(truth_BD.device)
 
 
 def walked_acceptance(
