@@ -56,6 +56,7 @@ LEVELS = {
     "dflash_hf.generation.iterate": 7,
     "dflash_hf.bench": 7,
     "dflash_hf.chat": 7,
+    "dflash_hf.serve": 7,
     "dflash_hf.__main__": 8,
     "dflash_hf.cli": 8,
     "demos": 8,
@@ -65,7 +66,17 @@ KERNEL_BENCHMARKS = ("benchmarks.harness.kernel_cases", "benchmarks.harness.swee
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_JIT_LINES = 120
-OPTIONAL_DEPENDENCIES = ("triton", "gradio", "datasets", "matplotlib", "PIL", "pandas", "math_verify", "lm_eval")
+OPTIONAL_DEPENDENCIES = (
+    "triton",
+    "gradio",
+    "datasets",
+    "matplotlib",
+    "PIL",
+    "pandas",
+    "math_verify",
+    "lm_eval",
+    "uvicorn",
+)
 
 # Modules that must not wait for the device -> their functions that may: they run once, before or after the loop, or
 # where the host decides.

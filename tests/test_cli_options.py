@@ -98,6 +98,18 @@ CLI_OPTIONS: dict[str, list[str]] = {
     ],
     "inspect": ["--json", "draft"],
     "push": ["--license", "--private", "--target", "--to", "draft", "repo"],
+    "serve": [
+        "--chat-template-kwargs",
+        "--device",
+        "--draft",
+        "--dtype",
+        "--host",
+        "--no-thinking",
+        "--pair",
+        "--port",
+        "--target",
+        "--threads",
+    ],
     "train": [
         "--answer-batch",
         "--answers",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from helpers.source_tree import ROOT
 
-NOT_LOADED_BY_IMPORT = ("torch", "transformers", "gradio", "datasets", "matplotlib", "pandas")
+NOT_LOADED_BY_IMPORT = ("torch", "transformers", "gradio", "uvicorn", "datasets", "matplotlib", "pandas")
 
 
 def undocumented_exports(package: types.ModuleType) -> list[str]:
@@ -51,7 +51,7 @@ def test_import_loads_nothing_heavy() -> None:
     assert not (loaded := loaded_by("import dflash_hf", NOT_LOADED_BY_IMPORT)), f"import dflash_hf loads {loaded}"
 
 
-COMMANDS = ("generate", "demo", "chat", "convert", "doctor", "inspect", "drafts", "push", "train")
+COMMANDS = ("generate", "demo", "chat", "convert", "doctor", "inspect", "drafts", "push", "serve", "train")
 GROUPED = ("bench", "bench prepare", "bench compare")
 COMMAND_LINES = [
     ["--help"],

@@ -20,6 +20,7 @@ from dflash_hf.cli.drafts import drafts
 from dflash_hf.cli.generate import generate
 from dflash_hf.cli.inspect import inspect
 from dflash_hf.cli.push import push
+from dflash_hf.cli.serve import serve
 from dflash_hf.cli.train import TrainCommand, train
 from dflash_hf.errors import one_line
 
@@ -97,6 +98,7 @@ def main(
 app.command()(generate)
 app.command()(demo)
 app.command()(chat)
+app.command()(serve)
 app.command()(convert)
 app.command()(doctor)
 app.command()(inspect)

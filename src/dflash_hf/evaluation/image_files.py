@@ -52,8 +52,10 @@ class ImageError(ValueError):
         self.path = path
 
 
-def read_image(path: Path) -> ChatImage:
+def read_image(path: Path, data: bytes | None = None) -> ChatImage:
     """Reads an image: its first frame, upright, transparency on white, grey levels of 16 bits scaled to 8.
+
+    With `data` that is what would be in the file, and `path` only what to call it.
 
     Raises `ImageError` if it is too large, in bytes or (by its header, before anything is decoded) in pixels, or is
     no image that can be read; `ValueError` if there is no Pillow.
@@ -62,12 +64,12 @@ def read_image(path: Path) -> ChatImage:
         from PIL import Image
     except ModuleNotFoundError as error:
         raise ValueError("expected Pillow for images, got no module PIL; pip install 'dflash-hf[vlm]'") from error
-    name, size = path.name, path.stat().st_size
+    name, size = path.name, path.stat().st_size if data is None else len(data)
     if size > MAX_FILE_BYTES:
         limit, got = f"{MAX_FILE_BYTES // 2**20} MB", f"{size / 2**20:.1f} MB"
         raise ImageError(f"expected an image of at most {limit}, got {name} with {got}; shrink it", path)
     try:
-        with Image.open(path, formats=FORMATS) as file:
+        with Image.open(path if data is None else io.BytesIO(data), formats=FORMATS) as file:
             if file.width * file.height > MAX_PIXELS:
                 name += f" with {file.width} × {file.height} ({file.width * file.height / 10**6:.0f})"
                 raise Image.DecompressionBombError

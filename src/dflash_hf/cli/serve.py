@@ -1,0 +1,104 @@
+"""`dflash-hf serve`: a pair behind OpenAI's interface, on Transformers' own server."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from dflash_hf.cli.pair import BUNDLED, load_pair, named_pair, template_options
+from dflash_hf.errors import one_line
+
+
+def serve(
+    target: Annotated[str | None, typer.Option(help="Folder or Hub id of the target.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Folder or Hub id of its draft.")] = None,
+    pair: Annotated[
+        str | None, typer.Option(help="A pair of this clone instead: text (the default), vision, hybrid or smollm2.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
+    no_thinking: Annotated[
+        bool, typer.Option("--no-thinking", help="enable_thinking=False for the chat template.")
+    ] = False,
+    chat_template_kwargs: Annotated[
+        str, typer.Option(help="Options of the chat template, as JSON, where a request has none.")
+    ] = "{}",
+    threads: Annotated[int | None, typer.Option(help="CPU threads; small models want one.", min=1, max=1024)] = None,
+    dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
+) -> None:
+    """Serve a pair to OpenAI clients: chats, about images too if the target sees them, and plain completions.
+
+    The model's name is that of the pair or of the target, as given here. One request is answered after the other.
+    """
+    if pair is not None and (target, draft) != (None, None):
+        raise ValueError("expected --pair, or --target and --draft, got both; leave one out")
+    if (target is None) != (draft is None):
+        raise ValueError("expected --target and --draft, got one of them; give the other, or --pair")
+    encoding: dict[str, Any] = template_options(chat_template_kwargs, no_thinking)
+    name = target or pair or "text"
+    target, draft = (target, draft) if target and draft else named_pair(name)
+    with listen(host, port) as listening:
+        parts = server_parts()
+        import torch
+
+        from dflash_hf.evaluation.harness import warm_up
+
+        if threads or Path(target).resolve().is_relative_to(BUNDLED):
+            torch.set_num_threads(threads or 1)
+        with Console(stderr=True).status("loading the pair"):
+            loaded = load_pair(target, draft, dtype, device)
+            served = parts.Pair(*loaded, name=name, encoding=encoding, note=lambda line: typer.echo(line, err=True))
+            served.generation.submit(warm_up, *loaded, "Hello.").result()  # in the thread that will answer
+        if no_thinking and "enable_thinking" not in served.served.template:
+            typer.echo("the chat template has no enable_thinking: it is left as it is", err=True)
+        place = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"
+        typer.echo(f"{name} is served at {place} (Ctrl-C ends it)", err=True)
+        # Python leaves at once on SIGTERM otherwise.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        parts.Server(served).run(sockets=[listening])
+
+
+def server_parts() -> Any:
+    """Returns the module that has the server's parts.
+
+    Raises:
+        ValueError: If what it needs is not installed, or Transformers has no such server.
+    """
+    import transformers
+    from transformers.utils import import_utils
+
+    missing = "FastAPI, Uvicorn or openai" if not getattr(import_utils, "is_serve_available", bool)() else ""
+    try:
+        if not missing:
+            return import_module("dflash_hf.serve.app")
+    except ImportError as error:
+        if not isinstance(error, ModuleNotFoundError) or str(error.name).startswith("transformers"):
+            raise ValueError(
+                f"expected a Transformers whose server takes handlers one by one (5.16 to 5.23 do), got "
+                f"{transformers.__version__} ({one_line(error)}); install one of them"
+            ) from error
+        missing = str(error.name)
+    raise ValueError(f"expected what a server needs, got no {missing}; pip install 'dflash-hf[serve]'")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens there; raises `ValueError` if none can."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        why = str(error.strerror).partition(" (")[0]
+        raise ValueError(
+            f"expected a place to listen, got {host}:{port} ({why}); pass another --host or --port"
+        ) from error
+
+
+__all__ = ["serve"]

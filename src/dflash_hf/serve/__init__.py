@@ -1,0 +1,1 @@
+"""An OpenAI-style server for a pair: Transformers' own handlers, whose `generate` gets the draft."""

@@ -1,0 +1,285 @@
+"""How a request ends that is not answered: its client goes away, `generate` fails, the server has no parts.
+
+The application is called in this process, so that a step of the target can be held, and forwards counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from starlette.types import ASGIApp, Message
+from torch import Tensor
+from typer.testing import CliRunner
+
+from dflash_hf.cli.main import app
+from dflash_hf.cli.pair import load_pair, named_pair
+from dflash_hf.serve.app import Pair, build_app
+
+ASKED = {"messages": [{"role": "user", "content": "Compute 41 + 80 - 99 + 14."}]}
+HELD_AT = 4  # forwards of the target
+
+
+class Held:
+    """The bundled pair, served; the target's fourth forward waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.noted = threading.Condition()
+        self.forwards = 0
+        self.reached, self.let_go = threading.Event(), threading.Event()
+        self.pair = Pair(*load_pair(*named_pair("text")), name="text", encoding={}, note=self.note)
+        self.app: ASGIApp = build_app(self.pair)
+        self.pair.target.register_forward_pre_hook(self.hold)
+        self.queued = 0
+        generation = self.pair.generation
+        for name in ("submit", "async_submit"):
+            setattr(generation, name, self.counted(getattr(generation, name)))
+
+    def counted(self, submit: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            self.queued += 1
+            return submit(*args, **kwargs)
+
+        return counting
+
+    def note(self, line: str) -> None:
+        with self.noted:
+            self.notes.append(line)
+            self.noted.notify_all()
+
+    def hold(self, *_: Any) -> None:
+        self.forwards += 1
+        if self.forwards == HELD_AT:
+            self.reached.set()
+            assert self.let_go.wait(60)
+
+    def wait_for_notes(self, number: int) -> list[str]:
+        with self.noted:
+            assert self.noted.wait_for(lambda: len(self.notes) >= number, timeout=60), self.notes
+            return self.notes
+
+
+class Client:
+    """A client that asks, and goes away when told to; `sent` is what it got."""
+
+    def __init__(self, app: ASGIApp, **asked: Any) -> None:
+        self.body = json.dumps({**ASKED, **asked}).encode()
+        self.sent: list[Message] = []
+        self.leaves = asyncio.Event()
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"",
+            "headers": [(b"content-type", b"application/json")], "asgi": {"version": "3.0", "spec_version": "2.3"},
+        }  # fmt: skip
+        self.task = asyncio.ensure_future(self.run(app(scope, self.receive, self.send)))
+
+    async def run(self, call: Any) -> None:
+        await call
+
+    async def receive(self) -> Message:
+        if self.body:
+            body, self.body = self.body, b""
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    async def goes(self) -> None:
+        """Goes away, and lets the server hear of it."""
+        self.leaves.set()
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    def got(self) -> tuple[int, str]:
+        """Status and body of what came."""
+        return self.sent[0]["status"], b"".join(message.get("body", b"") for message in self.sent[1:]).decode()
+
+
+@pytest.fixture
+def held() -> Iterator[Held]:
+    server = Held()
+    yield server
+    server.let_go.set()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "in pieces"])
+def test_a_run_ends_with_the_step_in_which_its_client_went(held: Held, stream: bool) -> None:
+    async def scenario() -> None:
+        leaving = Client(held.app, stream=stream)
+        await asyncio.to_thread(held.reached.wait, 60)
+        waiting = Client(held.app, stream=stream)
+        while held.queued < 2:  # for its turn behind the held one
+            await asyncio.sleep(0.001)
+        await waiting.goes()
+        await leaving.goes()
+        held.let_go.set()
+        await asyncio.gather(leaving.task, waiting.task)
+
+    asyncio.run(scenario())
+    first, second = held.wait_for_notes(2)
+    assert "then Ended: the client has gone" in first
+    assert held.forwards == HELD_AT, "the held one was the last, and the second request had none"
+    assert ": 0 tokens in" in second
+
+
+def test_others_are_answered_after_a_client_went(held: Held) -> None:
+    async def scenario() -> tuple[int, str]:
+        leaving = Client(held.app)
+        await asyncio.to_thread(held.reached.wait, 60)
+        await leaving.goes()
+        staying = Client(held.app)
+        held.let_go.set()
+        await staying.task
+        return staying.got()
+
+    status, body = asyncio.run(scenario())
+    assert status == 200
+    assert json.loads(body)["choices"][0]["message"]["content"].endswith("The final answer is \\boxed{36}.")
+
+
+def test_a_server_that_stops_says_so(held: Held) -> None:
+    async def scenario() -> list[tuple[int, str]]:
+        clients = [Client(held.app), Client(held.app, stream=True)]
+        await asyncio.to_thread(held.reached.wait, 60)
+        held.pair.stopping.set()
+        held.let_go.set()
+        await asyncio.gather(*(client.task for client in clients))
+        return [client.got() for client in clients]
+
+    (whole, body), (streamed, pieces) = asyncio.run(scenario())
+    assert whole == 503
+    assert json.loads(body)["error"] == {
+        "message": "the server stops", "type": "server_error", "param": None, "code": None,
+    }  # fmt: skip
+    assert streamed == 200
+    assert 'data: {"error": "the server stops"}' in pieces
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (RuntimeError('no "memory" \\ left\nat all'), 500, "server_error"),
+        (ValueError("expected it otherwise; change it"), 400, "invalid_request_error"),
+    ],
+    ids=["unforeseen", "refused"],
+)
+def test_what_generate_raises_is_told(
+    held: Held, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, kind: str
+) -> None:
+    def fails(**_: Any) -> None:
+        raise error
+
+    async def scenario() -> list[tuple[int, str]]:
+        clients = [Client(held.app), Client(held.app, stream=True)]
+        await asyncio.gather(*(client.task for client in clients))
+        return [client.got() for client in clients]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(held.pair.target, "generate", fails)
+        (whole, body), (_, pieces) = asyncio.run(scenario())
+    assert whole == status
+    assert json.loads(body)["error"]["type"] == kind
+    assert " ".join(str(error).split()) in json.loads(body)["error"]["message"]
+    told = json.loads(pieces.strip().rpartition("data: ")[2])["error"]
+    assert told == " ".join(str(error).split()).replace('"', "'").replace("\\", "'")
+    assert any("Traceback" in note for note in held.notes) == (status == 500)
+
+
+def test_what_the_template_refuses_is_told(held: Held) -> None:
+    tokenizer: Any = held.pair.tokenizer
+    tokenizer.chat_template = "{{ raise_exception('Roles must alternate.') }}"
+
+    async def scenario() -> tuple[int, str]:
+        client = Client(held.app, stream=True)
+        await client.task
+        return client.got()
+
+    status, body = asyncio.run(scenario())
+    assert status == 400
+    message = json.loads(body)["error"]["message"]
+    assert message == (
+        "expected a conversation that the chat template takes, got TemplateError: Roles must alternate.; change it"
+    )
+
+
+def test_an_answer_whose_markup_is_broken_is_told(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(input_ids: Tensor, **_: Any) -> Tensor:
+        held.pair.draft.last_stats = SimpleNamespace(acceptance_length=2.0, num_target_forwards=1)  # pyright: ignore
+        call = held.pair.tokenizer("<tool_call>\n{", add_special_tokens=False, return_tensors="pt")["input_ids"]
+        return torch.cat([input_ids, call], dim=1)
+
+    async def scenario() -> tuple[int, str]:
+        client = Client(held.app)
+        await client.task
+        return client.got()
+
+    monkeypatch.setattr(held.pair.target, "generate", cut)
+    status, body = asyncio.run(scenario())
+    assert status == 500
+    message = json.loads(body)["error"]["message"]
+    assert message.startswith("expected an answer whose markup can be read, got ValueError: ")
+
+
+def test_tools_and_options_reach_the_template() -> None:
+    target, draft, tokenizer = load_pair(*named_pair("text"))
+    called = "{% for tool in tools or [] %} by {{ tool.function.name }}{% endfor %}"
+    tokenizer.chat_template = "{{ messages[0].content }} thinks {{ enable_thinking }}" + called
+    prompts = list[str]()
+
+    def noted(input_ids: Tensor, **_: Any) -> None:
+        prompts.append(tokenizer.decode(input_ids[0]))
+        raise ValueError("expected nothing; go")
+
+    target.generate = noted
+    app = build_app(Pair(target, draft, tokenizer, name="x", encoding={"enable_thinking": False}, note=str))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+
+    async def scenario() -> None:
+        for asked in ({}, {"tools": tools}, {"tools": tools, "chat_template_kwargs": {"enable_thinking": True}}):
+            await Client(app, **asked).task
+
+    asyncio.run(scenario())
+    asked = ASKED["messages"][0]["content"]
+    assert prompts == [f"{asked} thinks False", f"{asked} thinks False by f", f"{asked} thinks True by f"]
+
+
+# ---- a server that does not begin
+
+
+def refused(*arguments: str) -> str:
+    found = CliRunner().invoke(app, ["serve", *arguments])
+    assert found.exit_code == 2, found.output
+    assert found.stdout == ""
+    return " ".join(found.stderr.split())
+
+
+def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "dflash_hf.serve.app")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert "expected what a server needs, got no uvicorn; pip install 'dflash-hf[serve]'" in refused("--port", "0")
+    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
+    assert "got no FastAPI, Uvicorn or openai; pip install 'dflash-hf[serve]'" in refused("--port", "0")
+
+
+def test_a_transformers_without_these_handlers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "dflash_hf.serve.app")
+    monkeypatch.setitem(sys.modules, "transformers.cli.serving.completion", ModuleType("completion"))
+    assert "expected a Transformers whose server takes handlers one by one" in refused("--port", "0")
+    assert "cannot import name 'CompletionHandler'" in refused("--port", "0")
+
+
+def test_wrong_options_are_said() -> None:
+    assert "expected --pair, or --target and --draft, got both" in refused("--pair", "text", "--draft", "x")
+    assert "expected --target and --draft, got one of them" in refused("--target", "x")
+    assert "expected --pair among text, vision" in refused("--pair", "nonsense")
+    assert "expected a JSON object as --chat-template-kwargs" in refused("--chat-template-kwargs", "[]")
+    assert "expected a place to listen, got no.such.host.invalid:8000" in refused("--host", "no.such.host.invalid")
