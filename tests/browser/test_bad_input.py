@@ -144,7 +144,9 @@ def test_empty_message_is_refused(endless: Server, open_chat: Callable[..., Chat
     chat = open_chat(endless)
     chat.send("   ")
     assert "Expected a question, got an empty message" in chat.notice()
-    assert chat.page.locator(".df-turn").count() == 0
+    chat.page.click("#df-race-start")
+    assert "Expected a question to race on" in chat.notice("race")
+    assert chat.page.locator(".df-user").count() == 0
 
 
 def test_long_prompt_is_refused_with_numbers_before_any_work(endless: Server, open_chat: Callable[..., Chat]) -> None:
@@ -154,7 +156,7 @@ def test_long_prompt_is_refused_with_numbers_before_any_work(endless: Server, op
     sentence = chat.notice()
     assert "at most 4,000 tokens" in sentence
     assert "got 5,0" in sentence
-    assert chat.page.locator(".df-turn").count() == 0
+    assert chat.page.locator(".df-user").count() == 0
     chat.page.fill("#df-box textarea", "x" * 200_001)
     chat.page.click("#df-box .submit-button")
     chat.notice("200,001")
