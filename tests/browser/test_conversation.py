@@ -170,7 +170,9 @@ def test_image_and_follow_up_are_answered_as_plain_generate_does(
     assert all(shown.nth(i).evaluate("image => image.complete && image.naturalWidth > 0") for i in range(2))
 
 
-def test_draft_off_is_plain_generate(bundled: Server, open_chat: Callable[..., Chat]) -> None:
+def test_draft_off_is_plain_generate_and_so_is_a_top_p_that_leaves_the_best_token_alone(
+    bundled: Server, open_chat: Callable[..., Chat]
+) -> None:
     chat = open_chat(bundled)
     text = chat.ask(bundled.question())
     chat.page.click("#df-new")
@@ -181,6 +183,13 @@ def test_draft_off_is_plain_generate(bundled: Server, open_chat: Callable[..., C
     assert chat.page.locator(".df-run").count() == 0
     assert "without the draft" in chat.meta()
     assert chat.page.locator(".df-figure strong").nth(1).text_content() == "1"
+    chat.page.click("#df-new")
+    chat.page.wait_for_selector(".df-welcome")
+    chat.answers = 0
+    chat.page.check("#df-draft input")
+    chat.set("heat", 1.5)
+    chat.set("top-p", 0.05)
+    assert chat.ask(bundled.question()) == text
 
 
 def test_stop_ends_the_run_and_the_chat_goes_on(held: Server, open_chat: Callable[..., Chat]) -> None:
@@ -227,13 +236,6 @@ def test_temperature_changes_the_text_and_length_ends_it(endless: Server, open_c
     chat.set("heat", 1.5)
     assert chat.ask("hello") != greedy
     assert "32 tokens" in chat.meta()
-
-
-def test_top_p_leaves_out_what_is_unlikely(bundled: Server, open_chat: Callable[..., Chat]) -> None:
-    chat = open_chat(bundled)
-    chat.set("heat", 1.5)
-    chat.set("top-p", 0.05)  # of a trained model, the best token alone
-    assert chat.ask(bundled.question()) == plain_answers(bundled.pair, 320, (bundled.question(), []))[0]
 
 
 def test_race_compares_both_ways_token_by_token(bundled: Server, open_chat: Callable[..., Chat]) -> None:

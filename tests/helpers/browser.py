@@ -165,8 +165,14 @@ class Chat:
         box = self.page.locator(f"#df-{name} input[type=number]")
         if not box.is_visible():
             self.page.click("#df-more .label-wrap")
+            box.wait_for()
+            self.page.wait_for_function(
+                "document.querySelector('#df-more').getAnimations({subtree: true}).length === 0"
+            )
         box.fill(str(value))
         box.press("Tab")
+        slider = "([name, value]) => Number(document.querySelector(`#df-${name} input[type=range]`).value) === value"
+        self.page.wait_for_function(slider, arg=[name, value])
 
     def meta(self) -> str:
         """The line under the newest answer."""

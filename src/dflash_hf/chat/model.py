@@ -161,9 +161,9 @@ class ChatModel:
         """Raises `ValueError` for a message that is refused as it is: nobody has to have read its images for that."""
         if not text.strip() and not images:
             raise ValueError("expected a question, got an empty message; write something")
-        if len(text) > MAX_CHARACTERS:
-            limit = f"{MAX_CHARACTERS:,} characters"
-            raise ValueError(f"expected a message of at most {limit}, got {len(text):,}; shorten it")
+        if (number := len(text) + len(conversation.system)) > MAX_CHARACTERS:
+            limit = f"{MAX_CHARACTERS:,} characters, system prompt included"
+            raise ValueError(f"expected a message of at most {limit}, got {number:,}; shorten it")
         if images and not self.takes_images:
             raise ImageError("expected a text, got an image: this target reads text only; remove the image")
         total = len(images) + sum(len(turn.images) for turn in conversation.turns)

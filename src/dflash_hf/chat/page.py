@@ -107,13 +107,16 @@ class Page:
                 images=[read_image(file) for file in files],
                 answer=Answer(drafted=True, block_size=self.model.block_size),
             )
-            asked = Conversation(turns=[turn])
-            for length in (4, OPENING_TOKENS):  # the first calls pay for loading code
-                *_, race = self.model.race(asked, length)
-            if race[1].agreement is not None:
-                turn.answer = race[1]
-                return [turn], race
-            break
+            try:
+                for length in (4, OPENING_TOKENS):  # the first calls pay for loading code
+                    *_, race = self.model.race(Conversation(turns=[turn]), length)
+            except ValueError as error:  # too long for this target
+                logger.warning("The chat opens without an example: %s", error)
+                break
+            if race[1].agreement is None:  # it failed, which was logged
+                break
+            turn.answer = race[1]
+            return [turn], race
         return [], None
 
     def _box(self) -> Any:
@@ -193,7 +196,7 @@ class Page:
             top_p=float(data[self.top_p]),
             max_new_tokens=int(data[self.length]),
         )
-        conversation.system = data[self.system].strip()
+        conversation.system = str(data[self.system] or "").strip()
         return self.model.ask(conversation, text, images, settings)
 
     def _written(self, conversation: Conversation, running: Generator[Answer], **box: Any) -> Generator[Change]:
@@ -213,11 +216,11 @@ class Page:
         def run(conversation: Conversation) -> Generator[Change]:
             conversation.turns = conversation.turns or list(self.opening)
             with closing(self.model.race(conversation, int(length))) as running:
-                question = conversation.turns[-1].text
+                turn = conversation.turns[-1]
                 yield self._controls(busy=True)
                 for race in running:
-                    views = {self.headline: render("headline", None, race)}
-                    yield {**views, self.lanes: render("race", question, *race)}
+                    views = {self.headline: render("headline", turn.answer, race)}
+                    yield {**views, self.lanes: render("race", turn.text, *race)}
 
         yield from self._changes(run, request)
 
