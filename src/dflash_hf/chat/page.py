@@ -40,7 +40,7 @@ class Page:
         self.sessions = Sessions()
         self.examples = find_examples(names[1], model.takes_images)
         # What the chatbot makes of HTML; in a handler of events a component is an update, and no value of another one.
-        hello = {"role": "user", "content": _html("")}
+        hello: Any = {"role": "user", "content": _html("")}
         self.part: Any = gr.Chatbot(render=False).postprocess([hello]).root[0].content[0]
         self.opening, self.first_race = self._open()
         fresh = self._views(self.opening, self.first_race)
