@@ -44,7 +44,7 @@ help:  ## this list
 demo: $(VENV)/.stamp-demo  ## the bundled pairs answer held-out prompts, texts and pictures, with and without a draft
 	$(BIN)/dflash-hf demo
 
-chat: $(VENV)/.stamp-dev  ## the bundled pair on a web page, on this machine only (CHAT_ARGS: --port, --target ...)
+chat: $(VENV)/.stamp-dev  ## a web page, on this machine only: SmolLM2 after make real, else a toy (CHAT_ARGS: --port, --pair ...)
 	$(BIN)/python demos/app.py $(CHAT_ARGS)
 
 setup: $(VENV)/.stamp-dev  ## make or update .venv with everything the targets below need

@@ -1,4 +1,4 @@
-"""The image chat: `python demos/app.py`, the same as `dflash-hf chat --web`, with the same options."""
+"""The chat on a web page: `python demos/app.py`, the same as `dflash-hf chat --web`, with the same options."""
 
 from __future__ import annotations
 

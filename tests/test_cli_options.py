@@ -52,6 +52,7 @@ CLI_OPTIONS: dict[str, list[str]] = {
         "--max-new-tokens",
         "--pair",
         "--port",
+        "--share",
         "--system",
         "--target",
         "--temperature",

@@ -40,7 +40,9 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The chat as `make chat` starts it, on the bundled pair."""
     port = free_port()
     folder = tmp_path_factory.mktemp("bundled")
-    server = start([str(ROOT / "demos" / "app.py"), "--port", str(port)], folder / "log", BUNDLED_VISION, port)
+    server = start(
+        [str(ROOT / "demos" / "app.py"), "--pair", "vision", "--port", str(port)], folder / "log", BUNDLED_VISION, port
+    )
     yield server
     stop(server)
 

@@ -15,7 +15,8 @@ FIRST = """() => {
     window.asked ??= performance.now();
   }, true);
   new MutationObserver(() => {
-    if (document.querySelector("#df-current .df-text")?.textContent) window.shown ??= performance.now();
+    const text = document.querySelector(".df-answer:not([data-state=example]) .df-text")?.textContent;
+    if (text) window.shown ??= performance.now();
   }).observe(document.body, { childList: true, subtree: true, characterData: true });
 }"""
 

@@ -13,21 +13,28 @@ STILL = (
 
 
 @pytest.mark.parametrize(
-    ("name", "width", "height", "scheme"),
+    ("name", "width", "height", "scheme", "example"),
     [
-        ("chat-light", 1280, 860, "light"),
-        ("chat-dark", 1280, 860, "dark"),
-        ("chat-narrow", 390, 844, "light"),
+        ("chat-light", 1280, 860, "light", None),  # as it opens
+        ("chat-dark", 1280, 860, "dark", 2),
+        ("chat-narrow", 390, 844, "light", None),
+        ("chat-narrow-dark", 390, 844, "dark", 2),
     ],
 )
 def test_screenshots(
-    name: str, width: int, height: int, scheme: str, bundled: Server, open_chat: Callable[..., Chat]
+    name: str,
+    width: int,
+    height: int,
+    scheme: str,
+    example: int | None,
+    bundled: Server,
+    open_chat: Callable[..., Chat],
 ) -> None:
     chat = open_chat(bundled, width=width, height=height, color_scheme=scheme)
-    chat.page.locator("[data-df-example]").first.click()
-    chat.wait("done")
-    if width > 900:
+    if example is not None:
+        chat.page.locator("[data-df-example]").nth(example).click()
+        chat.wait("done")
         chat.page.click("#df-race-start")
-        chat.page.wait_for_selector('.df-race[data-state="done"]')
-        chat.page.wait_for_function(STILL)
-    chat.page.screenshot(path=ROOT / "docs" / "images" / f"{name}.png")
+        chat.page.wait_for_selector('.df-race[data-state="done"] em')
+    chat.page.wait_for_function(STILL)
+    chat.page.screenshot(path=ROOT / "docs" / "images" / f"{name}.png", full_page=width < 900)

@@ -1,5 +1,6 @@
 """Whatever is sent to it, the chat says a sentence and goes on."""
 
+import json
 import re
 import struct
 import urllib.error
@@ -7,8 +8,8 @@ import urllib.request
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import pytest
 from PIL import Image
 
 from helpers.browser import PATIENCE, Chat, Server
@@ -52,23 +53,20 @@ def write_bad(name: str, folder: Path) -> tuple[Path, str]:
     return path, "aspect ratio"
 
 
-@pytest.mark.parametrize("name", ["broken", "cut", "empty", "bomb", "large", "thin"])
-def test_bad_image_is_refused_in_a_sentence(
-    name: str, endless: Server, open_chat: Callable[..., Chat], tmp_path: Path
-) -> None:
-    path, part = write_bad(name, tmp_path)
+def test_bad_image_is_refused_in_a_sentence(endless: Server, open_chat: Callable[..., Chat], tmp_path: Path) -> None:
     chat = open_chat(endless)
     chat.set_length(16)
-    chat.send("what is this", path)
-    sentence = chat.notice()
-    assert part in sentence
-    assert not any(word in chat.page.content() for word in SENTENCE_WORDS)
-    # The text is still there, the image is not, and sending it again works.
-    chat.page.wait_for_function("document.querySelector('#df-box textarea').value === 'what is this'")
-    chat.page.wait_for_function("document.querySelectorAll('#df-box .thumbnail-item').length === 0")
-    chat.page.click("#df-box .submit-button")
-    assert len(chat.wait("done")) == 16
-    assert chat.page.locator(".df-notice").count() == 0
+    for name in ("broken", "cut", "empty", "bomb", "large", "thin"):
+        path, part = write_bad(name, tmp_path)
+        chat.send("what is this", path)
+        assert part in chat.notice(part), name
+        assert not any(word in chat.page.content() for word in SENTENCE_WORDS)
+        # The text is still there, the image is not, and sending it again works.
+        chat.page.wait_for_function("document.querySelector('#df-box textarea').value === 'what is this'")
+        chat.page.wait_for_function("document.querySelectorAll('#df-box .thumbnail-item').length === 0")
+        chat.page.click("#df-box .submit-button")
+        assert len(chat.wait("done")) == 16
+        assert chat.page.locator(".df-notice").count() == 0
 
 
 def test_what_was_not_refused_stays_in_the_box(
@@ -115,13 +113,12 @@ def write_odd(name: str, folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["animated", "cmyk", "pixel", "deep", "turned", "transparent"])
-def test_odd_image_is_answered(name: str, endless: Server, open_chat: Callable[..., Chat], tmp_path: Path) -> None:
+def test_odd_image_is_answered(endless: Server, open_chat: Callable[..., Chat], tmp_path: Path) -> None:
     chat = open_chat(endless)
     chat.set_length(16)
-    assert len(chat.ask("what is this", write_odd(name, tmp_path))) == 16
-    if name == "animated":
-        assert chat.page.text_content(".df-images figcaption") == "first of 4 frames"
+    for name in ("cmyk", "pixel", "deep", "turned", "transparent", "animated"):
+        assert len(chat.ask("what is this", write_odd(name, tmp_path))) == 16, name
+    assert chat.page.locator(".df-images figcaption").all_text_contents() == ["first of 4 frames"]
 
 
 def test_file_that_is_too_large_is_refused_before_it_is_kept(
@@ -144,7 +141,9 @@ def test_empty_message_is_refused(endless: Server, open_chat: Callable[..., Chat
     chat = open_chat(endless)
     chat.send("   ")
     assert "Expected a question, got an empty message" in chat.notice()
-    assert chat.page.locator(".df-turn").count() == 0
+    chat.page.click("#df-race-start")
+    assert "Expected a question to race on" in chat.notice("race")
+    assert chat.page.locator(".df-user").count() == 0
 
 
 def test_long_prompt_is_refused_with_numbers_before_any_work(endless: Server, open_chat: Callable[..., Chat]) -> None:
@@ -154,7 +153,7 @@ def test_long_prompt_is_refused_with_numbers_before_any_work(endless: Server, op
     sentence = chat.notice()
     assert "at most 4,000 tokens" in sentence
     assert "got 5,0" in sentence
-    assert chat.page.locator(".df-turn").count() == 0
+    assert chat.page.locator(".df-user").count() == 0
     chat.page.fill("#df-box textarea", "x" * 200_001)
     chat.page.click("#df-box .submit-button")
     chat.notice("200,001")
@@ -168,6 +167,33 @@ def test_text_is_shown_as_it_was_written(endless: Server, open_chat: Callable[..
     assert chat.page.text_content(".df-user p") == text
     chat.ask("again")
     assert chat.page.locator(".df-user p").first.text_content() == text
+    assert chat.page.title() == "DFlash chat"
+
+
+def test_text_of_a_model_never_runs(endless: Server, open_chat: Callable[..., Chat]) -> None:
+    """What a model wrote is shown as Markdown: HTML in it is left out or made harmless."""
+    chat = open_chat(endless)
+    chat.set_length(16)
+    answer = chat.ask("hello")
+    chat.page.click("#df-new")
+    chat.answers = 0
+    payload = (
+        "<img src='data:,' onerror=\"document.title='broken'\"><script>document.title='broken'</script> "
+        "[here](javascript:document.title='broken') <iframe srcdoc='x'></iframe><b onclick='x'>**bold**</b>"
+    )
+
+    def tamper(route: Any) -> None:
+        reply = route.fetch()
+        body = reply.text()
+        assert f'"{answer}"' in body
+        route.fulfill(response=reply, body=body.replace(f'"{answer}"', json.dumps(payload)))
+
+    chat.page.route(re.compile(r"/queue/data"), tamper)
+    chat.page.uncheck("#df-colours input")
+    chat.ask("hello")
+    shown = chat.page.locator("#df-talk .message-content").last
+    assert "bold" in shown.inner_text()
+    assert shown.locator("script, iframe, [onerror], [onclick], a[href^=javascript]").count() == 0
     assert chat.page.title() == "DFlash chat"
 
 

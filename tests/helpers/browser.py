@@ -135,7 +135,7 @@ class Chat:
     def wait_for_letters(self, number: int) -> str:
         """Waits until an answer that is being written has that many letters or more, and returns them."""
         script = (
-            "n => { const answer = document.querySelector('#df-current .df-answer[data-state=running] .df-text');"
+            "n => { const answer = document.querySelector('.df-answer[data-state=running] .df-text');"
             "return answer && answer.textContent.length >= n ? answer.textContent : '' }"
         )
         return str(self.page.wait_for_function(script, arg=number).json_value())
@@ -158,9 +158,21 @@ class Chat:
 
     def set_length(self, tokens: int) -> None:
         """Sets the longest answer."""
-        box = self.page.locator("#df-length input[type=number]")
-        box.fill(str(tokens))
+        self.set("length", tokens)
+
+    def set(self, name: str, value: float) -> None:
+        """Sets a number among the settings, which are folded up at first."""
+        box = self.page.locator(f"#df-{name} input[type=number]")
+        if not box.is_visible():
+            self.page.click("#df-more .label-wrap")
+            box.wait_for()
+            self.page.wait_for_function(
+                "document.querySelector('#df-more').getAnimations({subtree: true}).length === 0"
+            )
+        box.fill(str(value))
         box.press("Tab")
+        slider = "([name, value]) => Number(document.querySelector(`#df-${name} input[type=range]`).value) === value"
+        self.page.wait_for_function(slider, arg=[name, value])
 
     def meta(self) -> str:
         """The line under the newest answer."""

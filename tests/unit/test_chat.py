@@ -2,22 +2,26 @@
 
 import io
 import json
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from PIL import Image
 from rich.console import Console
 
-from dflash_hf.chat.conversation import MAX_SESSIONS, Answer, Conversation, Run, Sessions, Settings, Turn
+from dflash_hf.chat.conversation import MAX_SESSIONS, Answer, Conversation, Run, Sessions, Settings, State, Turn
 from dflash_hf.chat.model import RunStreamer, RunText, Stopped, in_turn
 from dflash_hf.chat.render import find_examples, render
+from dflash_hf.cli import pair
 from dflash_hf.cli.chat import converse
 from dflash_hf.evaluation.agreement import Agreement
 from dflash_hf.evaluation.image_files import KEPT_PIXELS, MAX_FILE_BYTES, ImageError, read_image
 from helpers.processors import picture, qwen_tokenizer
+
+STATES: tuple[State, ...] = get_args(State)
 
 
 def answered(text: str) -> Turn:
@@ -178,7 +182,9 @@ def test_unanswered_turns_are_not_part_of_the_conversation() -> None:
     assert conversation.messages(in_parts=True)[2]["content"] == [{"type": "text", "text": "now"}]
 
 
-@pytest.mark.parametrize("settings", [{"temperature": -1.0}, {"temperature": 9.0}, {"max_new_tokens": 0}])
+@pytest.mark.parametrize(
+    "settings", [{"temperature": -1.0}, {"temperature": 9.0}, {"max_new_tokens": 0}, {"top_p": 0.0}, {"top_p": 1.1}]
+)
 def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^expected"):
         Settings(**settings)
@@ -191,7 +197,13 @@ def test_nothing_that_was_written_is_markup() -> None:
     text = "<script>x</script> & \"quoted\" 'too' ${1} {{value}} `y`"
     turn = Turn(text=text, images=[], answer=answered(text).answer)
     turn.answer.runs.append(Run(text=text, bonus=text, num_tokens=2, num_accepted=1, seconds=0.2))
-    for page in (render("turns", [turn]), render("notice", text), render("header", text, text, 4)):
+    for page in (
+        render("question", turn),
+        render("answer", turn.answer, False),
+        render("notice", text),
+        render("header", text, text, text, text),
+        render("race", text, None, None),
+    ):
         assert not any(raw in page for raw in ("<script", "${", "{{", "`", 'd="q'))
 
 
@@ -199,18 +211,63 @@ def test_race_that_differs_says_where() -> None:
     plain = Answer(drafted=False, block_size=4, ids=[1, 2, 3], seconds=2.0, state="done")
     drafted = Answer(drafted=True, block_size=4, ids=[1, 2, 4], seconds=1.0, state="done")
     drafted.agreement = Agreement(sentence="differs from token 3 on, where it is wrong", token=2, is_tie=False)
-    page = " ".join(render("race", plain, drafted).split())
+    page = " ".join(render("race", "?", plain, drafted).split())
     assert "not identical</em> the answer differs from token 3 on, where it is wrong" in page
     drafted.agreement = Agreement(sentence="differs from token 3 on, where logits tie", token=2, is_tie=True)
-    page = " ".join(render("race", plain, drafted).split())
+    page = " ".join(render("race", "?", plain, drafted).split())
     assert "identical up to a tie</em> the answer differs from token 3 on, where logits tie" in page
     assert "not identical" not in page
     drafted.ids, drafted.agreement = [1, 2, 3], Agreement(sentence="identical")
-    assert "all 3 tokens are the same" in render("race", plain, drafted)
+    assert "all 3 tokens are the same" in render("race", "?", plain, drafted)
+
+
+def lane(state: Any, drafted: bool, seconds: float, *sizes: int) -> Answer:
+    """An answer that came in runs of these sizes."""
+    runs = [Run(text="a" * n, bonus="b", num_tokens=n, num_accepted=n - 1, seconds=seconds) for n in sizes]
+    return Answer(
+        drafted=drafted, block_size=4, ids=[1] * sum(sizes), runs=runs, state=state, seconds=seconds if runs else 0.0
+    )
+
+
+def headline(plain_seconds: float, drafted_seconds: float) -> str:
+    """What is said of a race in which every step but the first wrote two of nine tokens."""
+    plain, drafted = lane("done", False, plain_seconds, *[1] * 9), lane("done", True, drafted_seconds, 1, 2, 2, 2, 2)
+    drafted.agreement = Agreement(sentence="identical")
+    return re.sub(r"<[^>]*>", "", " ".join(render("headline", None, (plain, drafted)).split()))
+
+
+def test_headline_says_how_much_faster_and_when_a_draft_does_not_pay_why() -> None:
+    fast = headline(4.0, 1.0)
+    assert "Same answer, 4.0× faster" in fast
+    assert "Each colour is one step of the big model: 5 steps instead of 9." in fast
+    assert "Same answer, 12× faster" in headline(12.0, 1.0)
+    assert "Same answer, no faster" in headline(1.0, 1.0)
+    slow = headline(1.0, 1.5)
+    assert "Same answer, but 1.5× slower" in slow
+    # 1.5 s in 5 steps, against 1 s in 9: 0.3 s against 0.111 s; 9 tokens in 5 steps.
+    assert "does not pay here: a step with it takes as long as 2.7 steps without, but writes 1.8 tokens only" in slow
+    assert "faster" not in slow
+
+
+def test_every_part_can_be_shown_in_every_state() -> None:
+    lanes = [
+        lane(state, drafted, 1.0, *sizes)
+        for state in STATES
+        for drafted in (False, True)
+        for sizes in ((), (1,), (1, 3))
+    ]
+    for answer in [None, *lanes]:
+        assert "df-figures" in render("statistics", answer, 4)
+        assert "<h1>" in render("headline", answer, None)
+        assert answer is None or "df-meta" in render("answer", answer, False)
+    for plain in lanes:
+        for drafted in [lane("waiting", True, 0.0)] if plain.state != "done" else lanes:
+            assert "df-lane-draft" in render("race", "what", plain, drafted)
+            assert "<h1>" in render("headline", drafted, (plain, drafted))
 
 
 def test_examples_are_the_pair_s_own_prompts(tmp_path: Path) -> None:
-    (tmp_path / "target").mkdir()
+    (tmp_path / "draft").mkdir()
     (tmp_path / "pictures").mkdir()
     picture(16, 16).save(tmp_path / "pictures" / "a.png")
     outside = tmp_path.parent / "outside.png"
@@ -223,10 +280,30 @@ def test_examples_are_the_pair_s_own_prompts(tmp_path: Path) -> None:
     rows = [row("talk", "hi"), row("see", "what", "pictures/a.png"), row("see", "second", "pictures/a.png")]
     rows += [row("out", "x", "../outside.png"), row("gone", "x", "pictures/b.png"), row("long", "x", turns=3)]
     (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = find_examples(str(tmp_path / "target"), takes_images=True)
+    found = find_examples(str(tmp_path / "draft"), takes_images=True)
     assert list(found.items()) == [("what", [tmp_path / "pictures" / "a.png"]), ("hi", [])]
-    assert list(find_examples(str(tmp_path / "target"), takes_images=False)) == ["hi"]
-    assert find_examples("Qwen/Qwen3-VL-8B-Instruct", takes_images=True) == {}
+    assert list(find_examples(str(tmp_path / "draft"), takes_images=False)) == ["hi"]
+    assert find_examples("z-lab/Qwen3-8B-DFlash-b16", takes_images=True) == {}
+
+
+# ---- the pair to chat with
+
+
+def test_the_real_pair_is_taken_where_it_was_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = tmp_path / "demos" / "toy"
+    monkeypatch.setattr(pair, "BUNDLED", toy)
+    assert pair.default_pair() == "text", "an installed package has none of them"
+    for place in (toy, toy / "vision", tmp_path / "demos" / "smollm2"):
+        (place / "target").mkdir(parents=True)
+        (place / "draft").mkdir()
+    assert pair.default_pair() == "vision", "the target of smollm2 was not fetched"
+    (tmp_path / "build" / "smollm2" / "target").mkdir(parents=True)
+    assert pair.default_pair() == "smollm2"
+    folders = pair.named_pair("smollm2")
+    assert folders == (f"{tmp_path}/build/smollm2/target", f"{tmp_path}/demos/smollm2/draft")
+    assert pair.about(*folders) == pair.ABOUT["smollm2"]
+    assert "what is where" in pair.about(f"{toy}/vision/../vision/target", f"{toy}/vision/draft")
+    assert pair.about(f"{toy}/vision/target", f"{toy}/draft") == "", "a draft for another target"
 
 
 # ---- the terminal

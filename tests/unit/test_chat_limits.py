@@ -84,6 +84,24 @@ def test_without_a_name_and_over_a_web_socket_nothing_is_answered(tmp_path: Path
     assert call(guard(tmp_path), kind="websocket", host="localhost") == [{"type": "websocket.close", "code": 1008}]
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_a_public_link_is_made_only_when_it_is_asked_for(
+    share: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADIO_SHARE", "True")
+    launched: dict[str, Any] = {}
+    page: Any = object.__new__(Page)
+    page.blocks = SimpleNamespace(queue=lambda **_: None, launch=lambda **options: launched.update(options))
+    page.launch("127.0.0.1", 7860, guards("127.0.0.1", Uploads(tmp_path), share), share)
+    assert launched["share"] is share
+    app: Any = fine
+    for middleware in reversed(launched["app_kwargs"]["middleware"]):
+        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
+    # A public address has a name that nobody knows before.
+    assert call(app, host="1234.gradio.live")[0]["status"] == (200 if share else 400)
+    assert call(app, "/", b"x", host="1234.gradio.live", origin="http://evil.example")[0]["status"] in (400, 403)
+
+
 # ---- other pages, other browsers
 
 
@@ -338,14 +356,15 @@ def ask(page: Page, text: str, files: list[Path]) -> dict[Any, Any]:
     """What the page changes for a message that is refused."""
     message = {"text": text, "files": [str(path) for path in files]}
     request = SimpleNamespace(session_hash="a", state=SimpleNamespace(browser="b"))
-    return {part: value for change in page._ask(message, True, 0.0, 16, request) for part, value in change.items()}
+    data = {page.box: message, page.draft: True, page.heat: 0.0, page.top_p: 1.0, page.length: 16, page.system: ""}
+    return {part: value for change in page._ask(data, request) for part, value in change.items()}
 
 
 @pytest.fixture
 def page(tmp_path: Path) -> Page:
     """A page whose model is never asked."""
     model: Any = object.__new__(ChatModel)
-    model.takes_images, model.max_length, model.block_size = True, 4096, 8
+    model.takes_images, model.max_length, model.block_size, model.facts = True, 4096, 8, "small"
     return Page(model, ("target", "draft"), tmp_path)
 
 

@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -148,29 +148,41 @@ class Guard:
             raise HTTPException(413, str(error)) from error
 
 
-def guards(host: str, uploads: Uploads) -> list[Middleware]:
+def guards(host: str, uploads: Uploads, share: bool = False) -> list[Middleware]:
     """What stands before the page of a server that listens on `host`, the outermost first; `OSError` for no host.
 
     Where it listens on loopback, all requests come from here, also those of a page from elsewhere whose name was made
-    to point here (DNS rebinding): those call it by that name. Where it listens to others too, nobody here knows its
-    names.
+    to point here (DNS rebinding): those call it by that name. Where it listens to others too, or is shared, nobody
+    here knows its names.
     """
     name, hosts = host.strip("[]").lower(), ["*"]
-    if all(ipaddress.ip_address(info[4][0]).is_loopback for info in socket.getaddrinfo(name, None)):
+    if not share and all(ipaddress.ip_address(info[4][0]).is_loopback for info in socket.getaddrinfo(name, None)):
         hosts = ["localhost", "127.0.0.1", "[::1]", f"[{name}]" if ":" in name else name]
     by_name = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
     return [by_name, Middleware(Guard, uploads=uploads)]
 
 
-def serve(model: ChatModel, names: tuple[str, str], host: str, port: int) -> None:
-    """Serves the page over one model, with the names of target and draft, until it is interrupted.
+def serve(
+    model: ChatModel,
+    names: tuple[str, str],
+    host: str,
+    port: int,
+    note: str = "",
+    *,
+    share: bool = False,
+    ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Serves the page over one model, with the names of target and draft and a note on them, until it is interrupted.
 
-    Uploads lie in a folder of their own, which then goes. Raises `OSError` if it cannot listen there.
+    Uploads lie in a folder of their own, which then goes. Under `share` Gradio gives it a public address, too. Calls
+    `ready` before it listens; raises `OSError` if it cannot listen there.
     """
     with TemporaryDirectory(prefix="dflash-chat-", ignore_cleanup_errors=True) as folder:
         # Before any component is made: each notes where uploads go.
         os.environ.update(GRADIO_TEMP_DIR=folder, GRADIO_ANALYTICS_ENABLED="False")
-        Page(model, names, Path(folder)).launch(host, port, guards(host, Uploads(Path(folder))))
+        page = Page(model, names, Path(folder), note)
+        ready()
+        page.launch(host, port, guards(host, Uploads(Path(folder)), share), share)
 
 
 __all__ = ["COOKIE", "MAX_BODY", "Guard", "Uploads", "guards", "serve"]

@@ -30,17 +30,20 @@ class Settings:
 
     use_draft: bool = True
     temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0  # 1 leaves out no token
     max_new_tokens: int = 256
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= 2:
             raise ValueError(f"expected a temperature from 0 (greedy) to 2, got {self.temperature}; change it")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"expected a top-p above 0, and up to 1 (all tokens), got {self.top_p}; change it")
         if self.max_new_tokens < 1:
             raise ValueError(f"expected answers of at least 1 token, got {self.max_new_tokens}; change it")
 
     def for_generate(self) -> dict[str, Any]:
         """Returns the keywords for `generate`; what the target's own config says about sampling does not count."""
-        sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+        sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": self.top_p}
         return {"max_new_tokens": self.max_new_tokens, **(sampling if self.temperature else {"do_sample": False})}
 
 

@@ -151,15 +151,19 @@ class ChatModel:
         config = target.config.get_text_config(decoder=True)
         self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31)
         self.block_size = draft.generation_config.block_size or draft.config.block_size
+        self.facts = (
+            f"{_count(self.target.num_parameters())} parameters · {str(target.dtype).removeprefix('torch.')} · "
+            f"{str(target.device).upper()} · the draft has {_count(draft.num_parameters())}"
+        )
         self._free = threading.Lock()
 
     def check_message(self, conversation: Conversation, text: str, images: Sequence[Any]) -> None:
         """Raises `ValueError` for a message that is refused as it is: nobody has to have read its images for that."""
         if not text.strip() and not images:
             raise ValueError("expected a question, got an empty message; write something")
-        if len(text) > MAX_CHARACTERS:
-            limit = f"{MAX_CHARACTERS:,} characters"
-            raise ValueError(f"expected a message of at most {limit}, got {len(text):,}; shorten it")
+        if (number := len(text) + len(conversation.system)) > MAX_CHARACTERS:
+            limit = f"{MAX_CHARACTERS:,} characters, system prompt included"
+            raise ValueError(f"expected a message of at most {limit}, got {number:,}; shorten it")
         if images and not self.takes_images:
             raise ImageError("expected a text, got an image: this target reads text only; remove the image")
         total = len(images) + sum(len(turn.images) for turn in conversation.turns)
@@ -271,6 +275,12 @@ class ChatModel:
                 return cache
             logger.info("The conversation is prefilled anew: its beginning is not what the cache holds.")
         return DynamicCache(config=self.target.config)
+
+
+def _count(number: int) -> str:
+    """A number of parameters as people write it: two digits, and M or B."""
+    digits, letter = (number / 1e9, "B") if number >= 1e9 else (number / 1e6, "M")
+    return f"{digits:.{1 if digits < 10 else 0}f} {letter}"
 
 
 __all__ = ["MAX_CHARACTERS", "MAX_IMAGES", "ChatModel", "RunStreamer", "RunText", "Stopped", "in_turn"]

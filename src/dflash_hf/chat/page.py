@@ -12,14 +12,19 @@ from gradio import themes
 from starlette.middleware import Middleware
 from transformers.utils import logging
 
-from dflash_hf.chat.conversation import Conversation, Sessions, Settings
+from dflash_hf.chat.conversation import Answer, Conversation, Sessions, Settings, Turn
 from dflash_hf.chat.model import ChatModel
 from dflash_hf.chat.render import find_examples, render
-from dflash_hf.evaluation.image_files import EXTENSIONS, MAX_FILE_BYTES, ImageError, read_image
+from dflash_hf.evaluation.image_files import EXTENSIONS, MAX_FILE_BYTES, ChatImage, ImageError, read_image
 
 HERE = Path(__file__).parent
 MINUTES = 15  # that an upload is kept; what was asked about it stays in its conversation
 SWEPT_EVERY = 30  # seconds
+OPENING_TOKENS = 128  # of the first example's answer
+LATEX: list[Any] = [
+    {"left": left, "right": right, "display": left != r"\("}
+    for left, right in (("$$", "$$"), (r"\[", r"\]"), (r"\(", r"\)"))
+]
 EMPTY: dict[str, Any] = {"text": "", "files": []}  # in the box
 
 Change = dict[Any, Any]  # new values of components; the others stay as they are
@@ -27,48 +32,92 @@ logger: Any = logging.get_logger(__name__)
 
 
 class Page:
-    """The page over one model, with the names of target and draft, and the folder of uploads."""
+    """The page over one model, with the names of target and draft, the folder of uploads, and a note on the model."""
 
-    def __init__(self, model: ChatModel, names: tuple[str, str], uploads: Path) -> None:
+    def __init__(self, model: ChatModel, names: tuple[str, str], uploads: Path, note: str = "") -> None:
         self.model = model
         self.uploads = uploads.resolve()
         self.sessions = Sessions()
-        self.examples = find_examples(names[0], model.takes_images)
-        self.welcome = render("welcome", model.takes_images, self.examples)
+        self.examples = find_examples(names[1], model.takes_images)
+        # What the chatbot makes of HTML; in a handler of events a component is an update, and no value of another one.
+        hello: Any = {"role": "user", "content": _html("")}
+        self.part: Any = gr.Chatbot(render=False).postprocess([hello]).root[0].content[0]
+        self.opening, self.first_race = self._open()
+        fresh = self._views(self.opening, self.first_race)
         longest = max(16, min(1024, model.max_length // 2))
         with gr.Blocks(title="DFlash chat", fill_width=True, delete_cache=(SWEPT_EVERY, 60 * MINUTES)) as self.blocks:
-            _html(render("header", *names, model.block_size), "df-header")
+            _html(render("header", *names, model.facts, note), "df-header")
+            self.headline = _html(fresh["headline"], "df-headline")
             with gr.Row(elem_id="df-main"):
                 with gr.Column(elem_id="df-chat"):
-                    with gr.Column(elem_id="df-scroll"):
-                        self.past = _html("", "df-history")
-                        script = (HERE / "page.js").read_text(encoding="utf-8")
-                        self.newest = _html(self.welcome, "df-current", script)
+                    self.talk: Any = gr.Chatbot(
+                        fresh["talk"],
+                        elem_id="df-talk",
+                        show_label=False,
+                        layout="panel",
+                        buttons=["copy"],
+                        feedback_options=None,
+                        group_consecutive_messages=False,
+                        latex_delimiters=LATEX,
+                    )
+                    script = (HERE / "page.js").read_text(encoding="utf-8")
+                    self.begin = _html(fresh["begin"], "df-begin", script)
                     self.sentence = _html("", "df-notice")
                     self.box = self._box()
                     with gr.Row(elem_id="df-settings"):
-                        draft = gr.Checkbox(True, label="Draft", elem_id="df-draft")
-                        heat = gr.Slider(0, 1.5, 0, step=0.1, label="Temperature", elem_id="df-heat")
-                        usual = min(320, longest)
-                        length = gr.Slider(16, longest, usual, step=16, label="Max tokens", elem_id="df-length")
+                        self.draft = gr.Checkbox(True, label="Draft", elem_id="df-draft")
+                        gr.Checkbox(True, label="Colours", interactive=True, elem_id="df-colours")  # see page.css
                         new = gr.Button("New chat", elem_id="df-new", size="sm")
+                    with gr.Accordion("Settings", open=False, elem_id="df-more"):
+                        self.heat = gr.Slider(0, 1.5, 0, step=0.1, label="Temperature", elem_id="df-heat")
+                        self.top_p = gr.Slider(0.05, 1, 1, step=0.05, label="Top-p", elem_id="df-top-p")
+                        usual = min(320, longest)
+                        self.length = gr.Slider(16, longest, usual, step=16, label="Max tokens", elem_id="df-length")
+                        self.system = gr.Textbox("", label="System prompt", elem_id="df-system", max_length=20_000)
                 with gr.Column(elem_id="df-side"):
-                    _html(render("legend"), "df-legend-card")
-                    self.stats = _html(render("statistics", None), "df-statistics")
                     with gr.Row(elem_id="df-race-head"):
                         _html("<h2>Race</h2>", "df-race-title")
                         self.start = gr.Button("Start", elem_id="df-race-start", size="sm")
                         self.halt = gr.Button("Stop", elem_id="df-race-stop", size="sm", visible=False)
-                    self.lanes = _html(render("race", None, None), "df-race")
-            parts = [self.box, self.past, self.newest, self.sentence, self.stats, self.lanes, self.start, self.halt]
-            changing: dict[str, Any] = {"outputs": parts, "api_visibility": "private", "show_progress": "hidden"}
-            # Not "once": the browser would drop a question that is asked while it still closes the run before.
-            self.box.submit(self._ask, [self.box, draft, heat, length], trigger_mode="multiple", **changing)
-            self.newest.click(self._ask_example, [draft, heat, length], **changing)
-            self.start.click(self._race, length, trigger_mode="multiple", **changing)
-            gr.on([self.box.stop, self.halt.click], self._stop, queue=False, api_visibility="private")
-            new.click(self._new, queue=False, **changing)
-            self.blocks.unload(self._leave)
+                    self.lanes = _html(fresh["lanes"], "df-race")
+                    _html(render("legend"), "df-legend-card")
+                    self.stats = _html(fresh["stats"], "df-statistics")
+            self._connect(new)
+
+    def _connect(self, new: Any) -> None:
+        """What happens when; all of it private to the page."""
+        parts = [self.talk, self.begin, self.box, self.sentence, self.headline, self.stats, self.lanes]
+        parts += [self.start, self.halt]
+        changing: dict[str, Any] = {"outputs": parts, "api_visibility": "private", "show_progress": "hidden"}
+        settings = {self.draft, self.heat, self.top_p, self.length, self.system}
+        # Not "once": the browser would drop a question that is asked while it still closes the run before.
+        self.box.submit(self._ask, {self.box, *settings}, trigger_mode="multiple", **changing)
+        self.begin.click(self._ask_example, settings, **changing)
+        self.talk.retry(self._ask_again, settings, **changing)
+        self.start.click(self._race, self.length, trigger_mode="multiple", **changing)
+        gr.on([self.box.stop, self.halt.click], self._stop, queue=False, api_visibility="private")
+        gr.on([new.click, self.talk.clear], self._new, queue=False, **changing)
+        self.blocks.unload(self._leave)
+
+    def _open(self) -> tuple[list[Turn], tuple[Answer, Answer] | None]:
+        """Races on the first example, once, before anybody can ask: what every page shows until then."""
+        for text, files in self.examples.items():
+            turn = Turn(
+                text=text,
+                images=[read_image(file) for file in files],
+                answer=Answer(drafted=True, block_size=self.model.block_size),
+            )
+            try:
+                for length in (4, OPENING_TOKENS):  # the first calls pay for loading code
+                    *_, race = self.model.race(Conversation(turns=[turn]), length)
+            except ValueError as error:  # too long for this target
+                logger.warning("The chat opens without an example: %s", error)
+                break
+            if race[1].agreement is None:  # it failed, which was logged
+                break
+            turn.answer = race[1]
+            return [turn], race
+        return [], None
 
     def _box(self) -> Any:
         """Where messages are written, with images if the target sees them."""
@@ -94,48 +143,84 @@ class Page:
         box.async_move_resource_to_block_cache = keep_uploads_only
         return box
 
-    def _ask(
-        self, message: dict[str, Any], use_draft: bool, heat: float, length: float, request: gr.Request
-    ) -> Generator[Change]:
+    def _ask(self, data: dict[Any, Any], request: gr.Request) -> Generator[Change]:
+        message = data[self.box]
         text, files = message["text"], [Path(file) for file in message["files"]]
         examples = [file for shown in self.examples.values() for file in shown]
         uploads = [file for file in files if file.resolve().is_relative_to(self.uploads) and file.is_file()]
 
         def run(conversation: Conversation) -> Generator[Change]:
-            settings = Settings(use_draft=use_draft, temperature=float(heat), max_new_tokens=int(length))
+            if conversation.turns[:1] == self.opening:  # raced on, but nobody's question
+                conversation.turns = []
             try:
                 self.model.check_message(conversation, text, files)  # before any of them is decoded
                 for file in files:
                     if file not in uploads + examples:
                         missing = f"expected {file.name} to be an upload, got none of that name: uploads are deleted"
                         raise ImageError(f"{missing} after {MINUTES} minutes; add it again", file)
-                running = self.model.ask(conversation, text, [read_image(file) for file in files], settings)
+                running = self._running(conversation, text, [read_image(file) for file in files], data)
             except ImageError as error:
                 # What was not refused stays, so that the message can be corrected.
                 kept = [str(file) for file in uploads if error.path not in (None, file)]
                 yield {self.box: gr.update(value={"text": text, "files": kept})}
                 raise
-            past, newest = render("turns", conversation.turns[:-1]), render("turns", conversation.turns[-1:])
-            yield {**self._controls(busy=True, value=EMPTY), self.past: past, self.newest: newest}
-            with closing(running):
-                for answer in running:
-                    newest = render("turns", conversation.turns[-1:])
-                    yield {self.newest: newest, self.stats: render("statistics", answer)}
+            yield from self._written(conversation, running, value=EMPTY)
 
         yield from self._changes(run, request)
 
-    def _ask_example(
-        self, use_draft: bool, heat: float, length: float, event: gr.EventData, request: gr.Request
-    ) -> Generator[Change]:
+    def _ask_example(self, data: dict[Any, Any], event: gr.EventData, request: gr.Request) -> Generator[Change]:
         message = {"text": event.text, "files": self.examples[event.text]}
-        yield from self._ask(message, use_draft, heat, length, request)
+        yield from self._ask({**data, self.box: message}, request)
+
+    def _ask_again(self, data: dict[Any, Any], request: gr.Request) -> Generator[Change]:
+        def run(conversation: Conversation) -> Generator[Change]:
+            before, turns = conversation.turns, conversation.turns or self.opening
+            if not turns:
+                raise ValueError("expected a question to answer again, got an empty conversation; ask something first")
+            conversation.turns = turns[:-1]
+            try:
+                running = self._running(conversation, turns[-1].text, turns[-1].images, data)
+            except ValueError:
+                conversation.turns = before
+                raise
+            yield from self._written(conversation, running)
+
+        yield from self._changes(run, request)
+
+    def _running(
+        self, conversation: Conversation, text: str, images: list[ChatImage], data: dict[Any, Any]
+    ) -> Generator[Answer]:
+        settings = Settings(
+            use_draft=data[self.draft],
+            temperature=float(data[self.heat]),
+            top_p=float(data[self.top_p]),
+            max_new_tokens=int(data[self.length]),
+        )
+        conversation.system = str(data[self.system] or "").strip()
+        return self.model.ask(conversation, text, images, settings)
+
+    def _written(self, conversation: Conversation, running: Generator[Answer], **box: Any) -> Generator[Change]:
+        """What changes while an answer is written."""
+        past = self._messages(conversation.turns[:-1])
+        race = render("race", "", None, None)
+        with closing(running):
+            yield {**self._controls(busy=True, **box), self.begin: "", self.lanes: race}
+            for answer in running:
+                yield {
+                    self.talk: [*past, *self._messages(conversation.turns[-1:])],
+                    self.headline: render("headline", answer, None),
+                    self.stats: render("statistics", answer, self.model.block_size),
+                }
 
     def _race(self, length: float, request: gr.Request) -> Generator[Change]:
         def run(conversation: Conversation) -> Generator[Change]:
+            conversation.turns = conversation.turns or list(self.opening)
             with closing(self.model.race(conversation, int(length))) as running:
+                turn = conversation.turns[-1]
                 yield self._controls(busy=True)
-                for answers in running:
-                    yield {self.lanes: render("race", *answers)}
+                for race in running:
+                    views = {self.headline: render("headline", turn.answer, race)}
+                    yield {**views, self.lanes: render("race", turn.text, *race)}
 
         yield from self._changes(run, request)
 
@@ -170,13 +255,32 @@ class Page:
 
     def _fresh(self) -> Change:
         """The page before the first question."""
+        views = {getattr(self, name): view for name, view in self._views(self.opening, self.first_race).items()}
+        return {**self._controls(busy=False, value=EMPTY), **views}
+
+    def _views(self, turns: list[Turn], race: tuple[Answer, Answer] | None) -> dict[str, Any]:
+        """What is shown before the first question, by the names of the components."""
+        answer = turns[-1].answer if turns else None
         return {
-            **self._controls(busy=False, value=EMPTY),
-            self.past: "",
-            self.newest: self.welcome,
-            self.stats: render("statistics", None),
-            self.lanes: render("race", None, None),
+            "talk": self._messages(turns, is_example=True),
+            "begin": render("welcome", self.model.takes_images, self.examples),
+            "headline": render("headline", answer, race),
+            "lanes": render("race", turns[-1].text if turns else "", *(race or (None, None))),
+            "stats": render("statistics", answer, self.model.block_size),
         }
+
+    def _messages(self, turns: list[Turn], is_example: bool = False) -> list[dict[str, Any]]:
+        """Turns as the chatbot takes them: question, answer in runs and, once it has ended, its text as Markdown."""
+        messages: list[dict[str, Any]] = []
+        for turn in turns:
+            answer = turn.answer
+            parts = (("user", render("question", turn)), ("assistant", render("answer", answer, is_example)))
+            for role, html in parts:
+                content = self.part.model_copy(update={"value": html, "props": {**self.part.props, "value": html}})
+                messages.append({"role": role, "content": content})
+            if answer.state not in ("waiting", "running") and answer.text.strip():
+                messages.append({"role": "assistant", "content": answer.text})
+        return messages
 
     def _controls(self, busy: bool, **box: Any) -> Change:
         """What can be pressed while a run is in progress, or while none is; with no sentence left from before."""
@@ -187,13 +291,13 @@ class Page:
             self.sentence: "",
         }
 
-    def launch(self, host: str, port: int, guards: list[Middleware]) -> None:
+    def launch(self, host: str, port: int, guards: list[Middleware], share: bool = False) -> None:
         """Serves the page behind its guards until it is interrupted; raises `OSError` if it cannot listen there."""
         self.blocks.queue(max_size=32, default_concurrency_limit=16, api_open=False)
         self.blocks.launch(
             server_name=host,
             server_port=port,
-            share=False,
+            share=share,
             quiet=True,
             show_error=True,  # what Gradio refuses itself, in its words
             footer_links=[],
@@ -215,7 +319,7 @@ def _name_of(request: gr.Request) -> str:
     return f"{request.state.browser}:{request.session_hash}" if request.session_hash else ""
 
 
-def _html(value: str, elem_id: str, js_on_load: str | None = None) -> Any:
+def _html(value: str, elem_id: str | None = None, js_on_load: str | None = None) -> Any:
     """HTML of our own, without Gradio's style for prose."""
     return gr.HTML(value, elem_id=elem_id, apply_default_css=False, js_on_load=js_on_load)
 

@@ -38,15 +38,15 @@ def render(part: str, *values: object) -> str:
     return str(getattr(_parts, part)(*values))
 
 
-def find_examples(target: str, takes_images: bool) -> dict[str, list[Path]]:
-    """Reads `held_out.jsonl` beside a target's folder: the images of one question of each kind, by its text.
+def find_examples(draft: str, takes_images: bool) -> dict[str, list[Path]]:
+    """Reads `held_out.jsonl` beside a draft's folder: the images of one question of each kind, by its text.
 
     Only conversations of one turn, and images in that folder; for a target that sees images, all but one question
     have some. No questions without the file.
     """
-    path = Path(target).parent / "held_out.jsonl"
+    path = Path(draft).parent / "held_out.jsonl"
     found: dict[str, tuple[str, list[Path]]] = {}
-    for number, row in read_rows(path) if Path(target).is_dir() and path.is_file() else []:
+    for number, row in read_rows(path) if Path(draft).is_dir() and path.is_file() else []:
         prompt = prompt_of(row, f"line {number} of {path}", path.parent)
         [message, *others] = as_messages(prompt)
         parts: Any = [] if isinstance(message["content"], str) else message["content"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION, MAX_TOKENS, load_pair, named_pair
+from dflash_hf.cli.pair import BUNDLED, MAX_TOKENS, about, default_pair, load_pair, named_pair
 from dflash_hf.evaluation.image_files import ChatImage, ImageError, read_image
 
 HELP = """\
@@ -30,11 +30,6 @@ if TYPE_CHECKING:
     from dflash_hf.chat.model import ChatModel
 
 
-def bundled_pair() -> str:
-    """The bundled pair that sees images, where a clone has it, else the one for text."""
-    return "vision" if (BUNDLED_VISION / "draft").is_dir() else "text"
-
-
 def chat(
     target: Annotated[str | None, typer.Option(help="Folder or Hub id of the target.")] = None,
     draft: Annotated[str | None, typer.Option(help="Folder or Hub id of its draft.")] = None,
@@ -44,6 +39,9 @@ def chat(
     web: Annotated[bool, typer.Option("--web", help="On a web page; needs dflash-hf[demo].")] = False,
     host: Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 7860,
+    share: Annotated[
+        bool, typer.Option("--share", help="With --web: a public link too, through Gradio's servers; no password.")
+    ] = False,
     system: Annotated[str, typer.Option(help="System prompt, in the terminal.")] = "",
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest answer in the terminal, in tokens.", min=1, max=MAX_TOKENS)
@@ -56,8 +54,12 @@ def chat(
     """Chat with a pair, about images too if the target sees them, and see why the answers are fast."""
     if pair is not None and (target, draft) != (None, None):
         raise ValueError("expected --pair, or --target and --draft, got both; leave one out")
-    own = named_pair(pair or bundled_pair())
+    chosen = pair or default_pair()
+    own = named_pair(chosen)
     target, draft = target or own[0], draft or own[1]
+    note = about(target, draft)
+    if note and not pair and chosen != "smollm2":
+        note += " For a real model: make real, and start the chat again."
     import torch
 
     from dflash_hf.chat.conversation import Settings
@@ -71,6 +73,8 @@ def chat(
     with Console(stderr=True).status("loading the pair"):
         model = ChatModel(*load_pair(target, draft, dtype, device))
         warm_up(model.target, model.draft, model.encoder, "Hello.")
+    if note:
+        console.print(note, style="dim", highlight=False)
     if not web:
         converse(model, Settings(max_new_tokens=max_new_tokens, temperature=temperature), console, system)
         return
@@ -78,10 +82,16 @@ def chat(
         from dflash_hf.chat.app import serve
     except ModuleNotFoundError as error:
         raise ValueError(f"expected Gradio for --web, got no {error.name}; pip install 'dflash-hf[demo]'") from error
-    console.print(f"The chat is at http://{host}:{port} (Ctrl-C ends it)", highlight=False)
+    status = Console(stderr=True).status("timing the first example, with the draft and without")
+
+    def ready() -> None:
+        status.stop()
+        console.print(f"The chat is at http://{host}:{port} (Ctrl-C ends it)", highlight=False)
+
     # As Ctrl-C does, so that the uploads are deleted: Python leaves at once on SIGTERM otherwise.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    serve(model, (target, draft), host, port)
+    with status:
+        serve(model, (target, draft), host, port, note, share=share, ready=ready)
 
 
 def converse(model: ChatModel, settings: Settings, console: Console, system: str = "") -> None:

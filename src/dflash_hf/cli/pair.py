@@ -16,10 +16,23 @@ from dflash_hf.evaluation.loading import check_place, load_pair, takes_images
 BUNDLED = Path(__file__).resolve().parents[3] / "demos" / "toy"
 VISION = "vision"  # the folder of a pair for images within that of a pair for texts
 BUNDLED_VISION = BUNDLED / VISION
-SMOLLM2 = BUNDLED.parent / "smollm2"  # a draft; `make real` fetches its target
-PAIRS = ("text", "vision", "hybrid", "smollm2")
+_TOY = "A toy, trained in this repository. It knows only what it was trained for:"
+ABOUT = {  # what a pair of the clone can be asked
+    "text": f"{_TOY} sums, short Python functions, records as JSON or YAML, and small talk.",
+    "vision": f"{_TOY} drawings of shapes, signs and bar charts. Ask what is where, how many, or what is written.",
+    "hybrid": f"{_TOY} short Python functions, records as JSON or YAML, and small talk.",
+    "smollm2": "A real language model, a very small one: what it says is often wrong, with the draft and without.",
+}
+PAIRS = tuple(ABOUT)  # that of smollm2 is a draft: `make real` fetches its target
 MAX_TOKENS = 2**31 - 1  # of an answer: what a tensor of counts holds
 MAX_SEED = 2**32 - 1
+
+
+def _folders(name: str) -> tuple[Path, Path]:
+    if name == "smollm2":  # in float32, as its numbers were measured
+        return BUNDLED.parents[1] / "build" / "smollm2" / "target", BUNDLED.parent / "smollm2" / "draft"
+    folder = BUNDLED if name == "text" else BUNDLED / name
+    return folder / "target", folder / "draft"
 
 
 def named_pair(name: str) -> tuple[str, str]:
@@ -32,12 +45,22 @@ def named_pair(name: str) -> tuple[str, str]:
         ValueError: If there is no such pair, or its target has not been fetched.
     """
     require(name in PAIRS, f"--pair among {', '.join(PAIRS)}", name, "name one of them, or give --target and --draft")
-    if name != "smollm2":
-        folder = BUNDLED if name == "text" else BUNDLED / name
-        return str(folder / "target"), str(folder / "draft")
-    target = BUNDLED.parents[1] / "build" / "smollm2" / "target-bf16"
-    require(target.is_dir(), f"SmolLM2 in {target}", None, "run `make real` first, which fetches it")
-    return str(target), str(SMOLLM2 / "draft")
+    target, draft = _folders(name)
+    require(
+        name != "smollm2" or target.is_dir(), f"SmolLM2 in {target}", None, "run `make real` first, which fetches it"
+    )
+    return str(target), str(draft)
+
+
+def default_pair() -> str:
+    """Returns the name of the pair to chat with: the real one where it has been fetched, else a toy that is there."""
+    return next((name for name in ("smollm2", "vision") if all(map(Path.is_dir, _folders(name)))), "text")
+
+
+def about(target: str, draft: str) -> str:
+    """Returns a sentence on what a pair that comes with a clone can be asked, and none about other pairs."""
+    given = (Path(target).resolve(), Path(draft).resolve())
+    return next((ABOUT[name] for name in PAIRS if tuple(path.resolve() for path in _folders(name)) == given), "")
 
 
 def template_options(text: str, no_thinking: bool) -> dict[str, Any]:
@@ -63,13 +86,16 @@ def width_of(text: str) -> int | Literal["auto"]:
 
 
 __all__ = [
+    "ABOUT",
     "BUNDLED",
     "BUNDLED_VISION",
     "MAX_SEED",
     "MAX_TOKENS",
     "PAIRS",
     "VISION",
+    "about",
     "check_place",
+    "default_pair",
     "load_pair",
     "named_pair",
     "takes_images",
