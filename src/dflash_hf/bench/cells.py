@@ -163,7 +163,7 @@ def _check_numbers(settings: RunSettings) -> None:
         fits = value is None or value == "auto" or value >= 1
         require(fits, "at least 1 or auto as --verify-width", value, "give a larger one")
     for value in settings.num_tree_nodes:
-        fits = value is None or 2 <= value <= MAX_NODES
+        fits = value is None or value == 0 or 2 <= value <= MAX_NODES
         require(fits, f"0 (a chain), or 2 to {MAX_NODES}, as --num-tree-nodes", value, "8 is a beginning")
     for value in settings.temperature:
         require(0 <= value < math.inf, "0 or more as --temperature", value, "0 is greedy")

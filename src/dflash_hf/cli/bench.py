@@ -155,8 +155,7 @@ def read_settings(given: Mapping[str, Any]) -> RunSettings:
         dtype=_values(given["dtype"], str, "--dtype"),
         block_size=_values(given["block_size"], int, "--block-size") or (None,),
         verify_width=_values(given["verify_width"], width_of, "--verify-width") or (None,),
-        # 0 is a chain, to be compared with trees.
-        num_tree_nodes=tuple(num or None for num in _values(given["num_tree_nodes"], int, "--num-tree-nodes") or (0,)),
+        num_tree_nodes=_values(given["num_tree_nodes"], int, "--num-tree-nodes") or (None,),
         proposal=_values(given["proposal"], str, "--proposal") or (None,),
         template_options=options,
         # As the other commands have it: a model as small as the bundled one is slower on several threads.
