@@ -35,6 +35,11 @@ SWEEPS: list[tuple[dict[str, Any], dict[str, str | None]]] = [
         },
     ),
     (
+        # 0 is a chain, and not what is left out.
+        {"num_tree_nodes": (0, 8)},
+        {"plain": None, "dflash-tree0": "plain", "dflash-tree8": "plain"},
+    ),
+    (
         # Greedy decoding has one cell: no rule of proposing, no top-p.
         {"temperature": (0.0, 1.0), "proposal": ("argmax", "sample"), "top_p": (0.9,)},
         {
