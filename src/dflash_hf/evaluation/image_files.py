@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import importlib
 import io
 import os
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class ImageError(ValueError):
 def check_pillow() -> None:
     """Raises `ValueError` if there is no Pillow, without which neither images nor their processors load."""
     try:
-        import PIL.Image  # noqa: F401  # whether it is there is all that is asked
+        importlib.import_module("PIL.Image")
     except ModuleNotFoundError as error:
         raise ValueError("expected Pillow for images, got no module PIL; pip install 'dflash-hf[vlm]'") from error
 
