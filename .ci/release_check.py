@@ -24,6 +24,7 @@ WORK = ROOT / "build" / "release"
 PACKAGES = {"src/dflash_hf": "dflash_hf", "kernels/torch-ext/dflash_kernels": "dflash_kernels"}
 EXTRAS = {  # what asks for more than the wheel brings, and the extra that its refusal has to name
     "chat --web --target demos/toy/target --draft demos/toy/draft": "dflash-hf[demo]",
+    "serve --target demos/toy/target --draft demos/toy/draft": "dflash-hf[serve]",
     "generate x --image demos/toy/vision/pictures/describe-0.png --target demos/toy/vision/target "
     "--draft demos/toy/vision/draft": "dflash-hf[vlm]",
 }

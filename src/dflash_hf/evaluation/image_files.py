@@ -56,7 +56,7 @@ class ImageError(ValueError):
 def check_pillow() -> None:
     """Raises `ValueError` if there is no Pillow, without which neither images nor their processors load."""
     try:
-        importlib.import_module("PIL.Image")
+        importlib.import_module("PIL")
     except ModuleNotFoundError as error:
         raise ValueError("expected Pillow for images, got no module PIL; pip install 'dflash-hf[vlm]'") from error
 
