@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -115,7 +116,8 @@ def built(tools: Path) -> tuple[Path, str]:
 
 
 def unpacked(sdist: Path) -> Path:
-    """Unpacks an sdist beside itself and returns its folder."""
+    """Unpacks an sdist and returns its folder."""
+    shutil.rmtree(WORK / "unpacked", ignore_errors=True)
     with tarfile.open(sdist) as archive:
         archive.extractall(WORK / "unpacked", filter="data")
     return WORK / "unpacked" / sdist.name.removesuffix(".tar.gz")
