@@ -36,7 +36,7 @@ CPU := -m "not gpu and not slow"
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help demo chat setup test lint format types architecture test-cpu test-browser chromium screenshots
-.PHONY: fuzz docs test-kernels test-docs test-oldest toy toy-vision toy-hybrid real real-draft bench clean
+.PHONY: fuzz docs release-check test-kernels test-docs test-oldest toy toy-vision toy-hybrid real real-draft bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -94,6 +94,9 @@ test-kernels: $(VENV)/.stamp-dev  ## the kernels against their references, in Tr
 
 docs: $(VENV)/.stamp-dev  ## the site of docs/ into build/site, links checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+release-check: $(BIN)/python  ## build wheel and sdist; install the wheel into an empty environment and use it there (minutes)
+	$(BIN)/python .ci/release_check.py
 
 test-oldest: $(VENV_OLDEST)/.stamp-test  ## the equality tests on the oldest supported Transformers
 	@for path in $(OLDEST_TESTS); do test -e "$$path" || { \

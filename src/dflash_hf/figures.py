@@ -2,9 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
+
+# How every figure of this project looks; in a notebook: `matplotlib.pyplot.rcParams.update(STYLE)`. Blue is what is
+# shown, orange what it is compared with: Okabe and Ito's, which those who see colours differently can tell apart.
+INK, MUTED, LINE = "#161a21", "#5b6676", "#e1e5eb"
+BLUE, ORANGE, GREEN = "#0072b2", "#d55e00", "#009e73"
+STYLE: dict[str, Any] = {
+    "font.size": 9,
+    "font.family": "sans-serif",
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9,
+    "axes.titleweight": "bold",
+    "axes.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "grid.color": LINE,
+    "grid.linewidth": 0.7,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 4,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
+# Behind black text: where a token of a block comes from, and what became of it.
+TOKEN_COLOURS = {"anchor": "#dddddd", "kept": "#b7e4c7", "refused": "#f6c9a8", "own": "#bcd4f6"}
 
 MISSING = "expected {name} for this, got no module of that name; pip install 'dflash-hf[research]'"
 
@@ -20,6 +51,26 @@ def new_figure(width: float, height: float) -> Any:
     except ImportError as error:
         raise ImportError(MISSING.format(name="matplotlib")) from error
     return Figure(figsize=(width, height), layout="constrained")
+
+
+@contextlib.contextmanager
+def styled() -> Generator[None]:
+    """Draws what is drawn inside in `STYLE`, and leaves the settings of the rest as they are.
+
+    Raises:
+        ImportError: Without matplotlib.
+    """
+    new_figure(1.0, 1.0)  # which says what is missing
+    import matplotlib
+
+    settings: Any = STYLE  # matplotlib's stub names every key
+    with matplotlib.rc_context(settings):
+        yield
+
+
+def legend_above(axes: Any, num_columns: int = 2) -> None:
+    """Puts the legend of a `matplotlib.axes.Axes` above it, where there is no data that it could hide."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=num_columns, borderaxespad=0.2)
 
 
 def svg(draw: Callable[[Any], None], width: float, height: float, style: Mapping[str, Any]) -> str:
@@ -47,4 +98,18 @@ def svg(draw: Callable[[Any], None], width: float, height: float, style: Mapping
     return text[text.index("<svg") :]  # without the head of a file
 
 
-__all__ = ["MISSING", "new_figure", "svg"]
+__all__ = [
+    "BLUE",
+    "GREEN",
+    "INK",
+    "LINE",
+    "MISSING",
+    "MUTED",
+    "ORANGE",
+    "STYLE",
+    "TOKEN_COLOURS",
+    "legend_above",
+    "new_figure",
+    "styled",
+    "svg",
+]

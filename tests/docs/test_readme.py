@@ -1,11 +1,14 @@
-"""README and docs/ hold what they say: every Python example runs, every relative link leads somewhere.
+"""README and docs/ hold what they say: every Python and shell example runs, every relative link leads somewhere.
 
-An example that cannot run here (it needs a GPU or a download) stands under `<!-- not run: the reason -->`. The blocks
-of one file share a namespace and run in order, from a folder of links to the repository's own, so that what they write
-goes away.
+An example that cannot run here (it needs a GPU or a download) stands under `<!-- not run: the reason -->`. The Python
+blocks of one file share a namespace and run in order, each shell block is a script of its own; both from a folder of
+links to the repository's own, so that what they write goes away.
 """
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +25,7 @@ FENCE = re.compile(r"^( *)(`{3,}|~{3,})\s*([\w+-]*)")
 NOT_RUN = re.compile(r"^\s*<!--\s*not run:\s*(.*?)\s*-->\s*$")
 INLINE_LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+[\"'][^)]*)?\)")
 REFERENCE_LINK = re.compile(r"^ {0,3}\[[^\]]+\]:\s*<?(\S+?)>?(?:\s|$)")
+SHELLS = ("bash", "sh", "shell", "console")
 OUTSIDE = re.compile(r"^(?:[a-z][a-z0-9+.-]*:|#|//)", re.IGNORECASE)
 
 
@@ -64,13 +68,35 @@ def split(text: str) -> tuple[list[Block], str]:
     return blocks, "\n".join(prose)
 
 
-def python_blocks(text: str) -> list[Block]:
-    """The blocks to execute: Python, and not set aside. Setting one aside without a reason is an error."""
-    found = [block for block in split(text)[0] if block.language == "python"]
+def blocks_to_run(text: str, languages: tuple[str, ...]) -> list[Block]:
+    """The blocks of these languages that are not set aside. Setting one aside without a reason is an error."""
+    found = [block for block in split(text)[0] if block.language in languages]
     unexplained = [block.line for block in found if block.not_run == ""]
     if unexplained:
         raise ValueError(f"expected a reason after 'not run:', got none above lines {unexplained}; give it")
     return [block for block in found if block.not_run is None]
+
+
+def python_blocks(text: str) -> list[Block]:
+    """The Python blocks to execute."""
+    return blocks_to_run(text, ("python",))
+
+
+def run_in_shell(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a shell block in a folder, without a network, with this tree's `dflash-hf` and this Python on the path."""
+    programs = folder / ".programs"
+    programs.mkdir(exist_ok=True)
+    for program, command in (("dflash-hf", f"'{sys.executable}' -m dflash_hf"), ("python", f"'{sys.executable}'")):
+        (programs / program).write_text(f'#!/bin/sh\nexec {command} "$@"\n', encoding="utf-8")
+        (programs / program).chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(str(ROOT / path) for path in ("src", "kernels/torch-ext")),
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = ["bash", "-euo", "pipefail", "-c", block.code]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
 
 
 def execute(blocks: list[Block], filename: str) -> None:
@@ -105,7 +131,7 @@ def name(path: Path) -> str:
 def linked_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory in which the repository's files are found and new files are thrown away."""
     for entry in ROOT.iterdir():
-        if not entry.name.startswith("."):
+        if not entry.name.startswith(".") and entry.name != "build":
             (tmp_path / entry.name).symlink_to(entry)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -114,6 +140,13 @@ def linked_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("path", EXECUTED, ids=name)
 def test_python_examples_run(path: Path, linked_root: Path) -> None:
     execute(python_blocks(read(path)), str(path))
+
+
+@pytest.mark.parametrize("path", EXECUTED, ids=name)
+def test_shell_examples_run(path: Path, linked_root: Path) -> None:
+    for block in blocks_to_run(read(path), SHELLS):
+        done = run_in_shell(block, linked_root)
+        assert done.returncode == 0, f"{name(path)}:{block.line} ended with {done.returncode}\n{done.stderr}"
 
 
 @pytest.mark.parametrize("path", LINKED, ids=name)
@@ -161,6 +194,14 @@ def test_failing_example_is_reported_at_its_line() -> None:
     with pytest.raises(AssertionError) as failure:
         execute(python_blocks(text), "example.md")
     assert [(str(entry.path), entry.lineno + 1) for entry in failure.traceback][-1] == ("example.md", 19)
+
+
+def test_failing_shell_example_is_seen(tmp_path: Path) -> None:
+    text = "```bash\nfalse | cat\necho reached\n```\n```sh\ndflash-hf --version\npython -c 'print(1)'\n```\n"
+    failing, fine = (run_in_shell(block, tmp_path) for block in blocks_to_run(text, SHELLS))
+    assert (failing.returncode, failing.stdout) == (1, "")
+    assert fine.returncode == 0
+    assert re.fullmatch(r"dflash-hf \S+\n1\n", fine.stdout)
 
 
 @pytest.mark.parametrize("text", ["<!-- not run: -->\n```python\nx\n```\n", "```python\nx = 1\n"])

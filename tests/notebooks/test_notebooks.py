@@ -1,4 +1,7 @@
-"""The notebooks run from top to bottom, and are committed as they ran: no error, all outputs, figures small."""
+"""The notebooks run from top to bottom, and are committed as they ran: no error, all outputs, figures small.
+
+Here they rehearse (`NOTEBOOK_REHEARSAL`): what takes minutes is done with few steps and prompts.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ def images(book: nbformat.NotebookNode) -> int:
 def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = FOLDER.parents[1]
     monkeypatch.setenv("PYTHONPATH", str(root / "src"))
+    monkeypatch.setenv("NOTEBOOK_REHEARSAL", "1")
     committed = nbformat.read(path, as_version=4)
     book = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(book, timeout=280, kernel_name="python3", resources={"metadata": {"path": root}}).execute()
@@ -44,5 +48,13 @@ def test_notebook_is_committed_as_it_ran(path: Path) -> None:
     assert path.stat().st_size < MAX_BYTES
 
 
-def test_both_notebooks_are_there() -> None:
-    assert [path.name for path in NOTEBOOKS] == ["01_quickstart.ipynb", "02_inside_a_block.ipynb"]
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebook_ends_with_what_was_learned(path: Path) -> None:
+    last = nbformat.read(path, as_version=4).cells[-1]
+    assert last.cell_type == "markdown"
+    assert last.source.startswith("## What was learned\n\n* ")
+
+
+def test_all_notebooks_are_there() -> None:
+    names = ["01_quickstart", "02_inside_a_block", "03_train_a_draft", "04_break_a_draft", "05_images"]
+    assert [path.stem for path in NOTEBOOKS] == names

@@ -151,6 +151,14 @@ def test_damaged_targets_are_one_sentence(name: str, tmp_path: Path) -> None:
     assert_refused(run("generate", PROMPT, "--target", tmp_path / "target"), message)
 
 
+def test_without_pillow_a_target_that_takes_images_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    vision = TOY / "vision"
+    result = run("generate", PROMPT, "--target", vision / "target", "--draft", vision / "draft")
+    assert result.exit_code == 2
+    assert "expected Pillow for images, got no module PIL; pip install 'dflash-hf[vlm]'" in words(result.stderr)
+
+
 def test_what_nobody_foresaw_is_a_sentence_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise KeyError("some\nthing")

@@ -250,6 +250,14 @@ def test_figure_shows_the_numbers() -> None:
     assert right.lines[0].get_xdata()[0] == pytest.approx(HAND.acceptance_length)
 
 
+def test_legends_of_the_figure_hide_no_data() -> None:
+    pytest.importorskip("matplotlib")
+    figure = HAND.plot()
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1
+
+
 @pytest.mark.parametrize(("name", "call"), [("pandas", "to_frame"), ("matplotlib.figure", "plot")])
 def test_without_the_extra_the_sentence_says_what_to_install(
     name: str, call: str, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_hf.figures import STYLE as SHARED
 from dflash_hf.figures import svg
 
 # matplotlib knows no variables: it is given colours of which each stands for one. On its own, a figure has the light
@@ -35,26 +36,17 @@ MAX_ROWS = 60  # of a figure with a row per set and method; beyond, all sets tog
 MAX_NAME = 26
 MIN_VERIFIES = 5  # in a bin along a text: a mean of fewer says nothing
 STYLE: dict[str, Any] = {
+    **SHARED,
     "font.size": 8,
-    "font.family": "sans-serif",
     "text.color": INK,
     "axes.labelcolor": MUTED,
     "axes.edgecolor": MUTED,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "axes.titlesize": 8,
-    "axes.titleweight": "bold",
-    "axes.linewidth": 0.7,
-    "axes.axisbelow": True,
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
     "grid.color": LINE,
-    "grid.linewidth": 0.7,
-    "lines.linewidth": 1.5,
-    "lines.markersize": 4,
-    "legend.frameon": False,
     "legend.fontsize": 7.5,
 }
 

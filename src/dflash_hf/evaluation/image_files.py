@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import importlib
 import io
 import os
 from dataclasses import dataclass
@@ -52,6 +53,14 @@ class ImageError(ValueError):
         self.path = path
 
 
+def check_pillow() -> None:
+    """Raises `ValueError` if there is no Pillow, without which neither images nor their processors load."""
+    try:
+        importlib.import_module("PIL")
+    except ModuleNotFoundError as error:
+        raise ValueError("expected Pillow for images, got no module PIL; pip install 'dflash-hf[vlm]'") from error
+
+
 def read_image(path: Path, data: bytes | None = None) -> ChatImage:
     """Reads an image: its first frame, upright, transparency on white, grey levels of 16 bits scaled to 8.
 
@@ -60,10 +69,9 @@ def read_image(path: Path, data: bytes | None = None) -> ChatImage:
     Raises `ImageError` if it is too large, in bytes or (by its header, before anything is decoded) in pixels, or is
     no image that can be read; `ValueError` if there is no Pillow.
     """
-    try:
-        from PIL import Image
-    except ModuleNotFoundError as error:
-        raise ValueError("expected Pillow for images, got no module PIL; pip install 'dflash-hf[vlm]'") from error
+    check_pillow()
+    from PIL import Image
+
     name, size = path.name, path.stat().st_size if data is None else len(data)
     if size > MAX_FILE_BYTES:
         limit, got = f"{MAX_FILE_BYTES // 2**20} MB", f"{size / 2**20:.1f} MB"

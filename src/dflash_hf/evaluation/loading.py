@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dflash_hf.errors import one_line, require
+from dflash_hf.evaluation.image_files import check_pillow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -82,8 +83,8 @@ def load_target(target: str, dtype: str = "auto", device: str = "auto") -> tuple
         device (`str`): A device map for Transformers; `"auto"` takes an accelerator where there is one.
 
     Raises:
-        ValueError: If it is not there, is a draft, does not load, or has no tokenizer, or if there is no such dtype or
-            device.
+        ValueError: If it is not there, is a draft, does not load, or has no tokenizer, if there is no such dtype or
+            device, or no Pillow for a target that takes images.
     """
     check_place("--target", target)
     check_dtype(dtype)
@@ -105,6 +106,8 @@ def load_target(target: str, dtype: str = "auto", device: str = "auto") -> tuple
     if config.model_type == DFlashConfig.model_type:
         raise ValueError(f"expected a target as --target, got the DFlash draft {target!r}; swap --target and --draft")
     with_images = takes_images(config)
+    if with_images:
+        check_pillow()
     model_class = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
     # The small files first: what is wrong with them is said before gigabytes are read.
     encoder = AutoProcessor if with_images else AutoTokenizer

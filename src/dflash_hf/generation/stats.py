@@ -30,7 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from dflash_hf.figures import MISSING, new_figure
+from dflash_hf.figures import BLUE, MISSING, ORANGE, legend_above, new_figure, styled
 
 Definition = Literal["zlab", "vllm", "sglang"]
 Part = Literal["prepare", "prefill", "draft", "verify", "accept", "rest"]
@@ -240,16 +240,19 @@ class SpeculativeStats:
         """
         joint, conditional = self.acceptance_per_position(), self.acceptance_per_position(conditional=True)
         histogram, positions = self.acceptance_histogram(), range(1, len(joint) + 1)
-        figure = new_figure(9.0, 3.0)
-        left, right = figure.subplots(1, 2)
-        left.bar(positions, joint, color="#4c78a8", label="joint: all up to here")
-        left.plot(positions, conditional, color="#f58518", marker="o", markersize=3, label="given all before")
-        left.set(xlabel="position in the block", ylabel="share accepted", ylim=(0.0, 1.05))
-        left.legend(fontsize="small")
-        right.bar(range(1, len(histogram)), histogram[1:], color="#4c78a8")
-        right.axvline(self.acceptance_length, color="#f58518", label=f"mean {self.acceptance_length:.2f}")
-        right.set(xlabel="tokens committed by a verify", ylabel="verifies")
-        right.legend(fontsize="small")
+        with styled():
+            figure = new_figure(8.0, 2.8)
+            left, right = figure.subplots(1, 2)
+            left.bar(positions, joint, color=BLUE, label="joint: all up to here")
+            left.plot(positions, conditional, color=ORANGE, marker="o", label="given all before")
+            left.set(xlabel="position in the block", ylabel="share accepted", ylim=(0.0, 1.05))
+            right.bar(range(1, len(histogram)), histogram[1:], color=BLUE)
+            right.axvline(self.acceptance_length, color=ORANGE, label=f"mean {self.acceptance_length:.2f}")
+            right.set(xlabel="tokens committed by a verify", ylabel="verifies")
+            for axes in (left, right):
+                axes.xaxis.get_major_locator().set_params(integer=True)
+                legend_above(axes)
+            right.yaxis.get_major_locator().set_params(integer=True)
         return figure
 
 
