@@ -128,6 +128,7 @@ class Conversation:
             self._check_tie(turn, sequences_of(theirs[0]), sequences, given)
             counts["near tie"] += 1
             return False
+        counts["trees"] += turn.nodes is not None
         is_one = sequences.shape[0] == 1
         if turn.streamer:
             assert ours[1].streamer.tokens(is_one) == theirs[1].streamer.tokens(is_one)
