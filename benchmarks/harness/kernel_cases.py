@@ -26,6 +26,7 @@ from dflash_kernels import (
     block_attention,
     context_kv,
     gumbel_argmax,
+    keep_path,
     norm_rope_write,
     rms_norm,
     silu_mul,
@@ -239,6 +240,30 @@ def context_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, dev
     )
 
 
+def path_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device) -> Case:
+    """Every second node of a tree to where a chain would stand, in as many layers as the draft has."""
+    ring, num = context + sizes.width, (sizes.width + 1) // 2
+
+    def make(seed: int) -> Inputs:
+        normal = _normal(seed, dtype, device)
+        path = 2 * torch.arange(num, device=device).expand(batch, -1)
+        buffers = [normal(batch, ring, sizes.groups, sizes.size) for _ in range(2 * sizes.layers)]
+        return {"all": [path, torch.full((batch,), context, device=device), buffers]}
+
+    return Case(
+        kernel="keep_path",
+        batch=batch,
+        context=context,
+        make=make,
+        num_bytes=2 * dtype.itemsize * batch * (num - 1) * 2 * sizes.layers * sizes.groups * sizes.size,
+        ways={
+            "kernel": lambda x: dflash_kernels.keep_path(*x["all"]),
+            "reference": lambda x: keep_path.reference(*x["all"]),
+        },
+        results=lambda out, x: x["all"][2],
+    )
+
+
 def argmax_case(sizes: Sizes, batch: int, dtype: torch.dtype, device: torch.device) -> Case:
     """Argmax over the vocabulary of a verify's logits; the library is the reference, `torch.argmax`."""
     return Case(
@@ -342,7 +367,7 @@ def all_cases(
     for batch in batches:
         for context in contexts:
             cases += [attention_case(sizes, batch, context, dtype, device, causal) for causal in (True, False)]
-        cases += [make(sizes, batch, contexts[0], dtype, device) for make in (norm_rope_case, context_case)]
+        cases += [make(sizes, batch, contexts[0], dtype, device) for make in (norm_rope_case, context_case, path_case)]
         cases += [*pointwise_cases(sizes, batch, dtype, device), argmax_case(sizes, batch, dtype, device)]
         cases.append(accept_case(sizes, batch, device))
     return cases

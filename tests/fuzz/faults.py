@@ -59,6 +59,8 @@ def one_too_many(patches: Patches) -> None:
         num = (num + 1).clamp_max(state.width - 1)
         # The target's own token stands behind what matches; a proposal that does not match has to be taken over.
         kept = torch.arange(state.width - 1, device=num.device) < num[:, None]
+        # Behind the end of a tree's path there is none.
+        kept = kept & (state.proposals >= 0)
         state.tokens[:, :-1] = torch.where(kept, state.proposals, state.tokens[:, :-1])
         commit(state, mask_token_id, num)
 
