@@ -40,7 +40,8 @@ def _attend_tiles(
     end,
     length,
     position,
-    bits,
+    low,
+    high,
     depths,
     width,
     ring,
@@ -102,7 +103,9 @@ def _attend_tiles(
                 node = tl.maximum(held - length, 0)
                 is_node = inside & (held >= length)
                 depth = tl.load(depths + node * stride_depths_w, mask=is_node, other=0).to(tl.int32)
-                is_ancestor = ((bits[:, None] >> node[None, :].to(tl.int64)) & 1) != 0
+                # Halves of 32 bits: a tile of 64-bit integers takes more registers than there are.
+                half = tl.where((node < 32)[None, :], low[:, None], high[:, None])
+                is_ancestor = ((half >> (node % 32)[None, :]) & 1) != 0
                 seen = seen & (is_ancestor | (held < length)[None, :])
                 held = tl.where(is_node, length + depth, held)
             ahead = held[None, :] - position[:, None]
@@ -216,12 +219,13 @@ def _block_attention_kernel(
     num_plain = tl.where((length + width <= ring) & (length >= 0), num_plain, 0)
     middle = begin + tl.maximum(tl.minimum(end, num_plain) - begin, 0) // BLOCK_N * BLOCK_N
 
-    position, bits = length + index, index
+    position, low, high = length + index, index, index
     if HAS_TREE:
         depths += batch * stride_depths_b
         position = length + tl.load(depths + index * stride_depths_w, mask=is_row, other=0).to(tl.int32)
         at = ancestors + batch * stride_ancestors_b + index * stride_ancestors_w
         bits = tl.load(at, mask=is_row, other=0)
+        low, high = bits.to(tl.int32), (bits >> 32).to(tl.int32)
 
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -230,7 +234,7 @@ def _block_attention_kernel(
         acc, top, total = _attend_tiles(
             acc, top, total, q, key, value,
             middle if masked else begin, end if masked else middle,
-            length, position, bits, depths, width, ring, scaling, softcap, stride_depths_w,
+            length, position, low, high, depths, width, ring, scaling, softcap, stride_depths_w,
             stride_key_r, stride_key_e, stride_value_r, stride_value_f,
             masked, HAS_TREE, CAUSAL, WINDOW, FROM_ANCHOR, HAS_SOFTCAP, UPCAST,
             KEY_SIZE, VALUE_SIZE, BLOCK_N, BLOCK_K, BLOCK_V,
@@ -341,6 +345,8 @@ def launch(given: Given) -> Tensor:
     block_m, block_n, num_stages, num_warps = tile_sizes(
         width, num_heads // groups, key_size, value_size, query.element_size(), shared_bytes
     )
+    if given["depths_BW"] is not None:
+        block_n = min(block_n, 32)  # a tree's mask takes the registers that a larger tile would
     num_blocks = cdiv(num_heads // groups * width, block_m)
     splits = choose_num_splits(cdiv(ring, block_n), num_blocks * batch * groups, num_processors)
     out = query.new_empty(batch, width, num_heads, value_size)
