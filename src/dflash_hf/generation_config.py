@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from transformers import GenerationConfig
 
 from dflash_hf.errors import one_line, require, shown
-from dflash_hf.tree import MAX_NODES
+from dflash_hf.tree import MAX_MATCHING, MAX_NODES
 
 Engine = Literal["auto", "eager", "cuda_graph"]
 Proposal = Literal["auto", "argmax", "shared_noise", "sample"]
@@ -70,7 +70,7 @@ class DFlashGenerationConfig(GenerationConfig):
             attention layers alone, proposals are not drawn (`"sample"`), `verify_width` is no number, and not in
             [`~dflash_hf.iterate`].
         max_matching_ngram_size (`int`, *optional*): How many of the last tokens are looked for in the text, for trees;
-            4 by default, 0 is none.
+            4 at most and by default, 0 is none.
         engine (`str`, defaults to `"auto"`): `"eager"` launches every operation of a step from the host, over exactly
             as many keys as there are. `"cuda_graph"` captures the step over fixed buffers once per shape and replays
             it; what cannot be captured runs eagerly, with the reason in the log. `"auto"` is `"cuda_graph"` on CUDA
@@ -157,6 +157,9 @@ class DFlashGenerationConfig(GenerationConfig):
         is_known = isinstance(nodes, int) and not isinstance(nodes, bool) and (nodes == 0 or 2 <= nodes <= MAX_NODES)
         what = f"num_tree_nodes between 2 and {MAX_NODES}, or 0 for a chain"
         require(nodes is None or is_known, what, nodes, "leave it out")
+        longest = self.max_matching_ngram_size
+        fits = longest is None or 0 <= longest <= MAX_MATCHING
+        require(fits, f"max_matching_ngram_size between 0 and {MAX_MATCHING}", longest, "leave it out")
         if width is None or width == "auto":
             return
         require(not nodes, "verify_width left out or 'auto' beside num_tree_nodes", width, "leave one of them out")

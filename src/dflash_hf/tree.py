@@ -27,6 +27,7 @@ LEVEL, LEAST = 1e-4, -20.0
 # How likely a text goes on as it did before, by how many of its last tokens are the same, and then token by token. A
 # little less than in SmolLM2's answers to GSM8K and MT-Bench (docs/log.md), which repeat themselves.
 FOLLOWS, GOES_ON = (0.0, 0.2, 0.5, 0.6, 0.8), (0.0, 0.6, 0.7, 0.75, 0.9)
+MAX_MATCHING = len(FOLLOWS) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -322,4 +323,4 @@ class Continuation:
         return cls(ids_BT.gather(1, where.clamp_max(ids_BT.shape[1] - 1)), scores)
 
 
-__all__ = ["MAX_NODES", "Continuation", "DraftTree", "TreeTable", "along", "tree_table"]
+__all__ = ["MAX_MATCHING", "MAX_NODES", "Continuation", "DraftTree", "TreeTable", "along", "tree_table"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dflash_hf import DFlashDraftModel, iterate
-from dflash_hf.generation.widths import WidthChooser
+from dflash_hf.generation.widths import WidthChooser, _kept
 from fuzz.targets import Oracle, arm
 from helpers.static import set_engine
 from helpers.vision import vision_prompts, vision_target
@@ -157,6 +157,19 @@ def test_a_width_that_follows_the_run_takes_the_first_nodes(monkeypatch: pytest.
     assert len(set(draft.last_stats.verify_widths)) > 4
 
 
+def test_what_chains_have_shown_says_nothing_of_trees() -> None:
+    """Node 2 of a tree is no second proposal: a width chosen by the counts of the other kind would be any."""
+    target = target_of("llama")
+    inputs = prompts([5], 6)
+    ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = branching(target, truth_of(inputs, ref), 6, 16)
+    draft.generation_config.verify_width = "auto"
+    for nodes in (0, 16, 0, 16):
+        draft.generation_config.num_tree_nodes = nodes
+        assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
+    assert sorted(chooser.is_tree for chooser in _kept[draft].values()) == [False, True]
+
+
 def test_steps_that_are_looked_at_show_the_path() -> None:
     target = target_of("qwen3")
     inputs = prompts([5], 7)
@@ -191,6 +204,8 @@ def test_steps_that_are_looked_at_show_the_path() -> None:
             {},
             "expected verify_width left out or 'auto' beside num_tree_nodes",
         ),
+        ({"max_matching_ngram_size": -1}, {}, "expected max_matching_ngram_size between 0 and 4, got -1"),
+        ({"max_matching_ngram_size": 9}, {}, "expected max_matching_ngram_size between 0 and 4, got 9"),
         ({"num_tree_nodes": 8, "block_size": 1}, {}, "expected num_tree_nodes of at most 1 "),
         (
             {"num_tree_nodes": 8, "proposal": "sample"},

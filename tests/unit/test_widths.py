@@ -301,6 +301,7 @@ def test_what_a_run_has_seen_is_kept_for_the_next_of_its_pair_and_rows() -> None
     give_chooser(chooser, draft, target, 3)
     assert take_chooser(draft, target, 1, 16) is None, "other rows cost something else"
     assert take_chooser(draft, target, 3, 8) is None
+    assert take_chooser(draft, target, 3, 16, is_tree=True) is None, "nodes are no proposals one behind the other"
     assert take_chooser(target, draft, 3, 16) is None
     assert take_chooser(draft, target, 3, 16) is chooser
     assert take_chooser(draft, target, 3, 16) is None, "a run has it"
@@ -317,4 +318,6 @@ def test_what_a_run_has_seen_is_kept_for_the_next_of_its_pair_and_rows() -> None
     del target
     gc.collect()
     give_chooser(WidthChooser(4), draft, other := nn.Linear(1, 1), 1)
-    assert list(_kept[draft]) == [(weakref.ref(other), 1, 4)], "what belongs to a target that is no more is dropped"
+    assert list(_kept[draft]) == [(weakref.ref(other), 1, 4, False)], (
+        "what belongs to a target that is no more is dropped"
+    )

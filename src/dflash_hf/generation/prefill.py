@@ -272,8 +272,9 @@ def _chooser(generator: DFlashCandidateGenerator, state: DecodeState, keeps_buff
         asked = None if is_half or (state.is_sampled and generator.rule == "sample") else "auto"
     if asked != "auto" or width < 2:
         return None
-    kept = None if keeps_buffers else take_chooser(draft, target.model, state.ids.shape[0], width)
-    return WidthChooser(width) if kept is None else kept
+    is_tree = generator.table is not None
+    kept = None if keeps_buffers else take_chooser(draft, target.model, state.ids.shape[0], width, is_tree)
+    return WidthChooser(width, is_tree) if kept is None else kept
 
 
 def _limit(criteria: StoppingCriteriaList, generation_config: GenerationConfig, num_columns: int) -> int:

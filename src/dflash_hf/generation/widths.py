@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from torch import nn
 
-_Pair = tuple[weakref.ref[nn.Module], int, int]  # target, rows, tokens verified at most
+_Pair = tuple[weakref.ref[nn.Module], int, int, bool]  # target, rows, tokens verified at most, whether trees
 # What a step has shown counts for half after 14 further ones with a draft: a text changes its nature within a few
 # sentences.
 FORGETTING = 0.95
@@ -117,13 +117,15 @@ class WidthChooser:
 
     Args:
         widest (`int`): Widest verify, the anchor included; at least 2.
+        is_tree (`bool`): Whether trees are verified, whose nodes are no proposals one behind the other.
     """
 
     # Whether a run whose `verify_width` is left out has one where it may. Tests see to it that it has none: what they
     # look at would depend on the machine.
     by_default: ClassVar[bool] = True
 
-    def __init__(self, widest: int) -> None:
+    def __init__(self, widest: int, is_tree: bool = False) -> None:
+        self.is_tree = is_tree
         self.widths = candidate_widths(widest)
         self.current = widest
         self._measured: dict[int, float] | None = None
@@ -136,7 +138,6 @@ class WidthChooser:
         # Per proposal, exponentially forgotten: verifies that reached and tried it, and those that accepted it.
         self._tried = [0.0] * (widest - 1)
         self._accepted = [0.0] * (widest - 1)
-        self._is_tree = False
         # Steps, those with a draft, the rows that these have verified, and the tokens that came of it.
         self._num_steps = self._num_drafted = self._num_verifies = self._num_tokens = 0
 
@@ -190,7 +191,6 @@ class WidthChooser:
         self._clock = clock
         if width == 1 or not accepted:
             return
-        self._is_tree = nodes is not None
         for index in range(len(self._tried)):
             if nodes is None:
                 reached, kept = sum(count >= index for count in accepted), sum(count > index for count in accepted)
@@ -238,7 +238,7 @@ class WidthChooser:
         Args:
             optimism (`float`): How often each is taken to have been accepted beside what was seen.
         """
-        if self._is_tree:
+        if self.is_tree:
             return self._conditional_of_tree(optimism)
         all_tried, all_accepted = sum(self._tried), sum(self._accepted)
         pooled = (all_accepted + PRIOR_WEIGHT * PRIOR_SHARE) / (all_tried + PRIOR_WEIGHT)
@@ -275,9 +275,11 @@ class WidthChooser:
 _kept: weakref.WeakKeyDictionary[nn.Module, dict[_Pair, WidthChooser]] = weakref.WeakKeyDictionary()
 
 
-def take_chooser(draft: nn.Module, target: nn.Module, rows: int, widest: int) -> WidthChooser | None:
-    """Returns what an earlier run of this pair has left for one of as many rows and as wide blocks, if it has."""
-    chooser = _kept.get(draft, {}).pop((weakref.ref(target), rows, widest), None)
+def take_chooser(
+    draft: nn.Module, target: nn.Module, rows: int, widest: int, is_tree: bool = False
+) -> WidthChooser | None:
+    """Returns what an earlier run of this pair has left for one of as many rows and as wide verifies, if it has."""
+    chooser = _kept.get(draft, {}).pop((weakref.ref(target), rows, widest, is_tree), None)
     if chooser is not None:
         chooser.begin()
     return chooser
@@ -288,7 +290,7 @@ def give_chooser(chooser: WidthChooser, draft: nn.Module, target: nn.Module, row
     held = _kept.setdefault(draft, {})
     for pair in [pair for pair in held if pair[0]() is None]:
         del held[pair]
-    held[weakref.ref(target), rows, chooser.widths[0]] = chooser
+    held[weakref.ref(target), rows, chooser.widths[0], chooser.is_tree] = chooser
 
 
 __all__ = [
