@@ -40,6 +40,11 @@ SWEEPS: list[tuple[dict[str, Any], dict[str, str | None]]] = [
         {"plain": None, "dflash-tree0": "plain", "dflash-tree8": "plain"},
     ),
     (
+        # A chain looks for nothing in the text.
+        {"num_tree_nodes": (0, 8), "max_matching_ngram_size": (0, 4)},
+        {"plain": None, "dflash-tree0": "plain", "dflash-tree8-ngram0": "plain", "dflash-tree8-ngram4": "plain"},
+    ),
+    (
         # Greedy decoding has one cell: no rule of proposing, no top-p.
         {"temperature": (0.0, 1.0), "proposal": ("argmax", "sample"), "top_p": (0.9,)},
         {

@@ -12,11 +12,11 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from dflash_hf.bench.methods import WAYS, Options
+from dflash_hf.bench.methods import DRAFT_OPTIONS, WAYS, Options
 from dflash_hf.errors import require
 from dflash_hf.evaluation.loading import check_place
 from dflash_hf.generation_config import Proposal
-from dflash_hf.tree import MAX_NODES
+from dflash_hf.tree import MAX_MATCHING, MAX_NODES
 
 METHODS = (*WAYS, "zlab", "server")
 NEEDS_DRAFT = ("dflash", "stock", "zlab")
@@ -31,13 +31,14 @@ _WORDS = {
     "block_size": "block",
     "verify_width": "width",
     "num_tree_nodes": "tree",
+    "max_matching_ngram_size": "ngram",
     "proposal": "",
 }
 _SHARED = ("batch", "max_new_tokens", "temperature", "top_p")
 # What each method looks at.
 _LOOKS_AT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(METHODS, (*_SHARED, "dtype")),
-    "dflash": (*_SHARED, "dtype", "block_size", "verify_width", "num_tree_nodes", "proposal"),
+    "dflash": (*_SHARED, "dtype", *DRAFT_OPTIONS),
     "stock": (*_SHARED, "dtype", "block_size"),
     "zlab": (*_SHARED, "dtype", "block_size"),
     "server": _SHARED,
@@ -59,8 +60,8 @@ class RunSettings:
         data_dir (`Path`, *optional*): Where sets are, without a network.
         template (`str`, *optional*): For sets that the package does not know.
         num_prompts (`int`, *optional*): Questions of each set; default all.
-        batch, max_new_tokens, temperature, top_p, dtype, block_size, verify_width, num_tree_nodes, proposal (`tuple`):
-            Values of [`Options`]; several are compared.
+        batch, max_new_tokens, temperature, top_p, dtype, block_size, verify_width, num_tree_nodes,
+        max_matching_ngram_size, proposal (`tuple`): Values of [`Options`]; several are compared.
         system (`str`, *optional*): What every conversation begins with.
         template_options (mapping): For the chat template.
         seed (`int`): Of the questions that are drawn, and of sampled answers.
@@ -90,6 +91,7 @@ class RunSettings:
     block_size: tuple[int | None, ...] = (None,)
     verify_width: tuple[int | Literal["auto"] | None, ...] = (None,)
     num_tree_nodes: tuple[int | None, ...] = (None,)
+    max_matching_ngram_size: tuple[int | None, ...] = (None,)
     proposal: tuple[str | None, ...] = (None,)
     system: str | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -165,6 +167,9 @@ def _check_numbers(settings: RunSettings) -> None:
     for value in settings.num_tree_nodes:
         fits = value is None or value == 0 or 2 <= value <= MAX_NODES
         require(fits, f"0 (a chain), or 2 to {MAX_NODES}, as --num-tree-nodes", value, "8 is a beginning")
+    for value in settings.max_matching_ngram_size:
+        fits = value is None or 0 <= value <= MAX_MATCHING
+        require(fits, f"0 to {MAX_MATCHING} as --max-matching-ngram-size", value, "0 is none")
     for value in settings.temperature:
         require(0 <= value < math.inf, "0 or more as --temperature", value, "0 is greedy")
     for value in settings.top_p:
@@ -213,17 +218,17 @@ class Cell:
 def make_cells(settings: RunSettings) -> list[Cell]:
     """Returns the cells of a run: methods in their order, values of each in theirs.
 
-    Values that a method does not look at make no cells of their own: plain `generate` has no block, and greedy
-    decoding no top-p and no rule of proposing.
+    Values that a method does not look at make no cells of their own: plain `generate` has no block, greedy decoding no
+    top-p and no rule of proposing, and a chain no continuations.
     """
     cells: dict[str, Cell] = {}
     swept = [name for name in _WORDS if len(getattr(settings, name)) > 1]
     for method in settings.methods:
         for combination in itertools.product(*(getattr(settings, name) for name in _WORDS)):
             given = dict(zip(_WORDS, combination, strict=True))
-            looks_at = [
-                name for name in _LOOKS_AT[method] if given["temperature"] or name not in ("top_p", "proposal")
-            ]
+            idle = () if given["temperature"] else ("top_p", "proposal")
+            idle += ("max_matching_ngram_size",) if given["num_tree_nodes"] == 0 else ()
+            looks_at = [name for name in _LOOKS_AT[method] if name not in idle]
             values = {name: given[name] for name in swept if name in looks_at}
             parts = [f"{_WORDS[name]}{_shown(value)}" for name, value in values.items()]
             model_id = "-".join([method, *parts])

@@ -30,6 +30,8 @@ LOOKUP_TOKENS = 15  # as many as a block of 16 proposes
 
 Conversation = Sequence[Message]
 Inputs = dict[str, Tensor]
+# Options of a draft that a run may compare.
+DRAFT_OPTIONS = ("block_size", "verify_width", "num_tree_nodes", "max_matching_ngram_size", "proposal")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,7 @@ class Options:
         dtype (`str`): The pair's, or `"auto"` for what the checkpoints say.
         block_size (`int`, *optional*): Of the draft, at most the one it was trained with.
         verify_width (`int` or `"auto"`, *optional*): See [`~dflash_hf.DFlashGenerationConfig`].
-        num_tree_nodes (`int`, *optional*): Likewise.
+        num_tree_nodes, max_matching_ngram_size (`int`, *optional*): Likewise.
         proposal (`str`, *optional*): Likewise.
     """
 
@@ -56,6 +58,7 @@ class Options:
     block_size: int | None = None
     verify_width: int | Literal["auto"] | None = None
     num_tree_nodes: int | None = None
+    max_matching_ngram_size: int | None = None
     proposal: str | None = None
 
     def arguments(self) -> dict[str, Any]:
@@ -68,7 +71,7 @@ class Options:
 
     def for_draft(self) -> dict[str, Any]:
         """Returns the options of `draft.generation_config` that were given."""
-        given = {name: getattr(self, name) for name in ("block_size", "verify_width", "num_tree_nodes", "proposal")}
+        given = {name: getattr(self, name) for name in DRAFT_OPTIONS}
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -400,6 +403,7 @@ def _set(config: Any, values: Mapping[str, Any]) -> Generator[None]:
 
 
 __all__ = [
+    "DRAFT_OPTIONS",
     "LOOKUP_TOKENS",
     "WAYS",
     "Conversation",

@@ -53,6 +53,7 @@ def bench(
     block_size: Annotated[str, typer.Option(help="Tokens per block; default the draft's.")] = "",
     verify_width: Annotated[str, typer.Option(help="Tokens of a block that are verified, or auto.")] = "",
     num_tree_nodes: Annotated[str, typer.Option(help="Verify a tree of so many tokens; 0 is a chain.")] = "",
+    max_matching_ngram_size: Annotated[str, typer.Option(help="Last tokens that a tree looks for in the text.")] = "",
     proposal: Annotated[str, typer.Option(help="How tokens are proposed when sampling.")] = "",
     system: Annotated[str | None, typer.Option(help="System prompt of every conversation.")] = None,
     chat_template_kwargs: Annotated[
@@ -156,6 +157,7 @@ def read_settings(given: Mapping[str, Any]) -> RunSettings:
         block_size=_values(given["block_size"], int, "--block-size") or (None,),
         verify_width=_values(given["verify_width"], width_of, "--verify-width") or (None,),
         num_tree_nodes=_values(given["num_tree_nodes"], int, "--num-tree-nodes") or (None,),
+        max_matching_ngram_size=_values(given["max_matching_ngram_size"], int, "--max-matching-ngram-size") or (None,),
         proposal=_values(given["proposal"], str, "--proposal") or (None,),
         template_options=options,
         # As the other commands have it: a model as small as the bundled one is slower on several threads.
