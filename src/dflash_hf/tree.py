@@ -28,6 +28,8 @@ LEVEL, LEAST = 1e-4, -20.0
 # little less than in SmolLM2's answers to GSM8K and MT-Bench (docs/log.md), which repeat themselves.
 FOLLOWS, GOES_ON = (0.0, 0.2, 0.5, 0.6, 0.8), (0.0, 0.6, 0.7, 0.75, 0.9)
 MAX_MATCHING = len(FOLLOWS) - 1
+# How much it counts against such a text that the draft is sure of another token: the exponent of what it leaves open.
+DOUBT = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,6 +177,8 @@ class TreeTable:
             [[place[path[:end]] if end <= len(path) else self.num_paths for end in levels] for path in paths]
         )
         self.depths = tensor([len(path) for path in paths])
+        # The draft's first choices alone, as far as they can be in the tree.
+        self.first_choices = tensor([place[(0,) * level] for level in levels if (0,) * level in place])
         self.follows = tensor((FOLLOWS, GOES_ON))
         self.powers = tensor([1 << index if index < 63 else -(1 << 63) for index in range(num_nodes)])
 
@@ -273,12 +277,23 @@ class TreeTable:
         # At most one path of each length is the same.
         same = (is_same[:, :, None] & (self.depths[:, None] == levels)).to(torch.long)  # [B, C, D]
         has_same, index = same.amax(dim=1).bool(), same.argmax(dim=1)
-        scores = continuation.scores.to(totals_BC.dtype)
+        scores = continuation.scores.to(totals_BC.dtype) + DOUBT * self._doubt(totals_BC, tokens_BCD, wanted)
         raised = torch.where(is_same, scores.gather(1, (self.depths - 1).expand(batch, -1)), -torch.inf)
         own = scores.masked_fill(has_same, -torch.inf)
         path = torch.where(has_same, index, num + levels - 1)
         prefixes = torch.where(levels <= levels[:, None], path[:, None], self.num_paths)
         return torch.cat([torch.maximum(totals_BC, raised), own], dim=1), prefixes, levels
+
+    def _doubt(self, totals_BC: Tensor, tokens_BCD: Tensor, wanted_BD: Tensor) -> Tensor:
+        """How likely the draft's first choice is wrong where a continuation first leaves it: log, `[B, D]`."""
+        num, missing = len(self.first_choices), wanted_BD.shape[1] - len(self.first_choices)
+        totals = totals_BC.index_select(1, self.first_choices)
+        log_probs = totals - nn.functional.pad(totals, (1, -1))
+        longest = tokens_BCD[:, self.first_choices[-1], :num]
+        differs = wanted_BD[:, :num] != longest
+        leaves = differs & (differs.cumsum(dim=1) == 1)
+        doubt = torch.where(leaves, torch.log1p(-log_probs.exp()), 0.0).cumsum(dim=1)
+        return nn.functional.pad(doubt[:, None], (0, missing), mode="replicate")[:, 0] if missing else doubt
 
 
 @dataclass(frozen=True, slots=True, eq=False)

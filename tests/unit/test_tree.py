@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_hf.tree import FOLLOWS, GOES_ON, LEVEL, MAX_NODES, Continuation, DraftTree, TreeTable, along
+from dflash_hf.tree import DOUBT, FOLLOWS, GOES_ON, LEVEL, MAX_NODES, Continuation, DraftTree, TreeTable, along
 
 CPU = torch.device("cpu")
 
@@ -168,6 +168,14 @@ def test_the_continuation_is_that_of_the_latest_place_that_shares_most() -> None
     assert found == {0, 1, 2, 3, 4}
 
 
+def test_a_draft_that_is_sure_of_other_tokens_is_followed() -> None:
+    before = Continuation(torch.full((1, 3), 1), torch.tensor([0.8, 0.7, 0.6]).log())
+    table, sure = TreeTable(4, 3, 9, CPU), torch.zeros(1, 3, 9)
+    for score, expected in ((12.0, [0, 2, 2, 2]), (2.0, [0, 1, 1, 2])):
+        sure[:, :, 2] = score
+        assert built(table, sure, before)[1].tolist() == [expected]
+
+
 @pytest.mark.parametrize(("num_nodes", "depth", "vocab"), [(8, 7, 6), (16, 5, 4), (32, 15, 40), (3, 1, 4)])
 def test_a_continuation_counts_where_it_is_likelier_than_what_the_draft_says(
     num_nodes: int, depth: int, vocab: int
@@ -187,7 +195,12 @@ def test_a_continuation_counts_where_it_is_likelier_than_what_the_draft_says(
                 path: sum(float(log_probs[row, level, token]) for level, token in enumerate(path))
                 for path in best_paths(log_probs[row], num_nodes - 1)
             }
-            before_paths = {tuple(tokens[row, : end + 1].tolist()): float(its[end]) for end in range(length)}
+            before_paths, doubt = dict[tuple[int, ...], float](), 0.0
+            for end in range(length):
+                best, choice = log_probs[row, end].max(dim=-1)
+                if doubt == 0 and end < num_nodes - 1 and choice != tokens[row, end]:
+                    doubt = DOUBT * math.log1p(-math.exp(best))
+                before_paths[tuple(tokens[row, : end + 1].tolist())] = float(its[end]) + doubt
             paths = drafted.keys() | before_paths.keys()
             totals = {path: max(drafted.get(path, -99.0), before_paths.get(path, -99.0)) for path in paths}
             expected = sorted(totals, key=lambda path: -totals[path])[: num_nodes - 1]
