@@ -63,22 +63,33 @@ class DraftTree:
             `tuple[torch.Tensor, torch.Tensor]`: The path `[B, N]`, the node at each depth and 0 behind its end; and
             how many nodes beside the anchor it has `[B]`.
         """
-        nodes, stands = self._standing(block_BN == tokens_BN.gather(1, self.parents))
+        return self.path_of(self._standing(block_BN == tokens_BN.gather(1, self.parents)))
+
+    def path_of(self, stands_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """Puts the nodes that stand `[B, N]` into the order of their depths; returns as [`follow`]."""
+        nodes = torch.arange(stands_BN.shape[1], device=stands_BN.device)
         # Nodes that do not stand all say that the anchor is at depth 0.
-        depths = self.depths * stands
-        path = torch.zeros_like(block_BN).scatter_(1, depths, nodes * stands)
+        depths = self.depths * stands_BN
+        path = torch.zeros_like(depths).scatter_(1, depths, nodes * stands_BN)
         return path, depths.amax(dim=1)
+
+    def ranks(self) -> Tensor:
+        """Counts the siblings that stand before each node: `[B, N]`, int64."""
+        nodes = torch.arange(self.parents.shape[1], device=self.parents.device)
+        is_sibling = self.parents[:, :, None] == self.parents[:, None]
+        # The anchor is its own parent, and no child.
+        return (is_sibling & (nodes < nodes[:, None]) & (nodes > 0)).sum(dim=-1)
 
     def agree(self, block_BN: Tensor, text_BD: Tensor) -> Tensor:
         """Counts how far a text `[B, D]` behind the anchor goes along the tree: `[B]`."""
-        _, stands = self._standing(block_BN == text_BD.gather(1, (self.depths - 1).clamp_min(0)))
+        stands = self._standing(block_BN == text_BD.gather(1, (self.depths - 1).clamp_min(0)))
         return (self.depths * stands).amax(dim=1)
 
-    def _standing(self, matches_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """The nodes, and which of them match with all their ancestors, as the anchor does."""
+    def _standing(self, matches_BN: Tensor) -> Tensor:
+        """Which nodes match with all their ancestors, as the anchor does."""
         nodes = torch.arange(matches_BN.shape[1], device=matches_BN.device)
         matched = ((matches_BN | (nodes == 0)).to(torch.long) << nodes).sum(dim=1, keepdim=True)
-        return nodes, (self.ancestors & ~matched) == 0
+        return (self.ancestors & ~matched) == 0
 
     def child(self, block_BN: Tensor, node_B: Tensor, tokens_B: Tensor) -> tuple[Tensor, Tensor]:
         """Finds the child of a node that has a token: its index `[B]`, 0 where there is none, and whether there is."""

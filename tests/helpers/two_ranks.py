@@ -166,6 +166,7 @@ def rules(rank: Rank) -> int:
         {"max_new_tokens": 9},
         {"top_k": 5, "top_p": 0.9, "max_new_tokens": 9},
         {"eos_token_id": 7, "max_new_tokens": 9},
+        {"top_k": 9, "max_new_tokens": 9},
     )
     inputs = prompts([4, 9, 6], 3)
     for rule in RULES:
@@ -174,6 +175,7 @@ def rules(rank: Rank) -> int:
             for target in (whole, shared):
                 draft = tiny_draft(target)
                 draft.generation_config.proposal = rule
+                draft.generation_config.num_tree_nodes = 9 if number == 3 else 0
                 torch.manual_seed(number) if target is whole else rank.seed(number)
                 texts.append(target.generate(**inputs, **{**SAMPLED, **setting}, assistant_model=draft))
             rank.check(texts[1], texts[0])

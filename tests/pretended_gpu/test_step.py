@@ -240,6 +240,8 @@ def test_a_step_at_published_shapes_needs_no_host(case: Case) -> None:
         Case(target=SHORT, nodes=32),
         Case(target=SHORT, nodes=16, warpers="top-k", proposal="shared_noise", batch=4),
         Case(target=SHORT, nodes=16, draft=DFLASH2, batch=2),
+        Case(target=SHORT, nodes=16, warpers="top-p", proposal="sample", batch=2),
+        Case(target=SHORT, nodes=8, warpers="top-k", proposal="sample", draft=DFLASH2),
         Case(target="gpt-oss-short", nodes=8, batch=4),
         Case(target="qwen3-vl-8b", nodes=16),
     ],

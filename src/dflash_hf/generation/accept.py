@@ -26,6 +26,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingC
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import ops
+from dflash_hf.generation.drawn_trees import accept_drawn
 from dflash_hf.generation.sampling import BlockProcessors, accept_rejection, choose, choose_from_logits, ends_row
 from dflash_hf.generation.state import NUM_REPORTED, DecodeState
 from dflash_hf.tree import DraftTree, along
@@ -61,7 +62,11 @@ def commit(state: DecodeState, mask_token_id: int, num_accepted: Tensor | None =
 
 
 def decide_at_once(
-    state: DecodeState, logits_BWV: Tensor, processors: BlockProcessors, accept: Accept | None = None
+    state: DecodeState,
+    logits_BWV: Tensor,
+    processors: BlockProcessors,
+    accept: Accept | None = None,
+    may_read: bool = False,
 ) -> Tensor | None:
     """Decides when the processors can see the block at once. No host sync, unless a rule of the user's has one.
 
@@ -71,17 +76,21 @@ def decide_at_once(
         processors (`BlockProcessors`): The run's, all stateless.
         accept (callable, *optional*): A rule of the user's: behind the proposals that it keeps stands the target's own
             token.
+        may_read (`bool`): Look on the host what can be left out, where that waits for no device.
 
     Returns:
         `torch.Tensor`: The number accepted `[B]` where that is not how many match, else `None`.
     """
+    tree = state.tree
     if state.draft_probs is not None and state.key is not None and state.width > 1:
+        scores = processors.warp(logits_BWV)
+        if tree is not None:
+            return accept_drawn(state, tree, scores, may_read)
         num_accepted, tokens = accept_rejection(
-            state.proposals, processors.warp(logits_BWV), state.draft_probs, state.key, state.decided_positions
+            state.proposals, scores, state.draft_probs, state.key, state.decided_positions
         )
         state.tokens.copy_(tokens)
         return num_accepted
-    tree = state.tree
     if tree is not None:
         positions = state.next_positions[:, :1] + tree.depths + 1
         state.tokens.copy_(choose_from_logits(logits_BWV, processors, state.key, positions))

@@ -12,6 +12,7 @@ from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache.context import NewContext
 from dflash_hf.dflash2 import follow_path
 from dflash_hf.generation.buffers import FixedBuffers
+from dflash_hf.generation.drawn_trees import draw_tree, draw_tree_behind
 from dflash_hf.generation.sampling import (
     DRAFT_STREAM,
     TARGET_STREAM,
@@ -194,6 +195,9 @@ class DFlashCandidateGenerator:
     ) -> None:
         """Proposes a tree; under `shared_noise` of the scores that the target's own noise makes likely."""
         assert state.nodes is not None
+        if state.key is not None and self.rule == "sample":
+            self._draw_tree(table, state, hidden, logits, positions)
+            return
         scores, draft, longest = logits, self.draft, self.draft.generation_config.max_matching_ngram_size
         follows = table.follows if longest is None else table.follows[:, : longest + 1]
         before = None
@@ -213,6 +217,18 @@ class DFlashCandidateGenerator:
             tokens = torch.arange(logits.shape[-1], device=logits.device)
             scores = self.processors.warp(logits) + gumbel_noise(state.key, positions, tokens)
         table.build(scores, state.nodes, state.whole_block, before)
+
+    def _draw_tree(
+        self, table: TreeTable, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor
+    ) -> None:
+        """Proposes a tree for rejection: nothing stands in it but what is drawn."""
+        selector, warp = self.draft.candidate_selector, self.processors.warp
+        if selector is None:
+            draw_tree(table, state, warp(logits), positions)
+            return
+        candidates, scores = selector(hidden, logits, state.anchor)
+        scores = warp(scores.flatten(1, 2)).view_as(scores)
+        draw_tree_behind(table, state, candidates, scores, positions, logits.shape[-1])
 
     def _propose_path(
         self, state: DecodeState, candidates: Tensor, scores: Tensor, positions: Tensor, vocab_size: int

@@ -53,9 +53,7 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     pad = config._pad_token_tensor
     processors = BlockProcessors(call.processors, 0 if pad is None else int(pad))
     block_size, width, rule = _widths_and_rule(draft, config, processors)
-    nodes = _num_nodes(
-        target, draft, width, bool(config.do_sample) and rule == "sample", keeps_buffers or is_looked_at
-    )
+    nodes = _num_nodes(target, draft, width, keeps_buffers or is_looked_at)
     width = width if nodes is None else nodes
     past = 0 if kept is None else kept.past
     positions = prompt_positions(call, past)
@@ -227,13 +225,12 @@ def _widths_and_rule(
     return block_size, width, rule
 
 
-def _num_nodes(target: Target, draft: DFlashDraftModel, width: int, redraws: bool, is_chain: bool) -> int | None:
+def _num_nodes(target: Target, draft: DFlashDraftModel, width: int, is_chain: bool) -> int | None:
     """Resolves how many tokens a tree has; `None` is a chain, which is verified by default where `is_chain`.
 
     Args:
         target, draft: Of the call.
         width (`int`): Tokens of the chain.
-        redraws (`bool`): Whether proposals are accepted by rejection.
         is_chain (`bool`): Whether nothing but a number asks for a tree.
 
     Raises:
@@ -241,7 +238,7 @@ def _num_nodes(target: Target, draft: DFlashDraftModel, width: int, redraws: boo
     """
     options = draft.generation_config
     nodes, is_fixed = options.num_tree_nodes, isinstance(options.verify_width, int)
-    if nodes is None and (is_chain or is_fixed or redraws or target.recurrences or not TreeTable.by_default):
+    if nodes is None and (is_chain or is_fixed or target.recurrences or not TreeTable.by_default):
         return None
     if nodes is None:
         return min(width, MAX_NODES) if width > 1 else None
@@ -251,10 +248,6 @@ def _num_nodes(target: Target, draft: DFlashDraftModel, width: int, redraws: boo
         raise ValueError(
             f"expected a target of attention layers alone with num_tree_nodes, got {type(target.model).__name__} with "
             f"{len(target.recurrences)} recurrent layers, whose states follow one path; leave num_tree_nodes out"
-        )
-    if redraws:
-        raise ValueError(
-            "expected proposal 'argmax' or 'shared_noise' with num_tree_nodes, got 'sample'; leave proposal at 'auto'"
         )
     return nodes
 

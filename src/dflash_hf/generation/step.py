@@ -116,7 +116,7 @@ def settle(run: Run, logits_BWV: Tensor) -> Tensor:
     if run.synchronized is not None:
         scores, num_accepted = run.synchronized.decide(state, logits_BWV)
     elif processors.is_stateless:
-        num_accepted = decide_at_once(state, logits_BWV, processors, run.accept)
+        num_accepted = decide_at_once(state, logits_BWV, processors, run.accept, may_read=not run.keeps_buffers)
         scores = processors.warp(state.along_path(logits_BWV)) if run.recorder.is_on else logits_BWV
     else:
         scores, num_accepted = decide_by_position(state, logits_BWV, processors), None
