@@ -300,7 +300,7 @@ class TreeTable:
         num, missing = len(self.first_choices), wanted_BD.shape[1] - len(self.first_choices)
         totals = totals_BC.index_select(1, self.first_choices)
         log_probs = totals - nn.functional.pad(totals, (1, -1))
-        longest = tokens_BCD[:, self.first_choices[-1], :num]
+        longest = tokens_BCD.index_select(1, self.first_choices[-1:])[:, 0, :num]
         differs = wanted_BD[:, :num] != longest
         leaves = differs & (differs.cumsum(dim=1) == 1)
         doubt = torch.where(leaves, torch.log1p(-log_probs.exp()), 0.0).cumsum(dim=1)
