@@ -196,7 +196,7 @@ FAULTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["walk", pytest.param("_left", marks=pytest.mark.slow)])
 def test_a_fault_in_drawn_trees_fails_that_test(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drawn_trees, fault, FAULTS[fault])
     statistic, freedom, _ = chi_square("sample", 4, "dflash", 12)

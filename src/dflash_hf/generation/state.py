@@ -110,7 +110,7 @@ class DecodeState:
         width (`int`): Tokens that the step verifies, at most `W`; each step may have its own.
         has_eos, is_sampled (`bool`): Whether there are end-of-sequence ids, and whether tokens are sampled.
         draft_probs (`torch.Tensor` of shape `[B, width - 1, V]`, *optional*): Distribution of the proposals, for
-            rejection.
+            rejection. Of a tree `[B, width, V]`: the one that each node's children were drawn from.
 
     What a step reads of a run is in tensors, never in `columns` and `limit`, so that a captured step serves any run
     of its width.
