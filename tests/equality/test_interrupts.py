@@ -67,6 +67,8 @@ def interrupt(case: Case, num_points: int | None) -> None:
     before = left_behind(target)
     chosen = points if num_points is None else random.Random(0).sample(points, num_points)
     num_interrupted = 0
+    gc.collect()
+    gc.freeze()  # what other tests have left is looked through once, not at every point
     for point in chosen:
         ours = copy.deepcopy(cache)
         try:

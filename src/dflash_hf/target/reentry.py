@@ -50,7 +50,6 @@ class _Verifying(threading.local):
 
 
 _verifying = _Verifying()
-_switching = threading.Lock()
 
 
 def _make_switchable(kind: type[PreTrainedConfig]) -> None:
@@ -87,8 +86,7 @@ def ragged_attention(target: Target) -> Generator[None]:
 
     Other threads may run the same model, or another one with the same config object, at the same time.
     """
-    with _switching:
-        _make_switchable(type(target.config))
+    _make_switchable(type(target.config))  # two threads at once set the same property twice
     scope = (target.config, _verifying.scope)
 
     def put_back() -> None:
