@@ -271,9 +271,9 @@ def tree_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device
     num, depth = sizes.width, sizes.width - 1
 
     def make(seed: int) -> Inputs:
-        scores = 2 * _normal(seed, torch.float32, device)(batch, depth, 1, 1024)
+        normal = _normal(seed, torch.float32, device)
+        scores, text = 2 * normal(batch, depth, 1, 1024), (20 * normal(batch, context)).abs().long()
         best, order = scores.log_softmax(dim=-1).topk(depth, dim=-1)
-        text = torch.randint(0, 100, (batch, context), device=device)
         nodes, block = (torch.zeros(size, dtype=torch.long, device=device) for size in ((3, batch, num), (batch, num)))
         follows = torch.full((2, 5), -0.5, device=device)
         return {"all": [best, order, nodes, block, None, text, torch.full((batch,), context, device=device), follows]}
