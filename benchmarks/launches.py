@@ -4,7 +4,7 @@ The step that a CUDA graph would hold runs under torch's `FakeTensorMode` on a p
 memory. Its operations are counted by the rule in harness/launch_count.py, an upper count that is the same before and
 after a change. No time follows from it.
 
-    python benchmarks/launches.py --shape qwen3-8b --batch 1 --context 2048
+    python benchmarks/launches.py --shape qwen3-8b --batch 1 --context 2048 --num-tree-nodes 0
     python benchmarks/launches.py --shape qwen3-8b --batch 32 --context 2048 --sample --top-k 50
 
 Prints a table per operation; the last line is a JSON object:
@@ -231,7 +231,7 @@ def main(
     context: Annotated[int, typer.Option(help="Tokens of context per row.")] = 2048,
     sample: Annotated[bool, typer.Option("--sample", help=f"Sample at temperature {TEMPERATURE}.")] = False,
     top_k: Annotated[int | None, typer.Option(help="Sample among the best so many tokens.")] = None,
-    num_tree_nodes: Annotated[int | None, typer.Option(help="Verify a tree of so many tokens.")] = None,
+    num_tree_nodes: Annotated[int | None, typer.Option(help="Verify a tree of so many tokens; 0 is a chain.")] = None,
     is_tiny: Annotated[bool, typer.Option("--tiny", help="A double with all sizes small: to try the script.")] = False,
     out: Annotated[Path | None, typer.Option(help="A record to add the case to.")] = None,
 ) -> None:

@@ -47,7 +47,7 @@ def one_torch_thread() -> None:
 def whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verifies whole blocks where a test does not say how wide: by default that follows the clock of the machine."""
     monkeypatch.setattr("dflash_hf.generation.widths.WidthChooser.by_default", False)
-    monkeypatch.setattr("dflash_hf.tree.TreeTable.by_default", False)
+    monkeypatch.setattr("dflash_hf.tree.TreeBuilder.by_default", False)
 
 
 @pytest.fixture(autouse=True)

@@ -32,9 +32,9 @@ LEVELS = {
     "dflash_hf.errors": 1,
     "dflash_hf.figures": 1,
     "dflash_hf.formats": 1,
-    "dflash_hf.generation_config": 1,
+    "dflash_hf.generation_config": 2,
     "dflash_hf.positions": 1,
-    "dflash_hf.tree": 1,
+    "dflash_hf.tree": 2,
     "dflash_hf.scopes": 0,
     "dflash_hf.processing_qwen3_vl": 1,
     "dflash_hf.attention": 2,
@@ -103,7 +103,7 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.generation.drawn_trees": set(),
     "dflash_hf.generation.run": set(),
     "dflash_hf.generation.state": set(),
-    "dflash_hf.generation.step": {"_run_ahead", "conclude", "take_note"},
+    "dflash_hf.generation.step": {"_run_ahead", "conclude", "finish", "take_note"},
 }
 # What moves when a row moves on, and the functions that may change it: the start of a run, and the commit.
 ROW_COUNTS = {"anchor", "cursor", "lengths", "remaining"}

@@ -24,7 +24,9 @@ from dflash_kernels import (
     add_norm,
     argmax,
     block_attention,
+    build_tree,
     context_kv,
+    follow_tree,
     gumbel_argmax,
     keep_path,
     norm_rope_write,
@@ -264,6 +266,57 @@ def path_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device
     )
 
 
+def tree_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device) -> Case:
+    """The tree of a block, of as many nodes as the chain has; the best log-probabilities have been found."""
+    num, depth = sizes.width, sizes.width - 1
+
+    def make(seed: int) -> Inputs:
+        normal = _normal(seed, torch.float32, device)
+        scores, text = 2 * normal(batch, depth, 1, 1024), (20 * normal(batch, context)).abs().long()
+        best, order = scores.log_softmax(dim=-1).topk(depth, dim=-1)
+        nodes, block = (torch.zeros(size, dtype=torch.long, device=device) for size in ((3, batch, num), (batch, num)))
+        follows = torch.full((2, 5), -0.5, device=device)
+        return {"all": [best, order, nodes, block, None, text, torch.full((batch,), context, device=device), follows]}
+
+    return Case(
+        kernel="build_tree",
+        batch=batch,
+        context=context,
+        make=make,
+        num_bytes=batch * (12 * depth * depth + 8 * context + 8 * 4 * num),
+        ways={
+            "kernel": lambda x: dflash_kernels.build_tree(*x["all"]),
+            "reference": lambda x: build_tree.reference(*x["all"]),
+        },
+        results=lambda out, x: x["all"][2:4],
+    )
+
+
+def follow_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device) -> Case:
+    """A chain as a tree, of which the first half stands."""
+    num = sizes.width
+
+    def make(seed: int) -> Inputs:
+        nodes = torch.arange(num, device=device).expand(batch, -1)
+        tokens = nodes + 1 + (nodes >= num // 2)
+        written = [nodes.contiguous(), tokens.contiguous(), torch.zeros_like(tokens), torch.zeros_like(tokens)]
+        tree = [(nodes - 1).clamp_min(0), nodes.contiguous(), (2 << nodes) - 1]
+        return {"all": [*tree, *written]}
+
+    return Case(
+        kernel="follow_tree",
+        batch=batch,
+        context=None,
+        make=make,
+        num_bytes=8 * 9 * batch * num,
+        ways={
+            "kernel": lambda x: dflash_kernels.follow_tree(*x["all"]),
+            "reference": lambda x: follow_tree.reference(*x["all"]),
+        },
+        results=lambda out, x: x["all"][3:],
+    )
+
+
 def argmax_case(sizes: Sizes, batch: int, dtype: torch.dtype, device: torch.device) -> Case:
     """Argmax over the vocabulary of a verify's logits; the library is the reference, `torch.argmax`."""
     return Case(
@@ -367,7 +420,8 @@ def all_cases(
     for batch in batches:
         for context in contexts:
             cases += [attention_case(sizes, batch, context, dtype, device, causal) for causal in (True, False)]
-        cases += [make(sizes, batch, contexts[0], dtype, device) for make in (norm_rope_case, context_case, path_case)]
+        makes = (norm_rope_case, context_case, path_case, tree_case, follow_case)
+        cases += [make(sizes, batch, contexts[0], dtype, device) for make in makes]
         cases += [*pointwise_cases(sizes, batch, dtype, device), argmax_case(sizes, batch, dtype, device)]
         cases.append(accept_case(sizes, batch, device))
     return cases

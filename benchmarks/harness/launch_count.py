@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,8 @@ from torch.utils._pytree import tree_leaves
 NAMESPACE = "dflash_kernels::"
 # Launches of our own operations, where it is not one.
 OWN = {"block_attention": 2, "argmax": 2, "gumbel_argmax": 2}
+# Buffers that one launch of `keep_path` takes.
+BUFFERS = 32
 # Those that choose keep the best of so many columns of a row as one int64.
 CHOOSING = {"argmax": 4096, "gumbel_argmax": 2048}
 COPYING = {
@@ -53,14 +55,17 @@ NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strid
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution"}
 
 
-def num_launches(func: Any) -> int:
+def num_launches(func: Any, args: Sequence[Any] = ()) -> int:
     """Returns the kernels of one call of an ATen operation or one of ours, by the rule above.
 
     Args:
         func (`torch._ops.OpOverload`): The operation, not one that torch takes apart.
+        args (sequence): What it is called with.
     """
     full = func._schema.name
     name = full.removeprefix("aten::")
+    if full == f"{NAMESPACE}keep_path":
+        return -(-len(args[2]) // BUFFERS)
     if full.startswith(NAMESPACE):
         return OWN.get(full.removeprefix(NAMESPACE), 1)
     if name in NOTHING or _is_view(func):
@@ -123,7 +128,7 @@ class CountLaunches(TorchDispatchMode):
             return out
         out = func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
-        self._count(name, num_launches(func))
+        self._count(name, num_launches(func, args))
         self._watch(name, [*_tensors((args, kwargs))], [*_tensors(out)])
         return out
 

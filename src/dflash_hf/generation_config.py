@@ -66,8 +66,9 @@ class DFlashGenerationConfig(GenerationConfig):
             draft's most likely paths, branching where it is unsure, and what followed the last few tokens earlier in
             the text. 0 is a chain, the draft's first choice alone. Exact under every rule; under `"sample"` all of it
             is drawn, and nothing is of the text. `verify_width` left out or `"auto"` then chooses how many of the
-            nodes to verify. Left out, it is a tree of as many tokens as the chain has, where a step is not captured,
-            the target has attention layers alone, `verify_width` is no number, and not in [`~dflash_hf.iterate`].
+            nodes to verify. Left out, it is a tree of as many tokens as the chain has, where the target has attention
+            layers alone, `verify_width` is no number, not under `"sample"` in captured steps, and not in
+            [`~dflash_hf.iterate`].
         max_matching_ngram_size (`int`, *optional*): How many of the last tokens are looked for in the text, for trees;
             4 at most and by default, 0 is none.
         engine (`str`, defaults to `"auto"`): `"eager"` launches every operation of a step from the host, over exactly

@@ -3,8 +3,8 @@
 By themselves kernels run on CUDA devices of compute capability 8 and more, in float16 and bfloat16, if Triton is
 installed and can build them; everywhere else torch computes the same. Those that choose and count, and so are exact,
 also run in float32. Triton is imported when the first one is launched. One function each says whether a kernel is to
-be used: `attends`, `writes` (both that write caches), `fuses` (norms and activations), `picks` and `accepts`; `best`
-and `commit` ask by themselves. They read nothing on the host.
+be used: `attends`, `writes` (both that write caches), `fuses` (norms and activations), `picks` and `accepts`; `best`,
+`commit` and those of trees ask by themselves. They read nothing on the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from dflash_kernels import (
     add_norm,
     argmax,
     block_attention,
+    build_tree,
     context_kv,
+    follow_tree,
     gumbel_argmax,
     keep_path,
     norm_rope_write,
@@ -32,6 +34,7 @@ from dflash_kernels import (
 )
 from dflash_kernels._dispatch import has_triton
 from dflash_kernels.block_attention import covers
+from dflash_kernels.build_tree import MAX_NODES, num_paths, paths_of
 from dflash_kernels.gumbel_argmax import exponential_noise
 
 logger = logging.getLogger(__name__)
@@ -116,20 +119,35 @@ def picks(logits: Tensor) -> bool:
 
 
 def accepts(counts: Tensor) -> bool:
-    """Returns True if [`accept_and_prepare`] is to end a step over state on this tensor's device."""
+    """Returns True if kernels are to do a step's bookkeeping, in integers, on this tensor's device.
+
+    [`build_tree`], [`follow_tree`], [`keep_path`] and [`accept_and_prepare`].
+    """
     return _uses_kernels(counts)
 
 
 def commit(block_BW: Tensor, tokens_BW: Tensor, **rows: Any) -> None:
     """Ends a step by [`accept_and_prepare`], whose arguments these are: by the kernel or as torch defines it."""
-    end: Any = accept_and_prepare if accepts(block_BW) else accept_and_prepare.reference
-    end(block_BW, tokens_BW, **rows)
+    _either(accept_and_prepare, block_BW)(block_BW, tokens_BW, **rows)
+
+
+def grow_tree(log_probs_BDSR: Tensor, order_BDSR: Tensor, *given: Tensor | None) -> None:
+    """Builds trees by [`build_tree`], whose arguments these are: by the kernel or as torch defines it."""
+    _either(build_tree, order_BDSR)(log_probs_BDSR, order_BDSR, *given)
+
+
+def follow_path(parents_BN: Tensor, *given: Tensor) -> None:
+    """Follows trees by [`follow_tree`], whose arguments these are: by the kernel or as torch defines it."""
+    _either(follow_tree, parents_BN)(parents_BN, *given)
 
 
 def move_path(path_BN: Tensor, lengths_B: Tensor, buffers: Sequence[Tensor]) -> None:
     """Moves a tree's accepted path by [`keep_path`]: by the kernel or as torch defines it."""
-    move: Any = keep_path if accepts(path_BN) else keep_path.reference
-    move(path_BN, lengths_B, buffers)
+    _either(keep_path, path_BN)(path_BN, lengths_B, buffers)
+
+
+def _either(operation: Any, counts: Tensor) -> Any:
+    return operation if accepts(counts) else operation.reference
 
 
 def best(logits: Tensor) -> Tensor:
@@ -175,6 +193,7 @@ def _say_triton_is_missing() -> None:
 
 
 __all__ = [
+    "MAX_NODES",
     "accepts",
     "add_norm",
     "argmax",
@@ -184,12 +203,16 @@ __all__ = [
     "commit",
     "context_kv",
     "exponential_noise",
+    "follow_path",
     "forced",
     "fuses",
+    "grow_tree",
     "gumbel_argmax",
     "kernels",
     "move_path",
     "norm_rope_write",
+    "num_paths",
+    "paths_of",
     "picks",
     "rms_norm",
     "silu_mul",

@@ -14,13 +14,14 @@ import pytest
 import torch
 import typer
 from harness import launch_count
-from harness.launch_count import CountLaunches
+from harness.launch_count import CountLaunches, num_launches
 from torch import Tensor
 from typer.testing import CliRunner
 
 from dflash_hf import ops
 from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.generation import step
+from dflash_kernels import keep_path
 
 X = torch.ones(4, 6)
 WEIGHT = torch.ones(3, 6)
@@ -58,6 +59,13 @@ def test_what_choosing_takes_inside_is_counted() -> None:
         count.enter("decide")
         ops.argmax(logits)
     assert count.choosing == 8 * 6 * 3  # three chunks of six rows; what is returned is on a CPU
+
+
+def test_a_path_is_moved_in_as_many_launches_as_it_takes() -> None:
+    kernel = pytest.importorskip("triton") and importlib.import_module("dflash_kernels.keep_path.kernel")
+    assert launch_count.BUFFERS == kernel.MAX_BUFFERS
+    given = (X, X, [X] * 72)
+    assert num_launches(keep_path.op._opoverload, given) == 3
 
 
 def test_between_two_products_of_a_compiled_function_there_is_one_kernel() -> None:
@@ -103,6 +111,13 @@ def test_one_line_says_all_of_it_and_a_record_grows(tmp_path: Path) -> None:
         assert 0 < found["temporary_bytes"] < found["step_temporary_bytes"]
         assert found["bytes_read"] > 0
     assert sampled["kernels_by_part"]["decide"] >= greedy["kernels_by_part"]["decide"]
+
+
+@pytest.mark.parametrize("arguments", [(), ("--batch", "3", "--sample")], ids=["greedy", "sampled"])
+def test_a_tree_is_few_launches_more_than_a_chain(arguments: tuple[str, ...]) -> None:
+    """40 at most is what a tree by default rests on, two of them for moving the path in a target of 36 layers."""
+    chain, tree = (run(*arguments, "--num-tree-nodes", nodes) for nodes in ("0", "16"))
+    assert chain["kernels"] < tree["kernels"] <= chain["kernels"] + 40 - 2
 
 
 def test_compiling_helps_where_no_kernels_run() -> None:

@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from dflash_hf import DFlashDraftModel, iterate
 from dflash_hf.generation.widths import WidthChooser, _kept
+from dflash_hf.target.parts import find_target
+from dflash_hf.tree import TreeBuilder
 from fuzz.targets import Oracle, arm
 from helpers.static import set_engine, use_tapes
 from helpers.vision import vision_prompts, vision_target
@@ -102,18 +104,59 @@ def test_a_sampled_text_is_that_of_block_size_one(kind: str, rule: str, warpers:
         assert draft.last_stats.acceptance_length > 1
 
 
+@pytest.mark.parametrize("engine", ["static", "cuda_graph"])
 @pytest.mark.parametrize("family", ["qwen3-sliding", "gemma3"])
-def test_steps_over_fixed_buffers(family: str) -> None:
+def test_steps_over_fixed_buffers(family: str, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tapes(monkeypatch)
     target = target_of(family)
     for seed, (block_size, nodes, lengths) in enumerate(SHAPES[:3]):
         inputs = prompts(lengths, seed)
         ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-        draft = branching(target, truth_of(inputs, ref), seed, nodes)
+        draft, by_node = branching(target, truth_of(inputs, ref), seed, nodes), list[list[int]]()
         draft.generation_config.block_size = block_size
-        set_engine(draft, "static")
-        for _ in range(2):  # the second takes the buffers of the first
+        for name in ("eager", engine, engine):  # the last takes the buffers of the one before
+            set_engine(draft, name)
             out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
             assert torch.equal(out, ref)
+            assert draft.last_stats.engine == name
+            by_node.append(draft.last_stats.num_accepted_by_node)
+        assert by_node == [by_node[0]] * 3
+        assert sum(by_node[0]) == sum(map(sum, draft.last_stats.num_accepted)) > 0
+
+
+@pytest.mark.parametrize("engine", ["eager", "static", "cuda_graph"])
+@pytest.mark.parametrize("family", ["qwen3-sliding", "qwen3-next"])
+def test_a_tree_is_the_default_where_it_may_be(family: str, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tapes(monkeypatch)
+    monkeypatch.setattr(TreeBuilder, "by_default", True)
+    target = target_of(family)
+    inputs = prompts([4, 11, 7], 5)
+    ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = branching(target, truth_of(inputs, ref), 5, 6)
+    draft.generation_config.num_tree_nodes, draft.generation_config.block_size = None, 6
+    set_engine(draft, engine)
+    assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
+    is_tree = not find_target(target).recurrences
+    assert len(draft.last_stats.num_accepted_by_node) == (5 if is_tree else 0)
+
+
+@pytest.mark.parametrize("engine", ["static", "cuda_graph"])
+def test_how_far_back_is_looked_may_change_between_calls(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tapes(monkeypatch)
+    target = target_of("llama")
+    inputs = prompts([9, 30], 8)
+    inputs["input_ids"] %= 5  # so that every few tokens come again
+    ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft, accepted = branching(target, truth_of(inputs, ref), 8, 12), dict[tuple[str, int | None], list[int]]()
+    for name in ("eager", engine):
+        set_engine(draft, name)
+        for longest in (None, 0):
+            draft.generation_config.max_matching_ngram_size = longest
+            out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+            assert torch.equal(out, ref)
+            accepted[name, longest] = draft.last_stats.num_accepted_by_node
+    assert accepted["eager", None] != accepted["eager", 0]
+    assert all(accepted[engine, longest] == accepted["eager", longest] for longest in (None, 0))
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "anchor"])
@@ -170,18 +213,29 @@ def test_what_is_returned_belongs_to_the_path() -> None:
             torch.testing.assert_close(a, b)
 
 
-def test_a_width_that_follows_the_run_takes_the_first_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine", ["eager", "static", "cuda_graph"])
+def test_a_width_that_follows_the_run_takes_the_first_nodes(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tapes(monkeypatch)
     target = target_of("llama")
     inputs = prompts([5, 8], 6)
     ref = target.generate(**inputs, max_new_tokens=60, do_sample=False)
     draft = branching(target, truth_of(inputs, ref), 6, 16)
     draft.generation_config.verify_width = "auto"
-    widths = iter([16, 1, 1, 1, 4, 2, 1, 12, 3] * 10)
+    set_engine(draft, engine)
+    widths, seen = iter([16, 1, 1, 1, 4, 2, 1, 12, 3] * 10), list[bool]()
+    observe = WidthChooser.observe
+
+    def noted(self: WidthChooser, width: int, accepted: Any, clock: float, nodes: Any = None) -> None:
+        seen.append((width == 1 and nodes is None) or [len(row) for row in nodes] == list(accepted))
+        observe(self, width, accepted, clock, nodes)
+
+    monkeypatch.setattr(WidthChooser, "observe", noted)
     monkeypatch.setattr(
         WidthChooser, "next_width", lambda self: setattr(self, "current", next(widths)) or self.current
     )
     assert torch.equal(target.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=draft), ref)
     assert len(set(draft.last_stats.verify_widths)) > 4
+    assert all(seen), "a node is no place in a chain"
 
 
 def test_what_chains_have_shown_says_nothing_of_trees() -> None:

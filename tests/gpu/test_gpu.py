@@ -25,7 +25,6 @@ from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.generation import generate
 from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.run import Run, tapped
-from dflash_hf.generation.state import NUM_REPORTED
 from dflash_hf.generation.step import finish, forwards, settle
 from dflash_hf.positions import slot_positions, visible
 from dflash_hf.target.parts import find_target
@@ -261,7 +260,7 @@ def test_steps_read_nothing_on_the_host(
                 with nullcontext() if num_guarded == 0 else no_host_reads(device):
                     step(run)
                 num_guarded += 1
-                finish(run, run.state.outcome[:NUM_REPORTED].tolist(), run.state.tokens)
+                finish(run, run.state.outcome.cpu(), run.state.width)
 
     def step(run: Run) -> None:
         logits = forwards(run).logits

@@ -104,7 +104,9 @@ def launches() -> dict[str, Callable[[], Any]]:
         add_norm,
         argmax,
         block_attention,
+        build_tree,
         context_kv,
+        follow_tree,
         gumbel_argmax,
         keep_path,
         norm_rope_write,
@@ -164,6 +166,15 @@ def launches() -> dict[str, Callable[[], Any]]:
     state += [counts(batch).bool(), counts(batch, 99), counts(batch, width), counts(batch, width)]
     state += [counts(5 + width, batch)]
     verify = (True, None, False, None, False)  # causal, window, from_anchor, softcap, sinks
+    text = (counts(batch, 2048), lengths, torch.zeros(2, 5))
+
+    def tree(nodes: int, states: int) -> Callable[[], Any]:
+        """Of so many nodes; a state is a candidate."""
+        best, order = torch.zeros(2, batch, width - 1, states, min(nodes - 1, 64))
+        candidates = counts(batch, width - 1, states) if states > 1 else None
+        given = (best, order.long(), counts(3, batch, nodes), counts(batch, nodes), candidates)
+        return launch(build_tree, *given, *text)
+
     return {
         "argmax": launch(argmax, zeros(batch, 15, 151936)),
         "gumbel": launch(gumbel_argmax, zeros(batch, 16, 151936), counts(), counts(batch, 16), None, 0.6, 0),
@@ -171,6 +182,9 @@ def launches() -> dict[str, Callable[[], Any]]:
             gumbel_argmax, zeros(batch, 16, 151936), counts(), counts(batch, 16), torch.zeros(batch, 16), 0.6, 1
         ),
         "context_kv": launch(context_kv, *stacked, *angles, lengths, buffers(), buffers(), 1e-6),
+        "build_tree": tree(16, 1),
+        "build_tree, 64 nodes of candidates": tree(64, 64),
+        "follow_tree": launch(follow_tree, *(counts(batch, 64) for _ in range(7))),
         "keep_path": launch(keep_path, counts(batch, width), counts(batch), [*buffers(), *buffers()] * 3),
         "norm_rope_write": launch(
             norm_rope_write, *heads, zeros(size), zeros(size), *angles, lengths, buffers()[0], buffers()[0], 1e-6

@@ -30,6 +30,8 @@ GUARD = 64
 OPERATIONS = ("block_attention", "norm_rope_write", "context_kv", "argmax", "gumbel_argmax", "accept_and_prepare")
 # How often these run depends on what a target is made of.
 POINTWISE = ("rms_norm", "add_norm", "silu_mul")
+# Those of steps that verify trees.
+TREES = ("build_tree", "follow_tree", "keep_path")
 
 
 @contextmanager

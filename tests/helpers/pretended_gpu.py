@@ -56,7 +56,6 @@ from dflash_hf.generation.run import Call, Run
 from dflash_hf.generation.step import StaticStep
 from dflash_hf.target import fused
 from dflash_hf.target.parts import find_target
-from dflash_hf.tree import tree_table
 
 PROMPT = 64
 LIMIT = 4096
@@ -163,7 +162,7 @@ def begin(
     Args:
         inputs (`dict`, *optional*): More of what `generate` hands over.
     """
-    tree_table.cache_clear()  # tensors of another pretence
+    ops.paths_of.cache_clear()  # tensors of another pretence
     ids: Any = torch.zeros(batch, prompt, dtype=torch.long, device="cuda")
     settings = GenerationConfig(max_length=prompt + limit, do_sample=do_sample)
     settings._pad_token_tensor = None

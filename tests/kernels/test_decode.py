@@ -11,9 +11,9 @@ import torch
 from dflash_hf import ops
 from dflash_hf.generation import buffers
 from dflash_hf.generation.buffers import kept_buffers
-from helpers.kernel_checks import CUDA, DEVICES, Calls, calls_of, find_out
+from helpers.kernel_checks import CUDA, DEVICES, OPERATIONS, TREES, Calls, calls_of, find_out
 from helpers.static import Tape, set_engine, tensor_oracle, use_tapes
-from tiny import prompts, tiny_draft, tiny_target, truth_of
+from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of
 
 NEW = 7
 # Few heads, for the interpreter: it runs one program per token, layer and head.
@@ -172,3 +172,26 @@ def test_caches_are_written_by_kernels_where_all_is_of_one_kind() -> None:
             assert not ops.writes([states, weight], [buffer])
             assert not ops.picks(states)
             assert not ops.accepts(counts)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param({}, id="tokens"), pytest.param(DFLASH2, id="candidates", marks=pytest.mark.slow)]
+)
+def test_a_tree_is_built_followed_and_moved_by_kernels(
+    kind: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_target("qwen3", num_hidden_layers=2, **(SMALL if device == "cpu" else {})).to(device, torch.float32)
+    inputs = {name: t.to(device) for name, t in prompts([4], 1).items()}
+    wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = tensor_oracle(target, truth_of(inputs, wanted), 1, 4, **SMALL, target_layer_ids=[0, 1], **kind).to(device)
+    draft.generation_config.num_tree_nodes, draft.strength = 6, 4.0
+    set_engine(draft, "static")
+    find_out(target)
+    calls = Calls(monkeypatch, (*OPERATIONS, *TREES))
+    with ops.kernels(True):
+        out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+    assert torch.equal(out, wanted)
+    assert not calls.references
+    assert [calls.kernels[name] for name in TREES] == [draft.last_stats.num_target_forwards - 1] * 3
+    assert draft.last_stats.acceptance_length > 1

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dflash_kernels import block_attention
 from dflash_kernels.accept_and_prepare import NUM_FIGURES
-from helpers.kernel_checks import OPERATIONS, POINTWISE
+from helpers.kernel_checks import OPERATIONS, POINTWISE, TREES
 
 pytestmark = pytest.mark.gpu
 BATCH, WIDTH, HEADS, GROUPS, SIZE, RING = 2, 16, 32, 8, 128, 4112
@@ -39,6 +39,9 @@ def calls() -> dict[str, Callable[[], Any]]:
     accept = [counts(BATCH, WIDTH), counts(BATCH, WIDTH), *state, 7, counts(3) + 5]
     logits, states, weight = normal(BATCH, WIDTH, 151936), normal(BATCH, WIDTH, 4096), normal(4096)
     cache = [t.transpose(1, 2) for t in (keys[0], values[0])]
+    best, order = normal(BATCH, WIDTH - 1, 1, 15).float(), counts(BATCH, WIDTH - 1, 1, 15)
+    text = [counts(BATCH, 300), counts(BATCH) + 290, torch.zeros(2, 5, device="cuda")]
+    tree, block_of = counts(3, BATCH, WIDTH), [counts(BATCH, WIDTH) for _ in range(4)]
     return {
         "block_attention": lambda: block_attention(query, *cache, lengths, scaling=0.1, causal=True),
         "norm_rope_write": lambda: ops.norm_rope_write(*block),
@@ -47,11 +50,14 @@ def calls() -> dict[str, Callable[[], Any]]:
         "add_norm": lambda: ops.add_norm(states, states, weight, 1e-6),
         "silu_mul": lambda: ops.silu_mul(states, states),
         "argmax": lambda: ops.argmax(logits),
+        "build_tree": lambda: ops.build_tree(best, order, tree, block_of[0], None, *text),
+        "follow_tree": lambda: ops.follow_tree(*tree, *block_of),
+        "keep_path": lambda: ops.keep_path(block_of[3], lengths, [*keys, *values]),
         "accept_and_prepare": lambda: ops.accept_and_prepare(*accept),
     }
 
 
-@pytest.mark.parametrize("name", [*OPERATIONS, *POINTWISE])
+@pytest.mark.parametrize("name", [*OPERATIONS, *POINTWISE, *TREES])
 def test_an_operation_waits_for_nothing(name: str) -> None:
     call = calls()[name]
     call()

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_hf.tree import DOUBT, FOLLOWS, GOES_ON, LEVEL, MAX_NODES, Continuation, DraftTree, TreeTable, along
+from dflash_hf.tree import FOLLOWS, GOES_ON, MAX_NODES, DraftTree, TreeBuilder, along
+from dflash_kernels.build_tree import DOUBT, LEVEL, continuation
 
 CPU = torch.device("cpu")
 
@@ -31,11 +32,13 @@ def best_paths(log_probs_DV: Tensor, num: int) -> set[tuple[int, ...]]:
     return found
 
 
-def built(table: TreeTable, scores: Tensor, before: Continuation | None = None) -> tuple[DraftTree, Tensor]:
-    """The trees of a table, and their tokens with anchors of token 0."""
-    nodes = torch.full((3, scores.shape[0], table.num_nodes), 7)
-    block = torch.zeros(scores.shape[0], table.num_nodes, dtype=torch.long)
-    table.build(scores, nodes, block, before)
+def built(
+    trees: TreeBuilder, scores: Tensor, text: tuple[Tensor, Tensor, Tensor] | None = None
+) -> tuple[DraftTree, Tensor]:
+    """The trees of scores, and their tokens with anchors of token 0."""
+    nodes = torch.full((3, scores.shape[0], trees.num_nodes), 7)
+    block = torch.zeros(scores.shape[0], trees.num_nodes, dtype=torch.long)
+    trees.build(scores, nodes, block, None, text)
     return DraftTree(*nodes), block
 
 
@@ -53,7 +56,7 @@ def path_to(tree: DraftTree, block: Tensor, row: int, node: int) -> tuple[int, .
 def test_the_nodes_are_the_most_likely_paths(num_nodes: int, depth: int, vocab: int) -> None:
     torch.manual_seed(num_nodes)
     scores = 3 * torch.randn(4, depth, vocab)
-    tree, block = built(TreeTable(num_nodes, depth, vocab, CPU), scores)
+    tree, block = built(TreeBuilder(num_nodes, depth, vocab, CPU), scores)
     log_probs = scores.log_softmax(dim=-1)
     for row in range(4):
         paths = [path_to(tree, block, row, node) for node in range(num_nodes)]
@@ -74,7 +77,7 @@ def test_a_draft_that_is_sure_gives_a_chain() -> None:
     """Also where a probability rounds to one, so that a child is as likely as its parent."""
     scores = torch.zeros(1, 7, 30)
     scores[0, range(7), range(3, 10)] = 200.0
-    tree, block = built(TreeTable(8, 7, 30, CPU), scores)
+    tree, block = built(TreeBuilder(8, 7, 30, CPU), scores)
     assert block.tolist() == [[0, *range(3, 10)]]
     assert tree.parents.tolist() == [[0, *range(7)]]
     assert tree.depths.tolist() == [list(range(8))]
@@ -83,24 +86,24 @@ def test_a_draft_that_is_sure_gives_a_chain() -> None:
 def test_what_is_forbidden_stands_behind_everything_else() -> None:
     scores = torch.full((1, 2, 12), -math.inf)
     scores[0, :, :3] = 0.0
-    _, block = built(TreeTable(4, 2, 12, CPU), scores)
+    _, block = built(TreeBuilder(4, 2, 12, CPU), scores)
     assert set(block[0, 1:].tolist()) <= {0, 1, 2}
 
 
 @pytest.mark.parametrize(("num_nodes", "depth", "vocab", "most"), [(8, 1, 5, 6), (8, 0, 5, 1), (64, 2, 3, 13)])
 def test_more_nodes_than_paths_are_refused(num_nodes: int, depth: int, vocab: int, most: int) -> None:
     with pytest.raises(ValueError, match=f"expected num_tree_nodes of at most {most} .* got {num_nodes}; lower it"):
-        TreeTable(num_nodes, depth, vocab, CPU)
+        TreeBuilder(num_nodes, depth, vocab, CPU)
 
 
 def test_the_path_is_the_longest_that_the_target_says() -> None:
     torch.manual_seed(5)
-    table, lengths = TreeTable(16, 4, 3, CPU), set[int]()
-    path = block = torch.zeros(0)
+    trees, lengths = TreeBuilder(16, 4, 3, CPU), set[int]()
     for _ in range(40):
-        tree, block = built(table, torch.randn(3, 4, 3))
+        tree, block = built(trees, torch.randn(3, 4, 3))
         tokens = torch.randint(0, 3, block.shape)
-        path, num_accepted = tree.follow(block, tokens)
+        decided, said_next, ids, path = block.clone(), tokens.clone(), *torch.full((2, *block.shape), 7)
+        tree.follow(decided, said_next, ids, path)
         for row in range(3):
             node, nodes = 0, [0]
             while True:
@@ -112,13 +115,14 @@ def test_the_path_is_the_longest_that_the_target_says() -> None:
                     break
                 node = children[0]
                 nodes.append(node)
-            assert int(num_accepted[row]) == len(nodes) - 1
             said_by_target = torch.tensor([*(int(tokens[row, n]) for n in nodes), 9, 9, 9, 9])[None, :4].expand(3, -1)
             assert int(tree.agree(block, said_by_target)[row]) == len(nodes) - 1
             assert path[row].tolist() == nodes + [0] * (16 - len(nodes))
+            assert decided[row].tolist() == [*block[row, nodes].tolist(), *[-1] * (16 - len(nodes))]
             lengths.add(len(nodes))
+        assert torch.equal(ids, block)
+        assert torch.equal(said_next, along(path, tokens))
     assert len(lengths) > 3
-    assert torch.equal(along(path, block), block.gather(1, path))
 
 
 def test_paths_whose_transitions_count_are_scored_by_them() -> None:
@@ -127,9 +131,8 @@ def test_paths_whose_transitions_count_are_scored_by_them() -> None:
     candidates = torch.stack([torch.randperm(20)[:2] for _ in range(3)])[None]
     scores = torch.randn(1, 3, 2, 2)
     scores[:, 0, 1] = scores[:, 0, 0]
-    table = TreeTable(15, 3, 2, CPU)
     nodes, block = torch.zeros(3, 1, 15, dtype=torch.long), torch.zeros(1, 15, dtype=torch.long)
-    table.build_behind(candidates, scores, nodes, block)
+    TreeBuilder(15, 3, 2, CPU).build(scores, nodes, block, candidates)
     tree, log_probs = DraftTree(*nodes), scores.log_softmax(dim=-1)
     expected = {}
     for length in (1, 2, 3):
@@ -143,11 +146,11 @@ def test_paths_whose_transitions_count_are_scored_by_them() -> None:
 
 def test_the_continuation_is_that_of_the_latest_place_that_shares_most() -> None:
     torch.manual_seed(7)
-    follows, found = torch.tensor((FOLLOWS, GOES_ON)), set[int]()
+    follows, found = torch.tensor((FOLLOWS, GOES_ON)).log(), set[int]()
     for num_columns in (1, 2, 5, 30, 60):
         for cursor in {1, num_columns // 2 + 1, num_columns}:
             ids = torch.randint(0, 4, (3, num_columns))
-            before = Continuation.of(ids, torch.full((3,), cursor), 5, follows)
+            tokens, totals = continuation(ids, torch.full((3,), cursor), 5, follows)
             for row in range(3):
                 text = ids[row, :cursor].tolist()
                 ends = [
@@ -158,22 +161,26 @@ def test_the_continuation_is_that_of_the_latest_place_that_shares_most() -> None
                 found.add(most)
                 start = max((end for end, num in enumerate(ends) if num == most), default=0) + 1
                 expected = text[start : start + 5] if most else []
-                scores = before.scores[row]
-                assert before.tokens[row, : len(expected)].tolist() == expected
-                assert scores[len(expected) :].tolist() == [-math.inf] * (5 - len(expected))
+                assert tokens[row, : len(expected)].tolist() == expected
+                assert totals[row, len(expected) :].tolist() == [-math.inf] * (5 - len(expected))
                 likely = [FOLLOWS[most] * GOES_ON[most] ** level for level in range(len(expected))]
                 torch.testing.assert_close(
-                    scores[: len(expected)].exp(), torch.tensor(likely), rtol=1e-3, atol=0.0, msg=f"{most} the same"
+                    totals[row, : len(expected)].exp(),
+                    torch.tensor(likely),
+                    rtol=1e-3,
+                    atol=0.0,
+                    msg=f"{most} the same",
                 )
     assert found == {0, 1, 2, 3, 4}
 
 
 def test_a_draft_that_is_sure_of_other_tokens_is_followed() -> None:
-    before = Continuation(torch.full((1, 3), 1), torch.tensor([0.8, 0.7, 0.6]).log())
-    table, sure = TreeTable(4, 3, 9, CPU), torch.zeros(1, 3, 9)
+    """What followed is 1 1 3, likely by 0.8, 0.7 and 0.6."""
+    text = (torch.tensor([[3, 1, 1, 3]]), torch.tensor([4]), torch.tensor([[0.0, 0.8], [0.0, 0.87]]).log())
+    trees, sure = TreeBuilder(4, 3, 9, CPU), torch.zeros(1, 3, 9)
     for score, expected in ((12.0, [0, 2, 2, 2]), (2.0, [0, 1, 1, 2])):
         sure[:, :, 2] = score
-        assert built(table, sure, before)[1].tolist() == [expected]
+        assert built(trees, sure, text)[1].tolist() == [expected]
 
 
 @pytest.mark.parametrize(("num_nodes", "depth", "vocab"), [(8, 7, 6), (16, 5, 4), (32, 15, 40), (3, 1, 4)])
@@ -181,14 +188,17 @@ def test_a_continuation_counts_where_it_is_likelier_than_what_the_draft_says(
     num_nodes: int, depth: int, vocab: int
 ) -> None:
     torch.manual_seed(num_nodes)
-    table, shared = TreeTable(num_nodes, depth, vocab, CPU), [0, 0]
+    trees, shared = TreeBuilder(num_nodes, depth, vocab, CPU), [0, 0]
     for length, share in itertools.product((0, 1, depth), (0.05, 0.5, 0.99)):
         scores = 2 * torch.randn(2, depth, vocab)
-        tokens = torch.randint(0, vocab, (2, depth))
-        levels = torch.arange(depth)
+        # The text ends in a token that it has had once before: `length` tokens followed, that one the last of them.
+        ids = torch.randint(0, vocab, (2, length + 1))
+        ids[:, 0] = ids[:, -1] = vocab - 1
+        ids[:, 1:-1] %= vocab - 1
+        tokens, levels = ids[:, 1:], torch.arange(depth)
         its = math.log(share) + math.log(0.9) * levels - LEVEL * (levels + 1)
-        before = Continuation(tokens, its.masked_fill(levels >= length, -math.inf).expand(2, -1))
-        tree, block = built(table, scores, before)
+        follows = torch.tensor([[0.0, share], [0.0, 0.9]]).log()
+        tree, block = built(trees, scores, (ids, torch.full((2,), length + 1), follows))
         log_probs = scores.log_softmax(dim=-1) - LEVEL
         for row in range(2):
             drafted = {

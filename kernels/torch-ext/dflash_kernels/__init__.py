@@ -12,7 +12,9 @@ from .accept_and_prepare import accept_and_prepare
 from .add_norm import add_norm
 from .argmax import argmax
 from .block_attention import block_attention
+from .build_tree import build_tree
 from .context_kv import context_kv
+from .follow_tree import follow_tree
 from .gumbel_argmax import gumbel_argmax
 from .keep_path import keep_path
 from .norm_rope_write import norm_rope_write
@@ -24,7 +26,9 @@ __all__ = [
     "add_norm",
     "argmax",
     "block_attention",
+    "build_tree",
     "context_kv",
+    "follow_tree",
     "gumbel_argmax",
     "keep_path",
     "norm_rope_write",

@@ -19,9 +19,10 @@ def keep_path(cache: RaggedCache, path: Tensor, lengths: Tensor, may_read: bool 
         may_read (`bool`): Look on the host whether anything has to move, where that waits for no device: often the
             target goes on as the draft thinks most likely, by the first nodes.
     """
-    chain = torch.arange(path.shape[1], device=path.device)
-    if may_read and path.device.type == "cpu" and bool(((path == chain) | (path == 0)).all()):
-        return
+    if may_read and path.device.type == "cpu":
+        chain = torch.arange(path.shape[1], device=path.device)
+        if bool(((path == chain) | (path == 0)).all()):
+            return
     of_device: dict[torch.device, list[Tensor]] = {}
     for buffer in cache.buffers():
         of_device.setdefault(buffer.device, []).append(buffer)

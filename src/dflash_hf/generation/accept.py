@@ -94,7 +94,7 @@ def decide_at_once(
     if tree is not None:
         positions = state.next_positions[:, :1] + tree.depths + 1
         state.tokens.copy_(choose_from_logits(logits_BWV, processors, state.key, positions))
-        state.take_path(*tree.follow(state.block, state.tokens))
+        state.follow(tree)
         return None
     state.tokens.copy_(choose_from_logits(logits_BWV, processors, state.key, state.decided_positions))
     if accept is None:
@@ -157,7 +157,7 @@ class Walk:
         assert state.path is not None
         assert state.node_ids is not None
         state.node_ids[:, : state.width] = state.block
-        self.state, self.tree, self.path = state, tree, state.path[:, : state.width].zero_()
+        self.state, self.tree, self.path = state, tree, state.path.zero_()
         self.scores, self.raw, self.block = scores_BWV, scores_BWV.clone(), state.block.clone()
         self.node = torch.zeros_like(state.anchor)
         state.proposals.fill_(-1)

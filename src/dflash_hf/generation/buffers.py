@@ -26,7 +26,7 @@ from dflash_hf.devices import free_memory, total_memory
 from dflash_hf.generation.state import BufferShape, DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
-from dflash_hf.tree import TreeTable, tree_table
+from dflash_hf.tree import TreeBuilder
 
 T = TypeVar("T")
 logger: Any = logging.get_logger(__name__)
@@ -54,7 +54,7 @@ class FixedBuffers:
         context_lengths (`torch.Tensor` of shape `[B]`, int64): Where that stood, as the draft counts.
         offset (`torch.Tensor` of shape `[B]`, int64): See [`DFlashCandidateGenerator`].
         node_states (`torch.Tensor` of shape `[B, W, L * D]`, *optional*): Those of all nodes of a tree.
-        table (`TreeTable`, *optional*): The paths among which trees are chosen.
+        trees (`TreeBuilder`, *optional*): Builds what is verified, where that is trees.
         context_weights (`ContextWeights`, *optional*): Copies for the kernel that writes context, made anew by a run.
         cache (`RaggedCache`, *optional*): The target's; known after the first prefill.
         graphs (*optional*): What has been captured over these buffers.
@@ -70,7 +70,7 @@ class FixedBuffers:
     context_lengths: Tensor
     offset: Tensor
     node_states: Tensor | None = None
-    table: TreeTable | None = None
+    trees: TreeBuilder | None = None
     context_weights: ContextWeights | None = None
     cache: RaggedCache | None = None
     graphs: Any = None
@@ -113,8 +113,8 @@ class FixedBuffers:
                 if shape.is_tree
                 else None
             ),
-            table=(
-                tree_table(shape.width, config.num_proposals(shape.block_size), num_ids, shape.device)
+            trees=(
+                TreeBuilder(shape.width, config.num_proposals(shape.block_size), num_ids, shape.device)
                 if shape.is_tree
                 else None
             ),

@@ -24,7 +24,7 @@ from dflash_hf.generation.sampling import (
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
-from dflash_hf.tree import Continuation, TreeTable, along
+from dflash_hf.tree import TreeBuilder, along
 
 Rule = Literal["argmax", "shared_noise", "sample"]
 # See `iterate`: the draft's logits [B, W - 1, V] and the token before the proposals [B] -> proposals [B, W - 1].
@@ -69,7 +69,7 @@ class DFlashCandidateGenerator:
         # the host does not know how many were right. Whether single tokens gather, and the columns of the last verify.
         self._num_held, self._gathers, self._last = 0, True, slice(0, 0)
         # What proposes trees, if it is trees that are to be verified.
-        self.table = buffers.table
+        self.trees = buffers.trees
         # Only `iterate` sets these: a proposal rule of the user's, and whether the last block's logits are kept.
         self.rule_of_user: Propose | None = None
         self.keeps_logits = False
@@ -161,7 +161,7 @@ class DFlashCandidateGenerator:
         self.cache.begin(self._on_draft(block))
         noise_embeds = draft.embed(state.draft_ids, self.target.embedding)
         hidden = draft.forward_block(noise_embeds.to(self.device, self.dtype), self.cache, self._context())
-        num = state.width - 1 if self.table is None else self.num_proposals
+        num = state.width - 1 if self.trees is None else self.num_proposals
         slots = slice(1 - self.ahead, num + 1 - self.ahead)  # those that propose
         hidden = states = hidden[:, slots]
         if draft.lm_head is None:
@@ -170,8 +170,8 @@ class DFlashCandidateGenerator:
         logits = draft.compute_logits(states, self.target.head).to(device)
         self.logits = logits if self.keeps_logits else None
         positions = block.positions[:, slots] + self.ahead
-        if self.table is not None:
-            self._propose_tree(self.table, state, hidden, logits, positions)
+        if self.trees is not None:
+            self._propose_tree(self.trees, state, hidden, logits, positions)
             return
         if self.rule_of_user is not None:
             state.proposals.copy_(self.rule_of_user(logits, state.anchor))
@@ -191,44 +191,38 @@ class DFlashCandidateGenerator:
             state.proposals.copy_(choose_from_logits(logits, self.processors, state.key, positions))
 
     def _propose_tree(
-        self, table: TreeTable, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor
+        self, trees: TreeBuilder, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor
     ) -> None:
         """Proposes a tree; under `shared_noise` of the scores that the target's own noise makes likely."""
         assert state.nodes is not None
         if state.key is not None and self.rule == "sample":
-            self._draw_tree(table, state, hidden, logits, positions)
+            self._draw_tree(trees, state, hidden, logits, positions)
             return
-        scores, draft, longest = logits, self.draft, self.draft.generation_config.max_matching_ngram_size
-        follows = table.follows if longest is None else table.follows[:, : longest + 1]
-        before = None
-        if follows.shape[1] > 1:
-            before = Continuation.of(state.ids, state.cursor, self.num_proposals, follows)
-        is_noisy = state.key is not None and self.rule != "argmax"
-        if draft.candidate_selector is not None:
-            candidates, scores = draft.candidate_selector(hidden, logits, state.anchor)
-            if is_noisy:
-                assert state.key is not None
-                scores = self.processors.warp(scores.flatten(1, 2)).view_as(scores)
-                scores = scores + gumbel_noise(state.key, positions, candidates)[:, :, None]
-            table.build_behind(candidates, scores, state.nodes, state.whole_block, before)
-            return
-        if is_noisy:
-            assert state.key is not None
-            tokens = torch.arange(logits.shape[-1], device=logits.device)
-            scores = self.processors.warp(logits) + gumbel_noise(state.key, positions, tokens)
-        table.build(scores, state.nodes, state.whole_block, before)
+        longest = self.draft.generation_config.max_matching_ngram_size
+        follows = trees.follows if longest is None else trees.follows[:, : longest + 1]
+        text = (state.ids, state.cursor, follows) if follows.shape[1] > 1 else None
+        candidates, scores = None, logits
+        if self.draft.candidate_selector is not None:
+            candidates, scores = self.draft.candidate_selector(hidden, logits, state.anchor)
+        if state.key is not None and self.rule != "argmax":
+            # Warpers work on rows of scores: of a selector, what may follow one predecessor.
+            scores = self.processors.warp(scores if candidates is None else scores.flatten(1, 2)).view_as(scores)
+            tokens = torch.arange(logits.shape[-1], device=logits.device) if candidates is None else candidates
+            noise = gumbel_noise(state.key, positions, tokens)
+            scores = scores + (noise if candidates is None else noise[:, :, None])
+        trees.build(scores, state.nodes, state.whole_block, candidates, text)
 
     def _draw_tree(
-        self, table: TreeTable, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor
+        self, trees: TreeBuilder, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor
     ) -> None:
         """Proposes a tree for rejection: nothing stands in it but what is drawn."""
         selector, warp = self.draft.candidate_selector, self.processors.warp
         if selector is None:
-            draw_tree(table, state, warp(logits), positions)
+            draw_tree(trees, state, warp(logits), positions)
             return
         candidates, scores = selector(hidden, logits, state.anchor)
         scores = warp(scores.flatten(1, 2)).view_as(scores)
-        draw_tree_behind(table, state, candidates, scores, positions, logits.shape[-1])
+        draw_tree_behind(trees, state, candidates, scores, positions, logits.shape[-1])
 
     def _propose_path(
         self, state: DecodeState, candidates: Tensor, scores: Tensor, positions: Tensor, vocab_size: int

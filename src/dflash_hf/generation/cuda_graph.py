@@ -327,6 +327,7 @@ def _settings(run: Run, decides: bool) -> Settings:
     return (
         decides,
         generator.draft.generation_config.compile_layers,
+        generator.draft.generation_config.max_matching_ngram_size,
         rule,
         run.processors.settings(),
         state.eos_ids is None,

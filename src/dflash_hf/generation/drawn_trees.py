@@ -19,7 +19,7 @@ from torch import Tensor
 from dflash_hf import ops
 from dflash_hf.generation.sampling import DRAFT_STREAM, REJECT_STREAM, RESIDUAL_STREAM, choose, gumbel_noise
 from dflash_hf.generation.state import DecodeState
-from dflash_hf.tree import DraftTree, TreeTable
+from dflash_hf.tree import DraftTree, TreeBuilder
 
 # How much of a draft's distribution its most likely token takes over from the others, where trees are to branch by it.
 TRUST = 0.2
@@ -27,11 +27,11 @@ TRUST = 0.2
 TINY = 1e-30
 
 
-def draw_tree(table: TreeTable, state: DecodeState, scores_BDV: Tensor, positions_BD: Tensor) -> None:
+def draw_tree(trees: TreeBuilder, state: DecodeState, scores_BDV: Tensor, positions_BD: Tensor) -> None:
     """Proposes a tree of tokens drawn from `softmax(scores)`. No host sync.
 
     Args:
-        table (`TreeTable`): The run's.
+        trees (`TreeBuilder`): The run's.
         state (`DecodeState`): Its `nodes`, `proposals` and `draft_probs` are written.
         scores_BDV (`torch.Tensor` of shape `[B, D, V]`, float32): The draft's processed scores.
         positions_BD (`torch.Tensor` of shape `[B, D]`, int64): Index in its row of each token that is drawn.
@@ -39,25 +39,30 @@ def draw_tree(table: TreeTable, state: DecodeState, scores_BDV: Tensor, position
     assert state.key is not None
     assert state.nodes is not None
     probs = torch.softmax(scores_BDV, dim=-1)
-    table.build(_to_branch_by(probs), state.nodes, state.whole_block)
+    trees.build(_to_branch_by(probs), state.nodes, state.whole_block)
     tree = state.tree
     assert tree is not None
     tokens = torch.arange(probs.shape[-1], device=probs.device)
     noise = gumbel_noise(state.key, positions_BD, tokens, DRAFT_STREAM)
-    draws = (scores_BDV + noise).topk(table.num_ranks, dim=-1).indices.flatten(1)
-    at = (tree.depths - 1).clamp_min(0) * table.num_ranks + tree.ranks()
+    draws = (scores_BDV + noise).topk(trees.num_ranks, dim=-1).indices.flatten(1)
+    at = (tree.depths - 1).clamp_min(0) * trees.num_ranks + tree.ranks()
     state.proposals.copy_(draws.gather(1, at)[:, 1:])
     # Behind the deepest nodes nothing is drawn, and no matter what stands there.
     state.draft_probs = _of(probs, tree.depths.clamp_max(probs.shape[1] - 1))
 
 
 def draw_tree_behind(
-    table: TreeTable, state: DecodeState, candidates_BDC: Tensor, scores_BDCC: Tensor, positions_BD: Tensor, vocab: int
+    trees: TreeBuilder,
+    state: DecodeState,
+    candidates_BDC: Tensor,
+    scores_BDCC: Tensor,
+    positions_BD: Tensor,
+    vocab: int,
 ) -> None:
     """Proposes a tree where the distribution depends on the token before, as in DFlash 2. No host sync.
 
     Args:
-        table, state, positions_BD: As in [`draw_tree`].
+        trees, state, positions_BD: As in [`draw_tree`].
         candidates_BDC (`torch.Tensor` of shape `[B, D, C]`, int64): Tokens that each position chooses among.
         scores_BDCC (`torch.Tensor` of shape `[B, D, C, C]`, float32): Processed scores behind each candidate before.
         vocab (`int`): `V`.
@@ -65,7 +70,7 @@ def draw_tree_behind(
     assert state.key is not None
     assert state.nodes is not None
     probs, num, depth = torch.softmax(scores_BDCC, dim=-1), candidates_BDC.shape[-1], candidates_BDC.shape[1]
-    table.build_behind(candidates_BDC, _to_branch_by(probs), state.nodes, state.whole_block)
+    trees.build(_to_branch_by(probs), state.nodes, state.whole_block, candidates_BDC)
     tree = state.tree
     assert tree is not None
     noise = gumbel_noise(state.key, positions_BD, candidates_BDC, DRAFT_STREAM)
@@ -82,7 +87,7 @@ def draw_tree_behind(
 
 
 def _to_branch_by(probs: Tensor) -> Tensor:
-    """Returns log-probabilities for [`TreeTable`] to branch by, from a draft's distributions `[..., V]`.
+    """Returns log-probabilities for [`TreeBuilder`] to branch by, from a draft's distributions `[..., V]`.
 
     A draw is accepted more often than its token is likely: always, where the target has the draft's distribution. So
     what branches as the tokens' probabilities say would be too wide where the draft is right about what is open.
@@ -100,7 +105,7 @@ def accept_drawn(state: DecodeState, tree: DraftTree, target_scores_BNV: Tensor,
     """Decides what of a drawn tree stands. No host sync.
 
     Args:
-        state (`DecodeState`): Its path, block and tokens are written, as by [`DecodeState.take_path`].
+        state (`DecodeState`): Its path, block and tokens are written, as by [`DecodeState.follow`].
         tree (`DraftTree`): What was verified.
         target_scores_BNV (`torch.Tensor` of shape `[B, N, V]`): The target's processed scores behind each node.
         may_read (`bool`): Leave out what tests no row, by a look on the host, where that waits for no device.
@@ -114,11 +119,12 @@ def accept_drawn(state: DecodeState, tree: DraftTree, target_scores_BNV: Tensor,
     may_read = may_read and positions.device.type == "cpu"
     probs = torch.softmax(target_scores_BNV, dim=-1, dtype=torch.float32)
     stands, token = walk(tree, state.block, probs, state.draft_probs, state.key, positions, may_read)
-    path, num_accepted = tree.path_of(stands)
-    state.take_path(path, num_accepted)
-    # Behind the path's end there is nothing.
-    state.tokens[:, :-1] = state.proposals.clamp_min(0)
-    state.tokens.scatter_(1, num_accepted[:, None], token)
+    num_accepted = stands.sum(dim=1) - 1
+    # A node says its child that stands; what comes behind the last one must not lead on to a child that was refused.
+    stands[:, 0] = False
+    state.tokens.fill_(-1).scatter_reduce_(1, tree.parents, state.block.masked_fill(~stands, -1), "amax")
+    state.follow(tree)
+    state.tokens.clamp_min_(0).scatter_(1, num_accepted[:, None], token)
     return num_accepted
 
 

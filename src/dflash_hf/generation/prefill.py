@@ -28,7 +28,7 @@ from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
 from dflash_hf.target.reentry import outermost
 from dflash_hf.target.support import check_length
-from dflash_hf.tree import MAX_NODES, TreeTable
+from dflash_hf.tree import MAX_NODES, TreeBuilder
 
 
 def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = False, is_looked_at: bool = False) -> Run:
@@ -53,7 +53,9 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     pad = config._pad_token_tensor
     processors = BlockProcessors(call.processors, 0 if pad is None else int(pad))
     block_size, width, rule = _widths_and_rule(draft, config, processors)
-    nodes = _num_nodes(target, draft, width, keeps_buffers or is_looked_at)
+    redraws = bool(config.do_sample) and rule == "sample"
+    # A captured step that draws a tree would launch half as much again as a chain's.
+    nodes = _num_nodes(target, draft, width, is_looked_at or (redraws and keeps_buffers))
     width = width if nodes is None else nodes
     past = 0 if kept is None else kept.past
     positions = prompt_positions(call, past)
@@ -238,7 +240,7 @@ def _num_nodes(target: Target, draft: DFlashDraftModel, width: int, is_chain: bo
     """
     options = draft.generation_config
     nodes, is_fixed = options.num_tree_nodes, isinstance(options.verify_width, int)
-    if nodes is None and (is_chain or is_fixed or target.recurrences or not TreeTable.by_default):
+    if nodes is None and (is_chain or is_fixed or target.recurrences or not TreeBuilder.by_default):
         return None
     if nodes is None:
         return min(width, MAX_NODES) if width > 1 else None
@@ -265,7 +267,7 @@ def _chooser(generator: DFlashCandidateGenerator, state: DecodeState, keeps_buff
         asked = None if is_half or (state.is_sampled and generator.rule == "sample") else "auto"
     if asked != "auto" or width < 2:
         return None
-    is_tree = generator.table is not None
+    is_tree = generator.trees is not None
     kept = None if keeps_buffers else take_chooser(draft, target.model, state.ids.shape[0], width, is_tree)
     return WidthChooser(width, is_tree) if kept is None else kept
 

@@ -96,11 +96,9 @@ class DecodeState:
             verified, where that is a tree; `tree` is a view of it.
         node_ids (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Their tokens, in `whole_block` only until it is
             decided.
-        path (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Which node stands at each depth, once it is
-            decided. Block and tokens are then in its order, as if they had been a chain, with -1 in the block behind
-            its end.
-        outcome (`torch.Tensor` of shape `[5 + W, B]`, int64): What the host has to know of the last step: tokens
-            committed, proposals accepted, lengths, finished rows, filled columns of `ids`, then `tokens`.
+        outcome (`torch.Tensor` of shape `[5 + W, B]` or `[5 + 2 W, B]`, int64): What the host has to know of the last
+            step: tokens committed, proposals accepted, lengths, finished rows, filled columns of `ids`, then `tokens`
+            and, where trees are verified, `path`.
         position_delta (`torch.Tensor` of shape `[B]` or `[rows, B]`, int64): Target position of a token minus its
             index in the row; several of them per token under M-RoPE.
         padded_eos_ids (`torch.Tensor` of shape `[N]`, int64): End-of-sequence ids; negative ones are none.
@@ -131,7 +129,6 @@ class DecodeState:
     seed: Tensor
     nodes: Tensor | None = None
     node_ids: Tensor | None = None
-    path: Tensor | None = None
     columns: int = 0
     limit: int = 0
     width: int = 1
@@ -161,13 +158,12 @@ class DecodeState:
             draft_ids=zeros(batch, shape.block_size),
             next_positions=zeros(batch, shape.block),
             whole_tokens=zeros(batch, width),
-            outcome=zeros(NUM_REPORTED + width, batch),
+            outcome=zeros(NUM_REPORTED + width * (1 + shape.is_tree), batch),
             position_delta=zeros(*shape.position_delta),
             padded_eos_ids=zeros(shape.num_eos),
             seed=zeros(),
             nodes=zeros(3, batch, width) if shape.is_tree else None,
             node_ids=zeros(batch, width) if shape.is_tree else None,
-            path=zeros(batch, width) if shape.is_tree else None,
         )
 
     def begin(
@@ -235,24 +231,28 @@ class DecodeState:
         """Index in its row of each of `tokens` `[B, width]`, in the order of a chain."""
         return self.next_positions[:, : self.width] + 1
 
-    def take_path(self, path: Tensor, num_accepted: Tensor) -> None:
-        """Puts block and tokens of a tree into the order of a path, as if they had been a chain.
+    def path_in(self, outcome: Tensor, width: int) -> Tensor | None:
+        """Which node of the tree of `width` stands at each depth `[B, width]`, as the `outcome` of that step says."""
+        start = NUM_REPORTED + self.whole_block.shape[1]
+        return None if self.nodes is None or width == 1 else outcome[start : start + width].T
 
-        Args:
-            path (`torch.Tensor` of shape `[B, width]`, int64): See [`DraftTree.follow`].
-            num_accepted (`torch.Tensor` of shape `[B]`, int64): Its nodes beside the anchor.
+    @property
+    def path(self) -> Tensor | None:
+        """That of this step, once it is decided; 0 behind its end.
+
+        Block and tokens are then in its order, as if they had been a chain, with -1 in the block behind its end.
         """
-        assert self.path is not None
+        return self.path_in(self.outcome, self.width)
+
+    def follow(self, tree: DraftTree) -> None:
+        """Puts block and tokens into the order of the path that the target goes through the tree, and notes both."""
         assert self.node_ids is not None
-        self.path[:, : self.width] = path
-        self.node_ids[:, : self.width] = self.block
-        is_behind = torch.arange(self.width, device=path.device) > num_accepted[:, None]
-        self.block.copy_(along(path, self.block).masked_fill_(is_behind, -1))
-        self.tokens.copy_(along(path, self.tokens))
+        assert self.path is not None
+        tree.follow(self.block, self.tokens, self.node_ids[:, : self.width], self.path)
 
     def along_path(self, values: Tensor) -> Tensor:
         """Returns values of what was verified `[B, width, ...]` in the order in which it was decided."""
-        return values if self.path is None or self.width == 1 else along(self.path[:, : self.width], values)
+        return values if self.path is None else along(self.path, values)
 
     @property
     def num_accepted(self) -> Tensor:

@@ -123,8 +123,8 @@ def settle(run: Run, logits_BWV: Tensor) -> Tensor:
     if run.criteria and run.synchronized is None:
         stop_by_criteria(state, run.criteria, num_accepted)
     num_accepted = run.ranks.decided(state, num_accepted, run.synchronized)
-    if state.tree is not None and state.path is not None:
-        path = state.path[:, : min(state.width, run.buffers.shape.path)]
+    if state.path is not None:
+        path = state.path[:, : run.buffers.shape.path]
         keep_path(run.cache, path, state.next_positions[:, 0], may_read=not run.keeps_buffers)
         run.generator.take_path(path)
     commit(state, run.generator.mask_token_id, num_accepted)
@@ -137,26 +137,24 @@ def conclude(run: Run, outputs: CausalLMOutputWithPast) -> tuple[Tensor, list[in
     assert outputs.logits is not None
     logits = outputs.logits.to(run.state.ids.device)  # where the head is need not be where ids go in
     scores = settle(run, logits)
-    reported = run.state.outcome[:NUM_REPORTED].tolist()
-    path = None if run.state.tree is None or run.state.path is None else run.state.path.tolist()
+    outcome = run.state.outcome.to("cpu")
     run.watch.lap("accept")
-    committed = finish(run, reported, run.state.tokens, path)
+    committed = finish(run, outcome, run.state.width)
     states: Any = outputs.get("hidden_states")
-    if path is not None and (run.recorder.is_on or run.generator.keeps_logits):
+    if run.state.path is not None and (run.recorder.is_on or run.generator.keeps_logits):
         logits = run.state.along_path(logits)
         states = None if states is None else [run.state.along_path(layer.to(logits.device)) for layer in states]
     run.recorder.add(scores, logits, states, committed)
     return logits, committed
 
 
-def finish(run: Run, reported: list[list[int]], tokens: Tensor, path: list[list[int]] | None = None) -> list[int]:
+def finish(run: Run, outcome: Tensor, width: int) -> list[int]:
     """Does on the host what follows a step: streamer, statistics, whether the run has finished.
 
     Args:
         run (`Run`): Changed in place.
-        reported (`list[list[int]]`): The first five rows of the step's `state.outcome`.
-        tokens (`torch.Tensor` of shape `[B, width]`, int64): The step's `state.tokens`, on any device.
-        path (`list[list[int]]`, *optional*): The step's `state.path`, where a tree was verified.
+        outcome (`torch.Tensor`): The step's `state.outcome`, on the host.
+        width (`int`): Tokens that it verified.
 
     Returns:
         `list[int]`: Number of tokens that each row has committed.
@@ -164,15 +162,16 @@ def finish(run: Run, reported: list[list[int]], tokens: Tensor, path: list[list[
     Raises:
         ValueError: If a row needs more positions than the target has.
     """
+    stats, path, reported = run.stats, run.state.path_in(outcome, width), outcome[:NUM_REPORTED].tolist()
     committed, accepted = reported[:2]
-    stats, width = run.stats, tokens.shape[1]
-    take_note(run, reported, tokens)
+    take_note(run, reported, outcome[NUM_REPORTED : NUM_REPORTED + width].T)
     running = [row for row, num in enumerate(committed) if num]
     for row in running:
         stats.num_committed[row].append(committed[row])
         stats.num_accepted[row].append(accepted[row])
     stats.verify_widths.append(width)
-    kept = None if path is None else [path[row][1 : accepted[row] + 1] for row in running]
+    nodes = [] if path is None else path.tolist()
+    kept = None if path is None else [nodes[row][1 : accepted[row] + 1] for row in running]
     if kept is not None:
         stats.count_nodes(width, kept)
     if run.chooser is not None:
@@ -186,7 +185,13 @@ def finish(run: Run, reported: list[list[int]], tokens: Tensor, path: list[list[
 
 
 def take_note(run: Run, reported: list[list[int]], tokens: Tensor) -> None:
-    """Notes where the rows stand, and hands what is new to the streamer; arguments and errors as [`finish`]."""
+    """Notes where the rows stand, and hands what is new to the streamer; errors as [`finish`].
+
+    Args:
+        run (`Run`): Changed in place.
+        reported (`list[list[int]]`): The first five rows of the step's `state.outcome`.
+        tokens (`torch.Tensor` of shape `[B, width]`, int64): The step's `state.tokens`, on any device.
+    """
     committed, _, lengths, done, filled = reported
     if run.reach is not None:
         for length, reach, has_ended in zip(lengths, run.reach, done, strict=True):
@@ -205,9 +210,7 @@ def take_note(run: Run, reported: list[list[int]], tokens: Tensor) -> None:
 
 @dataclass(slots=True)
 class _Slot:
-    """Where the host finds a step's outcome: `[5 + W, B]` int64, pinned beside CUDA, when it is there, and how many
-    tokens the step verified.
-    """
+    """Where the host finds a step's outcome, pinned beside CUDA, when it is there, and how many tokens it verified."""
 
     outcome: Tensor
     arrived: torch.cuda.Event | None
@@ -228,10 +231,10 @@ class _Slot:
             self.arrived.record()
 
     def read(self) -> Tensor:
-        """Waits for the outcome and returns it, `[5 + width, B]`."""
+        """Waits for the outcome and returns it."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        return self.outcome[: NUM_REPORTED + self.width]
+        return self.outcome
 
 
 class StaticStep:
@@ -278,9 +281,10 @@ class StaticStep:
             fits = has_room(run, 1)
             if fits:
                 self._begin(slots[(index + 1) % 2], 1)
-            reported = slots[index % 2].read()
+            slot = slots[index % 2]
+            outcome = slot.read()
             run.watch.lap("verify")
-            finish(run, reported[:NUM_REPORTED].tolist(), reported[NUM_REPORTED:].T)
+            finish(run, outcome, slot.width)
             index += 1
 
     def on_device(self) -> AbstractContextManager[Any]:

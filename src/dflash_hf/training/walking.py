@@ -19,7 +19,7 @@ from dflash_hf.training.collators import Batch, collate, sorted_batches
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.forward import logits_of, run_blocks, target_features
 from dflash_hf.training.loss import block_labels
-from dflash_hf.tree import DraftTree, tree_table
+from dflash_hf.tree import DraftTree, TreeBuilder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,13 +154,10 @@ def _along_tree(
     """How far the truth goes along a tree of as many tokens as the chain has, `[B]`; one row per block."""
     (batch, depth), device = truth_BD.shape, logits_BDV.device
     selector = draft.candidate_selector
-    table = tree_table(depth + 1, depth, logits_BDV.shape[-1] if selector is None else selector.top_k, device)
+    trees = TreeBuilder(depth + 1, depth, logits_BDV.shape[-1] if selector is None else selector.top_k, device)
     nodes, block = (torch.zeros(*size, batch, depth + 1, dtype=torch.long, device=device) for size in ((3,), ()))
-    if selector is None:
-        table.build(logits_BDV, nodes, block)
-    else:
-        candidates, scores = selector(hidden, logits_BDV, heads)
-        table.build_behind(candidates, scores, nodes, block)
+    candidates, scores = (None, logits_BDV) if selector is None else selector(hidden, logits_BDV, heads)
+    trees.build(scores, nodes, block, candidates)
     return DraftTree(*nodes).agree(block, truth_BD.to(device)).to(truth_BD.device)
 
 

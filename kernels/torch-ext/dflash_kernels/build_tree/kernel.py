@@ -1,0 +1,234 @@
+"""`build_tree` in Triton: a program per row, which takes the best child that any node still has, node after node.
+
+No list of paths is needed for that: every node offers its best child that is not in the tree, and the best offer is
+the next node. What followed the text's last tokens before is one more offer. A node of that, which the draft's offers
+come to later, is opened then: it offers children from there on.
+"""
+
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportUnnecessaryComparison=false
+# (jit functions are Triton's language: their arguments are typed by the launch, which takes options besides)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._dispatch import power_of_two
+from ..operation import Given, run_kernel
+from . import DOUBT, LEAST, LEVEL
+
+# Columns of the text that are compared at once.
+BLOCK_T = 1024
+
+
+@triton.jit
+def _at(values, lane, index):
+    """Returns `values[index]`."""
+    return tl.sum(tl.where(lane == index, values, 0), axis=0)
+
+
+@triton.jit
+def _cost(log_probs, place, inside, LEVEL: tl.constexpr, LEAST: tl.constexpr):
+    """Returns `max(log_probs[place], LEAST) - LEVEL`, `-inf` where that is not inside."""
+    found = tl.maximum(tl.load(log_probs + place, mask=inside, other=0), LEAST) - LEVEL
+    return tl.where(inside, found, float("-inf"))
+
+
+@triton.jit
+def _look_back(ids, last, NUM_SAME: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Returns `m << 32 | c` of the latest column `c < last` of those that share most last tokens, `m`; -1: none."""
+    found = tl.full([BLOCK_T], -1, tl.int64)
+    for first in range(0, last, BLOCK_T):
+        column = first + tl.arange(0, BLOCK_T)
+        goes_on = column < last
+        num_same = tl.zeros([BLOCK_T], tl.int64)
+        for back in tl.static_range(NUM_SAME):
+            ending = tl.load(ids + last - back, mask=last >= back, other=-1)
+            earlier = tl.load(ids + column - back, mask=goes_on & (column >= back), other=-2)
+            goes_on = goes_on & (earlier == ending)
+            num_same += goes_on.to(tl.int64)
+        found = tl.maximum(found, tl.where(num_same > 0, (num_same << 32) | column, -1))
+    return tl.max(found, axis=0)
+
+
+@triton.jit
+def _choice(order, candidates, position, num_states, place, inside, HAS_CANDIDATES: tl.constexpr):
+    """Returns the token of a rank, `order[place]`, and the state behind it."""
+    token = tl.load(order + place, mask=inside, other=0)
+    state = (token * 0).to(tl.int32)
+    if HAS_CANDIDATES:
+        state = token.to(tl.int32)
+        token = tl.load(candidates + position * num_states + token, mask=inside, other=0)
+    return token, state
+
+
+@triton.jit
+def _doubt(
+    log_probs,
+    order,
+    candidates,
+    ids,
+    last,
+    first_row,
+    num_first,
+    num_states,
+    num_ranks,
+    HAS_CANDIDATES: tl.constexpr,
+    LEVEL: tl.constexpr,
+    LEAST: tl.constexpr,
+    DOUBT: tl.constexpr,
+):
+    """Returns the level at which `ids[0 ... last]` leaves the draft's first choices, and `DOUBT log(1 - exp(cost))` of
+    the one that it leaves. Where it does not, that is 0.
+    """
+    leaves_at, doubt, state = tl.full([], -1, tl.int32), tl.full([], 0, tl.float32), tl.full([], 0, tl.int32)
+    for level in range(num_first):
+        place = ((first_row + level) * num_states + state) * num_ranks
+        token, state = _choice(order, candidates, first_row + level, num_states, place, num_first > 0, HAS_CANDIDATES)
+        leaves = (leaves_at < 0) & (tl.load(ids + level, mask=level <= last, other=-1) != token)
+        cost = _cost(log_probs, place, num_first > 0, LEVEL, LEAST)
+        doubt = tl.where(leaves, DOUBT * tl.log(1 - tl.exp(cost)), doubt)
+        leaves_at = tl.where(leaves, level, leaves_at)
+    return leaves_at, doubt
+
+
+# What differs from run to run must not make it compile again.
+@triton.jit(do_not_specialize=["num_levels", "num_states", "num_ranks", "num"])
+def _build_tree_kernel(
+    log_probs,
+    order,
+    nodes,
+    block,
+    candidates,
+    ids,
+    cursor,
+    follows,
+    stride_nodes_x,
+    stride_nodes_b,
+    stride_block_b,
+    stride_ids_b,
+    stride_follows_f,
+    num_levels,
+    num_states,
+    num_ranks,
+    num,
+    HAS_CANDIDATES: tl.constexpr,
+    NUM_SAME: tl.constexpr,
+    LEVEL: tl.constexpr,
+    LEAST: tl.constexpr,
+    DOUBT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """With `offer[i] = total[i] + cost[depth[i], state[i], rank[i]]` of node `i`'s best child that is not in the tree,
+    `rank[i]` by now, the next node is that of the greatest offer.
+    """
+    row = tl.program_id(0)
+    lane = tl.arange(0, BLOCK_N)
+    # The text's own guess: where it begins, where the text ends, and its totals.
+    start, last = tl.full([], 1, tl.int32), tl.full([], 0, tl.int32)
+    its_first, its_further = 0.0, 0.0
+    leaves_at, doubt = tl.full([], 0, tl.int32), tl.full([], 0, tl.float32)
+    first_row = row * num_levels
+    if NUM_SAME > 0:
+        ids += row.to(tl.int64) * stride_ids_b
+        last = tl.load(cursor + row).to(tl.int32) - 1
+        found = _look_back(ids, last, NUM_SAME, BLOCK_T)
+        start = tl.where(found < 0, last, found & 0x7FFFFFFF).to(tl.int32) + 1
+        its_first = tl.load(follows + (found >> 32), mask=found >= 0, other=0)
+        its_further = tl.load(follows + stride_follows_f + (found >> 32), mask=found >= 0, other=0)
+        leaves_at, doubt = _doubt(
+            log_probs, order, candidates, ids + start, last - start, first_row, tl.minimum(num_levels, num - 1),
+            num_states, num_ranks, HAS_CANDIDATES, LEVEL, LEAST, DOUBT
+        )  # fmt: skip
+
+    parents, depth, state, rank = lane * 0, lane * 0, lane * 0, lane * 0
+    # How many paths rank no lower than a node's, of its length, and of any.
+    alike, before = lane * 0 + 1, lane * 0
+    ancestors = (lane * 0 + 1).to(tl.int64)
+    tokens = (lane * 0).to(tl.int64)
+    is_text = lane == 0
+    total = (lane * 0).to(tl.float32)
+    offer = _cost(log_probs, first_row * num_states * num_ranks, num > 1, LEVEL, LEAST)
+    offer = tl.where(lane == 0, offer, float("-inf"))
+    placed, tries = tl.full([], 1, tl.int32), tl.full([], 0, tl.int32)
+    # Every try takes a node or opens one.
+    while (placed < num) & (tries < 2 * num):
+        tries += 1
+        best = tl.max(offer, axis=0)
+        parent = tl.minimum(tl.min(tl.where(offer == best, lane, BLOCK_N), axis=0), placed - 1)
+        reach = tl.max(tl.where(is_text, depth, 0), axis=0)  # of the text's guess, that is in the tree
+        is_guess = placed < 0
+        if NUM_SAME > 0:
+            its_total = its_first + its_further * reach.to(tl.float32) - LEVEL * (reach + 1).to(tl.float32)
+            its_total += tl.where(reach >= leaves_at, doubt, 0)
+            is_guess = (reach < num_levels) & (start + reach <= last) & (its_total > best)
+            parent = tl.where(is_guess, tl.max(tl.where(is_text & (depth == reach), lane, 0), axis=0), parent)
+        level = _at(depth, lane, parent)
+        its_rank, its_alike = _at(rank, lane, parent), _at(alike, lane, parent)
+        its_before = _at(before, lane, parent)
+        place = ((first_row + level) * num_states + _at(state, lane, parent)) * num_ranks + its_rank
+        drafted = (is_guess == 0) & (level < num_levels)
+        token, choice = _choice(order, candidates, first_row + level, num_states, place, drafted, HAS_CANDIDATES)
+        continues = is_guess
+        if NUM_SAME > 0:
+            said = tl.load(ids + start + level, mask=start + level <= last, other=-1)
+            token = tl.where(is_guess, said, token)
+            continues = (token == said) & (_at(is_text.to(tl.int32), lane, parent) > 0)
+        is_there = continues & (level < reach)
+        node = tl.where(is_there, tl.max(tl.where(is_text & (depth == level + 1), lane, 0), axis=0), placed)
+
+        # The parent's next child, and the first one of what it had.
+        is_parent, is_node = (lane == parent) & drafted, (lane == node) & drafted
+        its_alike_now = its_alike * (its_rank + 1)
+        goes_on = drafted & (its_rank + 1 < num_ranks) & (its_before + its_alike_now + its_alike < num)
+        following = _at(total, lane, parent) + _cost(log_probs, place + 1, goes_on, LEVEL, LEAST)
+        deepens = drafted & (level + 1 < num_levels) & (its_before + 2 * its_alike_now < num)
+        below = ((first_row + level + 1) * num_states + choice) * num_ranks
+        child = best + _cost(log_probs, below, deepens, LEVEL, LEAST)
+        offer = tl.where(is_node, child, tl.where(is_parent, following, offer))
+        rank = tl.where(is_parent, its_rank + 1, rank)
+        total, state = tl.where(is_node, best, total), tl.where(is_node, choice, state)
+        alike = tl.where(is_node, its_alike_now, alike)
+        before = tl.where(is_node, its_before + its_alike_now, before)
+
+        is_new = (lane == node) & (is_there == 0)
+        bits = _at(ancestors, lane, parent) | (tl.full([], 1, tl.int64) << node.to(tl.int64))
+        parents, depth = tl.where(is_new, parent, parents), tl.where(is_new, level + 1, depth)
+        ancestors, tokens = tl.where(is_new, bits, ancestors), tl.where(is_new, token, tokens)
+        is_text = is_text | (is_new & continues)
+        placed += tl.where(is_there, 0, 1)
+
+    inside = lane < num
+    nodes += row.to(tl.int64) * stride_nodes_b + lane
+    tl.store(nodes, parents.to(tl.int64), mask=inside)
+    tl.store(nodes + stride_nodes_x, depth.to(tl.int64), mask=inside)
+    tl.store(nodes + 2 * stride_nodes_x, ancestors, mask=inside)
+    tl.store(block + row.to(tl.int64) * stride_block_b + lane, tokens, mask=inside & (lane > 0))
+
+
+def launch(given: Given) -> None:
+    """Launches the kernel, one program per row."""
+    batch, num_levels, num_states, num_ranks = given["log_probs_BDSR"].shape
+    num = given["block_BN"].shape[1]
+    run_kernel(
+        _build_tree_kernel,
+        (batch,),
+        given,
+        num_levels=num_levels,
+        num_states=num_states,
+        num_ranks=num_ranks,
+        num=num,
+        HAS_CANDIDATES=given["candidates_BDC"] is not None,
+        NUM_SAME=0 if given["ids_BT"] is None else given["follows_FM"].shape[1] - 1,
+        LEVEL=LEVEL,
+        LEAST=LEAST,
+        DOUBT=DOUBT,
+        BLOCK_N=power_of_two(num),
+        BLOCK_T=BLOCK_T,
+        num_warps=4,
+    )
+
+
+__all__ = ["launch"]
