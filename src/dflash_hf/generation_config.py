@@ -67,8 +67,8 @@ class DFlashGenerationConfig(GenerationConfig):
             the text. 0 is a chain, the draft's first choice alone. Exact under every rule; under `"sample"` all of it
             is drawn, and nothing is of the text. `verify_width` left out or `"auto"` then chooses how many of the
             nodes to verify. Left out, it is a tree of as many tokens as the chain has, where the target has attention
-            layers alone, `verify_width` is no number, not under `"sample"` in captured steps, and not in
-            [`~dflash_hf.iterate`].
+            layers alone, `verify_width` is no number, not in [`~dflash_hf.iterate`], and not in captured steps whose
+            proposals are drawn (`"sample"`).
         max_matching_ngram_size (`int`, *optional*): How many of the last tokens are looked for in the text, for trees;
             4 at most and by default, 0 is none.
         engine (`str`, defaults to `"auto"`): `"eager"` launches every operation of a step from the host, over exactly

@@ -138,6 +138,10 @@ def test_a_tree_is_the_default_where_it_may_be(family: str, engine: Any, monkeyp
     assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
     is_tree = not find_target(target).recurrences
     assert len(draft.last_stats.num_accepted_by_node) == (5 if is_tree else 0)
+    # What is drawn is tested node by node: too many launches to capture them unasked.
+    draft.generation_config.proposal = "sample"
+    target.generate(**inputs, max_new_tokens=4, do_sample=True, assistant_model=draft)
+    assert len(draft.last_stats.num_accepted_by_node) == (5 if is_tree and engine == "eager" else 0)
 
 
 @pytest.mark.parametrize("engine", ["static", "cuda_graph"])

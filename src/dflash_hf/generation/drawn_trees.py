@@ -119,12 +119,15 @@ def accept_drawn(state: DecodeState, tree: DraftTree, target_scores_BNV: Tensor,
     may_read = may_read and positions.device.type == "cpu"
     probs = torch.softmax(target_scores_BNV, dim=-1, dtype=torch.float32)
     stands, token = walk(tree, state.block, probs, state.draft_probs, state.key, positions, may_read)
-    num_accepted = stands.sum(dim=1) - 1
-    # A node says its child that stands; what comes behind the last one must not lead on to a child that was refused.
-    stands[:, 0] = False
-    state.tokens.fill_(-1).scatter_reduce_(1, tree.parents, state.block.masked_fill(~stands, -1), "amax")
+    # What stands is what is said after its parent.
+    said = torch.where(stands & (tree.depths > 0), state.block, -1)
+    state.tokens.fill_(-1).scatter_reduce_(1, tree.parents, said, "amax")
     state.follow(tree)
-    state.tokens.clamp_min_(0).scatter_(1, num_accepted[:, None], token)
+    assert state.path is not None
+    num_accepted = (state.path > 0).sum(dim=1)
+    # Behind the path's end there is nothing.
+    state.tokens[:, :-1] = state.proposals.clamp_min(0)
+    state.tokens.scatter_(1, num_accepted[:, None], token)
     return num_accepted
 
 

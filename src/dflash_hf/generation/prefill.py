@@ -53,9 +53,9 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     pad = config._pad_token_tensor
     processors = BlockProcessors(call.processors, 0 if pad is None else int(pad))
     block_size, width, rule = _widths_and_rule(draft, config, processors)
-    redraws = bool(config.do_sample) and rule == "sample"
-    # A captured step that draws a tree would launch half as much again as a chain's.
-    nodes = _num_nodes(target, draft, width, is_looked_at or (redraws and keeps_buffers))
+    # What is drawn is tested node by node, which is hundreds of launches.
+    is_long = keeps_buffers and bool(config.do_sample) and rule == "sample"
+    nodes = _num_nodes(target, draft, width, is_looked_at or is_long)
     width = width if nodes is None else nodes
     past = 0 if kept is None else kept.past
     positions = prompt_positions(call, past)

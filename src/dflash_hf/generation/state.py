@@ -245,7 +245,7 @@ class DecodeState:
         return self.path_in(self.outcome, self.width)
 
     def follow(self, tree: DraftTree) -> None:
-        """Puts block and tokens into the order of the path that the target goes through the tree, and notes both."""
+        """Puts block and tokens into the order of the path that the tokens go through the tree, and notes both."""
         assert self.node_ids is not None
         assert self.path is not None
         tree.follow(self.block, self.tokens, self.node_ids[:, : self.width], self.path)
