@@ -20,10 +20,12 @@ from fuzz.targets import forget
 
 # Rounds whose first cases show a fault that others show late.
 SOON = {
-    "matches behind a mismatch count": 2,
+    "a cache not restored after an interrupt": 3,
+    "a rejected token seen by a processor": 3,
+    "matches behind a mismatch count": 5,
     "an end of sequence missed inside a block": 44,
     "a recurrent state not put back": 44,
-    "a streamer that gets too much": 49,
+    "a streamer that gets too much": 3,
 }
 NUM_CASES = {"text": 40, "images": 25, "interrupts": 20, "hostile": 50}
 
