@@ -21,6 +21,7 @@ CLI_OPTIONS: dict[str, list[str]] = {
         "--device",
         "--draft",
         "--dtype",
+        "--max-matching-ngram-size",
         "--max-new-tokens",
         "--methods",
         "--no-thinking",
