@@ -199,7 +199,7 @@ def test_stop_ends_the_run_and_the_chat_goes_on(held: Server, open_chat: Callabl
     for use_draft in (True, False):
         chat.page.set_checked("#df-draft input", use_draft)
         chat.send("tell me everything")
-        shown = chat.wait_for_letters(24)
+        shown = chat.wait_for_steps(24)
         chat.page.click("#df-box .stop-button")
         assert chat.wait("stopped") == shown
         assert "stopped" in chat.meta()

@@ -27,7 +27,7 @@ SOON = {
     "a recurrent state not put back": 44,
     "a streamer that gets too much": 3,
 }
-NUM_CASES = {"text": 40, "images": 25, "interrupts": 20, "hostile": 50}
+NUM_CASES = {"text": 30, "images": 15, "interrupts": 12, "hostile": 40}
 
 
 @pytest.fixture(autouse=True)

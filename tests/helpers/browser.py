@@ -140,6 +140,15 @@ class Chat:
         )
         return str(self.page.wait_for_function(script, arg=number).json_value())
 
+    def wait_for_steps(self, number: int) -> str:
+        """Waits until an answer that is being written has come in that many steps, and returns its text."""
+        script = (
+            "n => { const answer = document.querySelector('.df-answer[data-state=running]');"
+            "return answer && [...answer.querySelectorAll('.df-meta span')].some(e => e.textContent === `${n} steps`)"
+            " ? answer.querySelector('.df-text').textContent : '' }"
+        )
+        return str(self.page.wait_for_function(script, arg=number).json_value())
+
     def notice(self, part: str = "") -> str:
         """Waits for a sentence about what could not be done, with these words in it, and returns it."""
         return self._text(".df-notice", part)
