@@ -34,7 +34,7 @@ from dflash_kernels import (
 )
 from dflash_kernels._dispatch import has_triton
 from dflash_kernels.block_attention import covers
-from dflash_kernels.build_tree import MAX_NODES, num_paths, paths_of
+from dflash_kernels.build_tree import MAX_NODES, num_paths
 from dflash_kernels.gumbel_argmax import exponential_noise
 
 logger = logging.getLogger(__name__)
@@ -212,7 +212,6 @@ __all__ = [
     "move_path",
     "norm_rope_write",
     "num_paths",
-    "paths_of",
     "picks",
     "rms_norm",
     "silu_mul",

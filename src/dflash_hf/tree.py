@@ -113,8 +113,6 @@ class TreeBuilder:
             )
         self.num_nodes, self.num_ranks = num_nodes, min(vocab_size, num_nodes - 1)
         self.follows = torch.tensor((FOLLOWS, GOES_ON), device="cpu").log().to(device)
-        if not ops.accepts(self.follows):  # a step that is captured copies nothing from the host
-            ops.paths_of(num_nodes, depth, self.num_ranks, device)
 
     def build(
         self,

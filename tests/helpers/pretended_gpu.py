@@ -162,7 +162,6 @@ def begin(
     Args:
         inputs (`dict`, *optional*): More of what `generate` hands over.
     """
-    ops.paths_of.cache_clear()  # tensors of another pretence
     ids: Any = torch.zeros(batch, prompt, dtype=torch.long, device="cuda")
     settings = GenerationConfig(max_length=prompt + limit, do_sample=do_sample)
     settings._pad_token_tensor = None

@@ -146,31 +146,19 @@ def test_paths_whose_transitions_count_are_scored_by_them() -> None:
 
 def test_the_continuation_is_that_of_the_latest_place_that_shares_most() -> None:
     torch.manual_seed(7)
-    follows, found = torch.tensor((FOLLOWS, GOES_ON)).log(), set[int]()
-    for num_columns in (1, 2, 5, 30, 60):
-        for cursor in {1, num_columns // 2 + 1, num_columns}:
-            ids = torch.randint(0, 4, (3, num_columns))
-            tokens, totals = continuation(ids, torch.full((3,), cursor), 5, follows)
-            for row in range(3):
-                text = ids[row, :cursor].tolist()
-                ends = [
-                    next((n for n in range(4) if n > end or text[end - n] != text[-1 - n]), 4)
-                    for end in range(cursor - 1)
-                ]
-                most = max(ends, default=0)
-                found.add(most)
-                start = max((end for end, num in enumerate(ends) if num == most), default=0) + 1
-                expected = text[start : start + 5] if most else []
-                assert tokens[row, : len(expected)].tolist() == expected
-                assert totals[row, len(expected) :].tolist() == [-math.inf] * (5 - len(expected))
-                likely = [FOLLOWS[most] * GOES_ON[most] ** level for level in range(len(expected))]
-                torch.testing.assert_close(
-                    totals[row, : len(expected)].exp(),
-                    torch.tensor(likely),
-                    rtol=1e-3,
-                    atol=0.0,
-                    msg=f"{most} the same",
-                )
+    found = set[int]()
+    for num_columns in (0, 1, 2, 5, 30, 60):
+        for _ in range(20):
+            ids = torch.randint(0, 4, (num_columns,))
+            text = ids.tolist()
+            ends = [
+                next((n for n in range(4) if n > end or text[end - n] != text[-1 - n]), 4)
+                for end in range(num_columns - 1)
+            ]
+            most = max(ends, default=0)
+            found.add(most)
+            start = max((end for end, num in enumerate(ends) if num == most), default=0) + 1
+            assert continuation(ids, 5, 4) == (text[start : start + 5] if most else [], most)
     assert found == {0, 1, 2, 3, 4}
 
 

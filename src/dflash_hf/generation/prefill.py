@@ -12,6 +12,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from dflash_hf import ops
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.generation.accept import SynchronizedRows
 from dflash_hf.generation.buffers import affordable_length, else_freed, take_buffers
@@ -53,9 +54,9 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     pad = config._pad_token_tensor
     processors = BlockProcessors(call.processors, 0 if pad is None else int(pad))
     block_size, width, rule = _widths_and_rule(draft, config, processors)
-    # What is drawn is tested node by node, which is hundreds of launches.
-    is_long = keeps_buffers and bool(config.do_sample) and rule == "sample"
-    nodes = _num_nodes(target, draft, width, is_looked_at or is_long)
+    # What is drawn is tested node by node, which is hundreds of launches; without kernels, trees are built on the host.
+    is_unfit = keeps_buffers and ((config.do_sample and rule == "sample") or not ops.accepts(input_ids))
+    nodes = _num_nodes(target, draft, width, is_looked_at or is_unfit)
     width = width if nodes is None else nodes
     past = 0 if kept is None else kept.past
     positions = prompt_positions(call, past)

@@ -2,11 +2,13 @@
 
 # No `from __future__ import annotations`: torch.library reads the annotations.
 
-import functools
+import heapq
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..operation import Given, Sizes, check_dtype, operation
 
@@ -101,174 +103,129 @@ def build_tree(
     Raises:
         ValueError: If shapes, dtypes or strides are not as said, or there are fewer paths than nodes.
     """
-    (batch, depth, num_states, num_ranks), num_nodes = log_probs_BDSR.shape, block_BN.shape[1]
-    paths = paths_of(num_nodes, depth, num_ranks, log_probs_BDSR.device)
-    costs = log_probs_BDSR.clamp_min(LEAST) - LEVEL
-    tokens = order_BDSR
-    if candidates_BDC is not None:
-        choices = candidates_BDC[:, :, None].expand(-1, -1, num_states, -1)
-        tokens, order = choices.gather(-1, order_BDSR), nn.functional.pad(order_BDSR.flatten(1), (0, 1))
-        at, levels = order.new_zeros(batch, len(paths.depths)), list[Tensor]()
-        for level in range(depth):
-            pair = (level * num_states + at) * num_ranks + paths.ranks[:, level]
-            levels.append(pair.where(paths.depths > level, depth * num_states * num_ranks))
-            at = order.gather(1, levels[-1])
-        index = torch.stack(levels, dim=-1).flatten(1)
-    else:
-        index = paths.index.expand(batch, -1)
-    shape = (batch, *paths.ranks.shape)
-    costs = nn.functional.pad(costs.flatten(1), (0, 1)).gather(1, index).view(shape)
-    totals = costs.sum(dim=-1)
-    tokens = nn.functional.pad(tokens.flatten(1), (0, 1), value=-1).gather(1, index).view(shape)
-    ends = (paths.depths - 1)[:, None].expand(batch, -1, 1)
-    last, depths, prefixes = tokens.gather(2, ends)[..., 0], paths.depths.expand(batch, -1), paths.prefixes
-    prefixes = prefixes.expand(batch, -1, -1)
-    if ids_BT is not None and cursor_B is not None and follows_FM is not None:
-        text, its_totals = continuation(ids_BT, cursor_B, depth, follows_FM)
-        its_totals = its_totals + _doubt(costs[:, paths.first], tokens[:, paths.first], text)
-        totals, more = _with_continuation(totals, tokens, paths, text, its_totals)
-        levels = torch.arange(1, depth + 1, device=text.device).expand(batch, -1)
-        last, depths, prefixes = (torch.cat(pair, 1) for pair in ((last, text), (depths, levels), (prefixes, more)))
-    _select(totals, last, depths, prefixes, paths, nodes_XBN, block_BN)
+    costs, order = (log_probs_BDSR.clamp_min(LEAST) - LEVEL).tolist(), order_BDSR.tolist()
+    candidates = None if candidates_BDC is None else candidates_BDC.tolist()
+    trees = list[list[Node]]()
+    for row, its_costs in enumerate(costs):
+        draft = Draft(its_costs, order[row], None if candidates is None else candidates[row])
+        text, likely = list[int](), list[float]()
+        if ids_BT is not None and cursor_B is not None and follows_FM is not None:
+            text, same = continuation(ids_BT[row, : int(cursor_B[row])], len(its_costs), follows_FM.shape[1] - 1)
+            likely = draft.totals_of(text, *follows_FM[:, same].tolist())
+        trees.append(draft.grow(text, likely, block_BN.shape[1]))
+    numbers = [[(node.parent, node.depth, node.ancestors, node.token) for node in tree] for tree in trees]
+    parents, depths, ancestors, tokens = torch.tensor(numbers, device="cpu").to(nodes_XBN.device).unbind(-1)
+    for written, values in zip(nodes_XBN, (parents, depths, ancestors), strict=True):
+        written.copy_(values)
+    block_BN[:, 1:] = tokens[:, 1:]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Paths:
-    """The paths that are considered, `P` of them, as tensors of a device; parents stand before their children.
+@dataclass(slots=True)
+class Node:
+    """A node of a tree: what is written of it, and what its children's totals and number follow from.
 
     Args:
-        ranks (`torch.Tensor` of shape `[P, D]`, int64): 0 behind a path's end.
-        index (`torch.Tensor` of shape `[P * D]`, int64): Where they are in one state's `[D * R]`, and `D * R` behind a
-            path's end.
-        depths (`torch.Tensor` of shape `[P]`, int64): Tokens of each.
-        prefixes (`torch.Tensor` of shape `[P, D]`, int64): The paths that each begins with, level by level, itself
-            included; `P + D` is the anchor, behind its end: up to there continuations are counted.
-        powers (`torch.Tensor` of shape `[N]`, int64): Each node's bit, and 0 for the anchor's.
-        first (`int`): The longest path of first ranks.
+        parent, depth, ancestors, token (`int`): As written, the last as a bit set.
+        total (`float`): Of its path.
+        state (`int`): That its children are in.
+        alike (`int`): How many paths of its length rank nowhere lower than its own.
+        before (`int`): How many of any length do.
     """
 
-    ranks: Tensor
-    index: Tensor
-    depths: Tensor
-    prefixes: Tensor
-    powers: Tensor
-    first: int
+    parent: int
+    depth: int
+    ancestors: int
+    token: int
+    total: float = 0.0
+    state: int = 0
+    alike: int = 1
+    before: int = 0
 
 
-@functools.lru_cache(maxsize=16)
-def paths_of(num_nodes: int, depth: int, num_ranks: int, device: torch.device) -> Paths:
-    """Returns the paths that a tree is chosen among; the same for the same arguments, because they take a while.
+class Draft(NamedTuple):
+    """What a draft says of one row, as nested lists: `costs[D][S][R]`, `order[D][S][R]` and `candidates[D][C]`."""
 
-    Steps that are captured copy nothing from the host, so that something else has to ask for them first.
-    """
-    paths = considered(num_nodes, depth, num_ranks)
-    place, levels = {path: index for index, path in enumerate(paths)}, range(1, depth + 1)
-    beyond, root = depth * num_ranks, len(paths) + depth
+    costs: list[list[list[float]]]
+    order: list[list[list[int]]]
+    candidates: list[list[int]] | None
 
-    def tensor(values: object) -> Tensor:
-        return torch.tensor(values, device="cpu").to(device)
+    def choice(self, level: int, state: int, rank: int) -> tuple[int, int]:
+        """Returns the token of a rank, and the state behind it."""
+        chosen = self.order[level][state][rank]
+        return (chosen, 0) if self.candidates is None else (self.candidates[level][chosen], chosen)
 
-    index = [[n * num_ranks + path[n] if n < len(path) else beyond for n in range(depth)] for path in paths]
-    prefixes = [[place[path[:end]] if end <= len(path) else root for end in levels] for path in paths]
-    return Paths(
-        ranks=tensor([[*path, *[0] * (depth - len(path))] for path in paths]),
-        index=tensor(index).flatten(),
-        depths=tensor([len(path) for path in paths]),
-        prefixes=tensor(prefixes),
-        powers=tensor([0, *(1 << node if node < 63 else -(1 << 63) for node in range(1, num_nodes))]),
-        first=place[(0,) * min(depth, num_nodes - 1)],
-    )
+    def totals_of(self, text: list[int], first: float, further: float) -> list[float]:
+        """Returns the total up to each token of a continuation, by the log-probabilities of the first and of others."""
+        totals, state, doubt, agrees = list[float](), 0, 0.0, True
+        for level, said in enumerate(text):
+            token, behind = self.choice(level, state, 0)
+            if agrees and token != said:
+                agrees, doubt = False, DOUBT * math.log1p(-math.exp(self.costs[level][state][0]))
+            totals.append(first + further * level - LEVEL * (level + 1) + doubt)
+            state = behind
+        return totals
+
+    def grow(self, text: list[int], likely: list[float], num: int) -> list[Node]:
+        """Returns the tree of `num` nodes, by best-first search.
+
+        Every node that the draft has come to offers its best child that it has not come to. The best offer is the next
+        node, unless the continuation's next token has the greater total, or has brought that node in already.
+
+        Args:
+            text (`list[int]`): The continuation.
+            likely (`list[float]`): The total up to each of its tokens.
+            num (`int`): Nodes, the anchor included.
+        """
+        nodes, on_text = [Node(0, 0, 1, 0)], [0]
+        offers = [(-self.costs[0][0][0], 0, 0)]  # minus the child's total, parent, rank
+
+        def place(parent: int, token: int) -> int:
+            bit, over = 1 << len(nodes), nodes[parent]
+            bit -= (bit >> 63) << 64  # int64 has a sign
+            nodes.append(Node(parent, over.depth + 1, over.ancestors | bit, token))
+            return len(nodes) - 1
+
+        while len(nodes) < num:
+            reach = len(on_text) - 1
+            if reach < len(text) and likely[reach] > -offers[0][0]:
+                on_text.append(place(on_text[reach], text[reach]))
+                continue
+            negative, parent, rank = heapq.heappop(offers)
+            over = nodes[parent]
+            level, costs = over.depth, self.costs[over.depth][over.state]
+            token, state = self.choice(level, over.state, rank)
+            continues = level < len(text) and on_text[level : level + 1] == [parent] and token == text[level]
+            index = on_text[level + 1] if continues and level < reach else place(parent, token)
+            if continues and level == reach:
+                on_text.append(index)
+            if rank + 1 < len(costs) and over.before + over.alike * (rank + 2) < num:
+                heapq.heappush(offers, (-over.total - costs[rank + 1], parent, rank + 1))
+            node = nodes[index]
+            node.total, node.state, node.alike = -negative, state, over.alike * (rank + 1)
+            node.before = over.before + node.alike
+            if level + 1 < len(self.costs) and node.before + node.alike < num:
+                heapq.heappush(offers, (negative - self.costs[level + 1][state][0], index, 0))
+        return nodes
 
 
-def considered(num_nodes: int, depth: int, num_ranks: int) -> list[tuple[int, ...]]:
-    """Returns the paths that are considered, as the rank of each level: of 16 nodes and 15 levels 321."""
-    found: list[tuple[int, ...]] = []
-    level: list[tuple[tuple[int, ...], int, int]] = [((), 1, 0)]
-    for _ in range(depth):
-        longer = [
-            ((*path, rank), product * (rank + 1), total + product * (rank + 1))
-            for path, product, total in level
-            for rank in range(min(num_ranks, (num_nodes - 1 - total) // product))
-        ]
-        found += [path for path, _, _ in longer]
-        level = longer
-    return found
+def continuation(ids_T: Tensor, depth: int, most: int) -> tuple[list[int], int]:
+    """Finds what followed the last tokens of a text before: behind the latest of the columns that share most of them.
 
-
-def continuation(ids_BT: Tensor, cursor_B: Tensor, depth: int, follows_FM: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds what followed the last tokens of each row before; arguments as [`build_tree`]. No host sync.
+    Args:
+        ids_T (`torch.Tensor` of shape `[T]`, int64): The text.
+        depth (`int`): Tokens wanted; fewer where the text ends.
+        most (`int`): Tokens that are compared.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: Its tokens `[B, depth]`, and the total up to each of them, `-inf` where
-        there is nothing.
+        `tuple[list[int], int]`: The tokens, and how many of the last ones are shared; none and 0 where there is nothing.
     """
-    num_columns, device = ids_BT.shape[1], ids_BT.device
-    columns, last = torch.arange(num_columns, device=device), cursor_B[:, None] - 1
-    num_same = torch.zeros_like(ids_BT)
-    goes_on = columns < last  # what is compared ends before the row's last token
-    for back in range(min(follows_FM.shape[1] - 1, num_columns)):
-        ending = ids_BT.gather(1, (last - back).clamp_min(0))
-        earlier = nn.functional.pad(ids_BT, (back, 0), value=-1)[:, :num_columns]
-        goes_on = goes_on & (earlier == ending) & (last >= back)
-        num_same = num_same + goes_on
-    # The latest of the longest: a later column counts for less than one more token.
-    best = (num_same * num_columns + columns).masked_fill(num_same == 0, -1).argmax(dim=1, keepdim=True)
-    same = num_same.gather(1, best)
-    first, further = follows_FM[:, same]
-    levels = torch.arange(1, depth + 1, device=device)
-    totals, at = first + further * (levels - 1) - LEVEL * levels, best + levels
-    return ids_BT.gather(1, at.clamp_max(num_columns - 1)), totals.masked_fill((at > last) | (same == 0), -torch.inf)
+    latest, num_same = len(ids_T), 0
+    columns = (ids_T[:-1] == ids_T[-1:]).nonzero()[:, 0]
+    while len(columns) and num_same < most:
+        latest, num_same = int(columns[-1]) + 1, num_same + 1
+        columns = columns[columns >= num_same]
+        columns = columns[ids_T[columns - num_same] == ids_T[-1 - num_same]]
+    return ids_T[latest : latest + depth].tolist(), num_same
 
 
-def _doubt(costs_BD: Tensor, tokens_BD: Tensor, text_BD: Tensor) -> Tensor:
-    """What is added to a continuation's totals `[B, D]`, by costs and tokens of the longest path of first ranks."""
-    differs = (text_BD != tokens_BD) & (tokens_BD >= 0)
-    leaves = differs & (differs.cumsum(dim=1) == 1)
-    return torch.where(leaves, DOUBT * torch.log1p(-costs_BD.exp()), 0.0).cumsum(dim=1)
-
-
-def _with_continuation(
-    totals_BP: Tensor, tokens_BPD: Tensor, paths: Paths, text_BD: Tensor, its_totals_BD: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Puts a continuation's paths behind the others: totals `[B, P + D]`, and their prefixes `[B, D, D]`.
-
-    One that is considered anyhow is that one, as likely as the more likely of the two. The others hang on the last one
-    that is.
-    """
-    batch, num, depth = tokens_BPD.shape
-    levels = torch.arange(1, depth + 1, device=text_BD.device)
-    is_same = ((tokens_BPD == text_BD[:, None]) | (tokens_BPD < 0)).all(dim=-1)  # [B, P]
-    # At most one path of each length is the same.
-    same = (is_same[:, :, None] & (paths.depths[:, None] == levels)).to(torch.long)  # [B, P, D]
-    has_same, index = same.amax(dim=1).bool(), same.argmax(dim=1)
-    its = its_totals_BD.to(totals_BP.dtype)
-    raised = torch.where(is_same, its.gather(1, (paths.depths - 1).expand(batch, -1)), -torch.inf)
-    path = torch.where(has_same, index, num + levels - 1)
-    prefixes = torch.where(levels <= levels[:, None], path[:, None], num + depth)
-    return torch.cat([torch.maximum(totals_BP, raised), its.masked_fill(has_same, -torch.inf)], dim=1), prefixes
-
-
-def _select(
-    totals_BC: Tensor,
-    last_BC: Tensor,
-    depths_BC: Tensor,
-    prefixes_BCD: Tensor,
-    paths: Paths,
-    nodes_XBN: Tensor,
-    block_BN: Tensor,
-) -> None:
-    """Makes a tree of the best paths, by their totals, last tokens, depths and prefixes."""
-    chosen = totals_BC.topk(block_BN.shape[1] - 1, dim=1).indices
-    # Where in the tree each path stands; the anchor, which is beyond all paths, at 0.
-    place = chosen.new_zeros(len(chosen), sum(paths.ranks.shape) + 1)
-    place.scatter_(1, chosen, torch.arange(1, block_BN.shape[1], device=chosen.device).expand_as(chosen))
-    depths, index = depths_BC.gather(1, chosen), chosen[..., None].expand(-1, -1, prefixes_BCD.shape[-1])
-    on_path = place.gather(1, prefixes_BCD.gather(1, index).flatten(1)).view_as(index)
-    parents = on_path.gather(2, (depths - 2).clamp_min(0)[..., None])[..., 0]
-    nodes_XBN[0].zero_()[:, 1:] = parents * (depths > 1)
-    nodes_XBN[1].zero_()[:, 1:] = depths
-    nodes_XBN[2].fill_(1)[:, 1:] = paths.powers[on_path].sum(dim=-1) + 1
-    block_BN[:, 1:] = last_BC.gather(1, chosen)
-
-
-__all__ = ["MAX_NODES", "build_tree", "continuation", "num_paths", "paths_of"]
+__all__ = ["MAX_NODES", "build_tree", "continuation", "num_paths"]
