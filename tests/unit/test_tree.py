@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_hf.tree import FOLLOWS, GOES_ON, MAX_NODES, DraftTree, TreeBuilder, along
+from dflash_hf.tree import MAX_NODES, DraftTree, TreeBuilder, along
 from dflash_kernels.build_tree import DOUBT, LEVEL, continuation
 
 CPU = torch.device("cpu")

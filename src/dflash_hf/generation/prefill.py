@@ -54,7 +54,7 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     pad = config._pad_token_tensor
     processors = BlockProcessors(call.processors, 0 if pad is None else int(pad))
     block_size, width, rule = _widths_and_rule(draft, config, processors)
-    # What is drawn is tested node by node, which is hundreds of launches; without kernels, trees are built on the host.
+    # What is drawn is tested node by node, which is hundreds of launches; without kernels the host builds trees.
     is_unfit = keeps_buffers and ((config.do_sample and rule == "sample") or not ops.accepts(input_ids))
     nodes = _num_nodes(target, draft, width, is_looked_at or is_unfit)
     width = width if nodes is None else nodes

@@ -155,7 +155,7 @@ class Draft(NamedTuple):
         return (chosen, 0) if self.candidates is None else (self.candidates[level][chosen], chosen)
 
     def totals_of(self, text: list[int], first: float, further: float) -> list[float]:
-        """Returns the total up to each token of a continuation, by the log-probabilities of the first and of others."""
+        """Returns the total up to each token of a continuation, whose first and further ones are that likely."""
         totals, state, doubt, agrees = list[float](), 0, 0.0, True
         for level, said in enumerate(text):
             token, behind = self.choice(level, state, 0)
@@ -217,7 +217,7 @@ def continuation(ids_T: Tensor, depth: int, most: int) -> tuple[list[int], int]:
         most (`int`): Tokens that are compared.
 
     Returns:
-        `tuple[list[int], int]`: The tokens, and how many of the last ones are shared; none and 0 where there is nothing.
+        `tuple[list[int], int]`: The tokens, and how many of the last ones are shared; none and 0 if there are none.
     """
     latest, num_same = len(ids_T), 0
     columns = (ids_T[:-1] == ids_T[-1:]).nonzero()[:, 0]
