@@ -107,12 +107,16 @@ class RaggedBlock:
             dtype (`torch.dtype`): Of the scores.
             from_anchor (`bool`): Whether the window counts from the block's first token.
         """
+        is_plain = self.is_exact and num_slots == self.bound and (window is None or window >= num_slots)
         # The last token, and what is not causal, see all that is not out of their window.
-        sees_all = (self.width == 1 or not causal) and (window is None or window >= num_slots)
-        if self.is_exact and sees_all and num_slots == self.bound and self.tree is None:
+        if is_plain and (self.width == 1 or not causal):
             return None
         key = (num_slots, window, causal, repeats, dtype, from_anchor)
         if key not in self._masks:
+            if is_plain:
+                mask = self._plain_mask(num_slots, dtype)
+                self._masks[key] = mask if repeats == 1 else mask.repeat(1, 1, repeats, 1)
+                return self._masks[key]
             last = self.positions[:, -1:, None]
             slots = torch.arange(num_slots, device=last.device)
             anchor = self.positions[:, :1, None] if from_anchor else None
@@ -125,6 +129,16 @@ class RaggedBlock:
             mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf)[:, None]
             self._masks[key] = mask if repeats == 1 else mask.repeat(1, 1, repeats, 1)
         return self._masks[key]
+
+    def _plain_mask(self, num_slots: int, dtype: torch.dtype) -> Tensor:
+        """The additive mask `[1, 1, width, num_slots]` of one row that all is known of: what is before it is seen."""
+        device, before = self.positions.device, num_slots - self.width
+        if self.tree is None:
+            hidden = torch.full((self.width, num_slots), -math.inf, dtype=dtype, device=device).triu_(before + 1)
+            return hidden[None, None]
+        others = (self.tree.ancestors[:, :, None] >> torch.arange(self.width, device=device)) & 1 == 0
+        hidden = torch.zeros(others.shape, dtype=dtype, device=device).masked_fill_(others, -math.inf)
+        return nn.functional.pad(hidden, (before, 0))[:, None]
 
     def _of_tree(self, tree: DraftTree, held: Tensor) -> tuple[Tensor, Tensor]:
         """Index `[B, 1, slots]` of what each slot holds, and whether it is a node's ancestor or no node at all.

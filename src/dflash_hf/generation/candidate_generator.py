@@ -117,10 +117,12 @@ class DFlashCandidateGenerator:
             buffers.context_lengths.copy_(self._on_draft(block).lengths)
         self._num_held = start + 1 if block.width == 1 and self._gathers else room
 
-    def take_path(self, path: Tensor) -> None:
+    def take_path(self, path: Tensor, is_in_place: bool) -> None:
         """Takes the context of a tree's accepted path `[B, n]`; what is behind the path's end is rejected."""
         assert self.buffers.node_states is not None
-        self.buffers.context_states[:, : path.shape[1]].copy_(along(path.to(self.device), self.buffers.node_states))
+        nodes, num = self.buffers.node_states, path.shape[1]
+        taken = nodes[:, :num] if is_in_place else along(path.to(self.device), nodes)
+        self.buffers.context_states[:, :num].copy_(taken)
 
     def _context(self) -> NewContext:
         """The newest context, which the draft's next forward writes."""

@@ -43,6 +43,8 @@ _READING = {
     "multinomial",
     "transformers::grouped_mm_fallback",
 }
+# Definitions that stand in for a kernel on a CPU, where nothing has to be waited for.
+_ON_HOST = {"build_tree", "follow_tree"}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 _GROUPED = {"_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"}
 # Compute capabilities on which torch multiplies groups in one kernel; on others it counts them on the host.
@@ -150,6 +152,8 @@ def _body(func: Any, args: Sequence[Any]) -> Any:
     For tensors without values it runs another one, which only makes a result.
     """
     definition: Any = OPDEFS.get(func._schema.name)
+    if func._schema.name.rpartition("::")[2] in _ON_HOST:
+        definition = None
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     if definition is None or any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return None

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from dflash_hf.attention import RaggedBlock
-from dflash_hf.cache.paths import keep_path
+from dflash_hf.cache.paths import is_in_place, keep_path
 from dflash_hf.generation.accept import commit, decide_at_once, decide_by_position, stop_by_criteria
 from dflash_hf.generation.buffers import buckets_between, reads_lengths_on_device, round_up
 from dflash_hf.generation.compiled import compile_errors, compiled_layers
@@ -125,8 +125,11 @@ def settle(run: Run, logits_BWV: Tensor) -> Tensor:
     num_accepted = run.ranks.decided(state, num_accepted, run.synchronized)
     if state.path is not None:
         path = state.path[:, : run.buffers.shape.path]
-        keep_path(run.cache, path, state.next_positions[:, 0], may_read=not run.keeps_buffers)
-        run.generator.take_path(path)
+        # To look costs nothing where nothing has to be waited for.
+        stays = path.device.type == "cpu" and not run.keeps_buffers and is_in_place(path)
+        if not stays:
+            keep_path(run.cache, path, state.next_positions[:, 0])
+        run.generator.take_path(path, stays)
     commit(state, run.generator.mask_token_id, num_accepted)
     return scores
 

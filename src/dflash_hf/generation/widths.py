@@ -11,6 +11,8 @@ its clock or, for captured steps, from replays before the first one.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -72,7 +74,8 @@ def choose_width(conditional_acceptance: Sequence[float], costs: Mapping[int, fl
         conditional_acceptance (sequence of `float`): As in `expected_tokens`, for the widest one.
         costs (mapping of `int` to `float`): Cost of a step of each width to choose among, in any unit, above 0.
     """
-    return max(costs, key=lambda width: (expected_tokens(conditional_acceptance, width) / costs[width], width))
+    totals = list(itertools.accumulate(itertools.accumulate((1.0, *conditional_acceptance), operator.mul)))
+    return max(costs, key=lambda width: (totals[width - 1] / costs[width], width))
 
 
 def useful_widths(costs: Mapping[int, float]) -> list[int]:

@@ -77,21 +77,21 @@ def accept_and_prepare(
     index = torch.arange(width, device=device)
     if accepted_B is None:
         accepted_B = (block_BW[:, 1:] == tokens_BW[:, :-1]).cumprod(dim=1).sum(dim=1)
-    ends = torch.zeros_like(tokens_BW, dtype=torch.bool)
+    committed = torch.minimum(accepted_B + 1, remaining_B)
+    finished = done_B | (committed == remaining_B)
     if eos_ids_N is not None:
         # Not `torch.isin`, which may read on the host.
         ends = (tokens_BW[..., None] == eos_ids_N).any(dim=-1)
-    up_to_end = torch.where(ends, index + 1, width + 1).amin(dim=1)
-    committed = torch.minimum(torch.minimum(accepted_B + 1, remaining_B), up_to_end)
-    finished = done_B | (committed == up_to_end) | (committed >= remaining_B)
+        up_to_end = torch.where(ends, index + 1, width + 1).amin(dim=1)
+        finished = finished | (up_to_end <= committed)
+        committed = torch.minimum(committed, up_to_end)
     committed = committed.masked_fill(done_B, 0)
 
-    column = cursor_B[:, None] + index
     size = ids_BT.shape[1]
-    # What is not kept goes into columns behind the buffer, which are dropped.
-    column = torch.where((index < committed[:, None]) & (column < size), column, size + index)
-    padded = torch.cat([ids_BT, torch.zeros_like(tokens_BW, dtype=ids_BT.dtype)], dim=1)
-    ids_BT.copy_(padded.scatter_(1, column, tokens_BW.to(ids_BT.dtype))[:, :size])
+    # Where nothing is kept, or the buffer has ended, what is there already is written again.
+    column = (cursor_B[:, None] + index) % size
+    kept = index < torch.minimum(committed, size - cursor_B)[:, None]
+    ids_BT.scatter_(1, column, torch.where(kept, tokens_BW.to(ids_BT.dtype), ids_BT.gather(1, column)))
     last = committed.clamp_min(1)[:, None] - 1
     anchor = torch.where(committed[:, None] > 0, tokens_BW.gather(1, last), block_BW[:, :1])
 

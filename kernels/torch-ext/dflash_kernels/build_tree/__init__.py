@@ -4,9 +4,9 @@
 
 import heapq
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -63,7 +63,9 @@ def build_tree(
     cursor_B: Tensor | None = None,
     follows_FM: Tensor | None = None,
 ) -> None:
-    """Builds the tree of each row's `N - 1` most likely paths behind the anchor, in place; no host sync.
+    """Builds the tree of each row's `N - 1` most likely paths behind the anchor, in place.
+
+    The kernel has no host sync.
 
     A path is a rank at each of its levels. With `cost = max(log_prob, -20) - 1e-4` a level, its total is
 
@@ -103,49 +105,44 @@ def build_tree(
     Raises:
         ValueError: If shapes, dtypes or strides are not as said, or there are fewer paths than nodes.
     """
-    costs, order = (log_probs_BDSR.clamp_min(LEAST) - LEVEL).tolist(), order_BDSR.tolist()
+    log_probs, order = log_probs_BDSR.tolist(), order_BDSR.tolist()
     candidates = None if candidates_BDC is None else candidates_BDC.tolist()
-    trees = list[list[Node]]()
-    for row, its_costs in enumerate(costs):
-        draft = Draft(its_costs, order[row], None if candidates is None else candidates[row])
-        text, likely = list[int](), list[float]()
-        if ids_BT is not None and cursor_B is not None and follows_FM is not None:
-            text, same = continuation(ids_BT[row, : int(cursor_B[row])], len(its_costs), follows_FM.shape[1] - 1)
-            likely = draft.totals_of(text, *follows_FM[:, same].tolist())
-        trees.append(draft.grow(text, likely, block_BN.shape[1]))
-    numbers = [[(node.parent, node.depth, node.ancestors, node.token) for node in tree] for tree in trees]
-    parents, depths, ancestors, tokens = torch.tensor(numbers, device="cpu").to(nodes_XBN.device).unbind(-1)
-    for written, values in zip(nodes_XBN, (parents, depths, ancestors), strict=True):
-        written.copy_(values)
-    block_BN[:, 1:] = tokens[:, 1:]
+    likely = [] if follows_FM is None else follows_FM.T.tolist()
+    trees = list[Tree]()
+    for row in range(len(log_probs)):
+        draft = Draft(log_probs[row], order[row], None if candidates is None else candidates[row])
+        text, totals = list[int](), list[float]()
+        if ids_BT is not None and cursor_B is not None:
+            text, num_same = continuation(ids_BT[row, : int(cursor_B[row])], len(draft.order), len(likely) - 1)
+            totals = draft.totals_of(text, *likely[num_same])
+        trees.append(draft.grow(text, totals, block_BN.shape[1]))
+    nodes_XBN.copy_(torch.tensor([[tree[part] for tree in trees] for part in range(3)], device="cpu"))
+    block_BN[:, 1:] = torch.tensor([tree.tokens[1:] for tree in trees], device="cpu")
 
 
-@dataclass(slots=True)
-class Node:
-    """A node of a tree: what is written of it, and what its children's totals and number follow from.
+class Tree(NamedTuple):
+    """The nodes of one row's tree, as they are written; ancestors as bit sets."""
 
-    Args:
-        parent, depth, ancestors, token (`int`): As written, the last as a bit set.
-        total (`float`): Of its path.
-        state (`int`): That its children are in.
-        alike (`int`): How many paths of its length rank nowhere lower than its own.
-        before (`int`): How many of any length do.
-    """
+    parents: list[int]
+    depths: list[int]
+    ancestors: list[int]
+    tokens: list[int]
 
-    parent: int
-    depth: int
-    ancestors: int
-    token: int
-    total: float = 0.0
-    state: int = 0
-    alike: int = 1
-    before: int = 0
+    def place(self, parent: int, token: int) -> int:
+        """Adds a child to a node and returns its index."""
+        node = len(self.parents)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        # The last bit of an int64 is its sign.
+        self.ancestors.append(self.ancestors[parent] | (1 << node if node < MAX_NODES - 1 else -(1 << node)))
+        self.tokens.append(token)
+        return node
 
 
 class Draft(NamedTuple):
-    """What a draft says of one row, as nested lists: `costs[D][S][R]`, `order[D][S][R]` and `candidates[D][C]`."""
+    """What a draft says of one row: `log_probs[D][S][R]`, `order[D][S][R]` and `candidates[D][C]` of [`build_tree`]."""
 
-    costs: list[list[list[float]]]
+    log_probs: list[list[list[float]]]
     order: list[list[list[int]]]
     candidates: list[list[int]] | None
 
@@ -154,18 +151,22 @@ class Draft(NamedTuple):
         chosen = self.order[level][state][rank]
         return (chosen, 0) if self.candidates is None else (self.candidates[level][chosen], chosen)
 
+    def cost(self, level: int, state: int, rank: int) -> float:
+        """Returns what a rank adds to a path's total."""
+        return max(self.log_probs[level][state][rank], LEAST) - LEVEL
+
     def totals_of(self, text: list[int], first: float, further: float) -> list[float]:
         """Returns the total up to each token of a continuation, whose first and further ones are that likely."""
         totals, state, doubt, agrees = list[float](), 0, 0.0, True
         for level, said in enumerate(text):
             token, behind = self.choice(level, state, 0)
             if agrees and token != said:
-                agrees, doubt = False, DOUBT * math.log1p(-math.exp(self.costs[level][state][0]))
+                agrees, doubt = False, DOUBT * math.log1p(-math.exp(self.cost(level, state, 0)))
             totals.append(first + further * level - LEVEL * (level + 1) + doubt)
             state = behind
         return totals
 
-    def grow(self, text: list[int], likely: list[float], num: int) -> list[Node]:
+    def grow(self, text: list[int], its_totals: list[float], num: int) -> Tree:
         """Returns the tree of `num` nodes, by best-first search.
 
         Every node that the draft has come to offers its best child that it has not come to. The best offer is the next
@@ -173,39 +174,36 @@ class Draft(NamedTuple):
 
         Args:
             text (`list[int]`): The continuation.
-            likely (`list[float]`): The total up to each of its tokens.
+            its_totals (`list[float]`): Up to each of its tokens.
             num (`int`): Nodes, the anchor included.
         """
-        nodes, on_text = [Node(0, 0, 1, 0)], [0]
-        offers = [(-self.costs[0][0][0], 0, 0)]  # minus the child's total, parent, rank
-
-        def place(parent: int, token: int) -> int:
-            bit, over = 1 << len(nodes), nodes[parent]
-            bit -= (bit >> 63) << 64  # int64 has a sign
-            nodes.append(Node(parent, over.depth + 1, over.ancestors | bit, token))
-            return len(nodes) - 1
-
-        while len(nodes) < num:
+        tree, on_text = Tree([0], [0], [1], [0]), [0]
+        num_levels, num_ranks = len(self.order), len(self.order[0][0])
+        # Of each node that offers: its total, the state of its children, and how many paths, of its length and of any,
+        # rank nowhere lower.
+        reached = {0: (0.0, 0, 1, 0)}
+        offers = [(-self.cost(0, 0, 0), 0, 0)]  # minus the child's total, parent, rank
+        while len(tree.parents) < num:
             reach = len(on_text) - 1
-            if reach < len(text) and likely[reach] > -offers[0][0]:
-                on_text.append(place(on_text[reach], text[reach]))
+            if reach < len(text) and its_totals[reach] > -offers[0][0]:
+                on_text.append(tree.place(on_text[reach], text[reach]))
                 continue
             negative, parent, rank = heapq.heappop(offers)
-            over = nodes[parent]
-            level, costs = over.depth, self.costs[over.depth][over.state]
-            token, state = self.choice(level, over.state, rank)
+            total, state, alike, before = reached[parent]
+            level = tree.depths[parent]
+            token, behind = self.choice(level, state, rank)
             continues = level < len(text) and on_text[level : level + 1] == [parent] and token == text[level]
-            index = on_text[level + 1] if continues and level < reach else place(parent, token)
+            node = on_text[level + 1] if continues and level < reach else tree.place(parent, token)
             if continues and level == reach:
-                on_text.append(index)
-            if rank + 1 < len(costs) and over.before + over.alike * (rank + 2) < num:
-                heapq.heappush(offers, (-over.total - costs[rank + 1], parent, rank + 1))
-            node = nodes[index]
-            node.total, node.state, node.alike = -negative, state, over.alike * (rank + 1)
-            node.before = over.before + node.alike
-            if level + 1 < len(self.costs) and node.before + node.alike < num:
-                heapq.heappush(offers, (negative - self.costs[level + 1][state][0], index, 0))
-        return nodes
+                on_text.append(node)
+            if rank + 1 < num_ranks and before + alike * (rank + 2) < num:
+                heapq.heappush(offers, (-total - self.cost(level, state, rank + 1), parent, rank + 1))
+            its_alike = alike * (rank + 1)
+            its_before = before + its_alike
+            reached[node] = (-negative, behind, its_alike, its_before)
+            if level + 1 < num_levels and its_before + its_alike < num:
+                heapq.heappush(offers, (negative - self.cost(level + 1, behind, 0), node, 0))
+        return tree
 
 
 def continuation(ids_T: Tensor, depth: int, most: int) -> tuple[list[int], int]:
@@ -219,13 +217,14 @@ def continuation(ids_T: Tensor, depth: int, most: int) -> tuple[list[int], int]:
     Returns:
         `tuple[list[int], int]`: The tokens, and how many of the last ones are shared; none and 0 if there are none.
     """
-    latest, num_same = len(ids_T), 0
-    columns = (ids_T[:-1] == ids_T[-1:]).nonzero()[:, 0]
+    text = ids_T.cpu().numpy()
+    latest, num_same = len(text), 0
+    columns = numpy.flatnonzero(text[:-1] == text[-1:])
     while len(columns) and num_same < most:
         latest, num_same = int(columns[-1]) + 1, num_same + 1
         columns = columns[columns >= num_same]
-        columns = columns[ids_T[columns - num_same] == ids_T[-1 - num_same]]
-    return ids_T[latest : latest + depth].tolist(), num_same
+        columns = columns[text[columns - num_same] == text[-1 - num_same]]
+    return text[latest : latest + depth].tolist(), num_same
 
 
 __all__ = ["MAX_NODES", "build_tree", "continuation", "num_paths"]

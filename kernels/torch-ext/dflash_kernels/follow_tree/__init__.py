@@ -31,7 +31,7 @@ def follow_tree(
     node_ids_BN: Tensor,
     path_BN: Tensor,
 ) -> None:
-    """Goes from the anchor on always to the child that the target says, in place; no host sync.
+    """Goes from the anchor on always to the child that the target says, in place; the kernel has no host sync.
 
     A node stands if it and all its ancestors but the anchor are what the target says after their parents. Per row:
 
@@ -52,16 +52,20 @@ def follow_tree(
     Raises:
         ValueError: If shapes or dtypes are not as said.
     """
-    nodes = torch.arange(block_BN.shape[1], device=block_BN.device)
-    matches = (block_BN == tokens_BN.gather(1, parents_BN)) | (nodes == 0)
-    matched = (matches.to(torch.long) << nodes).sum(dim=1, keepdim=True)
-    stands = (ancestors_BN & ~matched) == 0
-    # Nodes that do not stand all say that the anchor is at depth 0.
-    depths = depths_BN * stands
-    path_BN.zero_().scatter_(1, depths, nodes * stands)
+    num, rows = block_BN.shape[1], list[list[list[int]]]()
+    for parents, block, tokens in zip(parents_BN.tolist(), block_BN.tolist(), tokens_BN.tolist(), strict=True):
+        children = {(parents[node], block[node]): node for node in range(1, num)}
+        path, node = [0], children.get((0, tokens[0]))
+        while node is not None:
+            path.append(node)
+            node = children.get((node, tokens[node]))
+        behind = num - len(path)
+        said = [tokens[node] for node in path] + [tokens[0]] * behind
+        rows.append([path + [0] * behind, [block[node] for node in path] + [-1] * behind, said])
     node_ids_BN.copy_(block_BN)
-    block_BN.copy_(block_BN.gather(1, path_BN).masked_fill_(nodes > depths.amax(dim=1, keepdim=True), -1))
-    tokens_BN.copy_(tokens_BN.gather(1, path_BN))
+    found = torch.tensor(rows, device="cpu").to(block_BN.device).unbind(1)
+    for written, values in zip((path_BN, block_BN, tokens_BN), found, strict=True):
+        written.copy_(values)
 
 
 __all__ = ["follow_tree"]
