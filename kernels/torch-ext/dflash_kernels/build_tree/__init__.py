@@ -140,7 +140,7 @@ class Tree(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """What a draft says of one row: `log_probs[D][S][R]`, `order[D][S][R]` and `candidates[D][C]` of [`build_tree`]."""
+    """What a draft says of one row, as nested lists of `[D][S][R]`, `[D][S][R]` and `[D][C]`; see [`build_tree`]."""
 
     log_probs: list[list[list[float]]]
     order: list[list[list[int]]]
