@@ -274,7 +274,7 @@ def tree_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device
         normal = _normal(seed, torch.float32, device)
         scores, text = 2 * normal(batch, depth, 1, 1024), (20 * normal(batch, context)).abs().long()
         best, order = scores.log_softmax(dim=-1).topk(depth, dim=-1)
-        nodes, block = (torch.zeros(size, dtype=torch.long, device=device) for size in ((3, batch, num), (batch, num)))
+        nodes, block = (torch.zeros(size, dtype=torch.long, device=device) for size in ((4, batch, num), (batch, num)))
         follows = torch.full((2, 5), -0.5, device=device)
         return {"all": [best, order, nodes, block, None, text, torch.full((batch,), context, device=device), follows]}
 
@@ -283,7 +283,7 @@ def tree_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device
         batch=batch,
         context=context,
         make=make,
-        num_bytes=batch * (12 * depth * depth + 8 * context + 8 * 4 * num),
+        num_bytes=batch * (12 * depth * depth + 8 * context + 8 * 5 * num),
         ways={
             "kernel": lambda x: dflash_kernels.build_tree(*x["all"]),
             "reference": lambda x: build_tree.reference(*x["all"]),

@@ -127,7 +127,7 @@ class TreeBuilder:
         Args:
             scores (`torch.Tensor` of shape `[B, D, V]` or `[B, D, C, C]`): Log-probabilities of the next tokens, up to
                 a constant a position; with candidates as a [`CandidateSelector`] returns them.
-            nodes (`torch.Tensor` of shape `[3, B, num_nodes]`, int64): Gets parents, depths and ancestors.
+            nodes (`torch.Tensor` of shape `[4, B, num_nodes]`, int64): Gets parents, depths, ancestors and sources.
             block_BN (`torch.Tensor` of shape `[B, num_nodes]`, int64): Gets the proposals, behind the anchor.
             candidates_BDC (`torch.Tensor` of shape `[B, D, C]`, int64, *optional*): Tokens that each position chooses
                 among, where what is likely depends on the token before, as in DFlash 2.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, iterate
 from dflash_hf.generation.widths import WidthChooser, _kept
@@ -151,14 +152,20 @@ def test_how_far_back_is_looked_may_change_between_calls(engine: Any, monkeypatc
     inputs = prompts([9, 30], 8)
     inputs["input_ids"] %= 5  # so that every few tokens come again
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    draft, accepted = branching(target, truth_of(inputs, ref), 8, 12), dict[tuple[str, int | None], list[int]]()
+    draft, accepted = branching(target, truth_of(inputs, ref), 8, 12), dict[tuple[str, int | None], Any]()
     for name in ("eager", engine):
         set_engine(draft, name)
         for longest in (None, 0):
             draft.generation_config.max_matching_ngram_size = longest
             out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
             assert torch.equal(out, ref)
-            accepted[name, longest] = draft.last_stats.num_accepted_by_node
+            stats = draft.last_stats
+            from_text = stats.num_tried_from_text, stats.num_accepted_from_text
+            accepted[name, longest] = stats.num_accepted_by_node, from_text
+            if longest is None:
+                assert 0 < from_text[1] < from_text[0] < sum(stats.num_tried_by_node)
+            else:
+                assert from_text == (0, 0)
     assert accepted["eager", None] != accepted["eager", 0]
     assert all(accepted[engine, longest] == accepted["eager", longest] for longest in (None, 0))
 
@@ -276,6 +283,49 @@ def test_steps_that_are_looked_at_show_the_path() -> None:
         for token in step.proposals[0, :num].tolist():
             node = next(i for i in range(1, 8) if parents[i] == node and ids[i] == token)
         assert int(step.tokens[0, num]) not in [ids[i] for i in range(1, 8) if parents[i] == node]
+
+
+@pytest.mark.parametrize("engine", ["eager", "static", "cuda_graph"])
+def test_a_streamer_that_wants_trees_gets_those_that_iterate_shows(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_tapes(monkeypatch)
+    target = target_of("qwen3")
+    inputs = prompts([5], 7)
+    ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = branching(target, truth_of(inputs, ref), 7, 8)
+    steps = list(iterate(target, draft, **inputs, max_new_tokens=NEW, do_sample=False))[1:]
+    streamer = Listener()
+    set_engine(draft, engine)
+    out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft, streamer=streamer)
+    assert torch.equal(out, ref)
+    assert [what for what, _ in streamer.heard] == ["tokens", "tokens", *["tree", "tokens"] * len(steps)]
+    for step, (_, tree), (_, tokens) in zip(steps, streamer.heard[2::2], streamer.heard[3::2], strict=True):
+        assert step.node_ids is not None
+        assert step.parents is not None
+        assert (tree["node_ids"], tree["parents"]) == (step.node_ids[0].tolist(), step.parents[0].tolist())
+        num = int(step.num_accepted)
+        path = tree["path"]
+        assert [tree["node_ids"][node] for node in path[1 : num + 1]] == step.proposals[0, :num].tolist()
+        assert path[num + 1 :] == [0] * (len(path) - num - 1)
+        assert tokens == step.committed[0].tolist()
+    assert sum(sum(tree["sources"]) for _, tree in streamer.heard[2::2]) == draft.last_stats.num_tried_from_text
+
+
+class Listener(BaseStreamer):
+    """Notes what it is told, in order."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, Any]] = []
+
+    def put(self, value: Tensor) -> None:
+        self.heard.append(("tokens", value.reshape(-1).tolist()))
+
+    def put_tree(self, **tree: list[int]) -> None:
+        self.heard.append(("tree", tree))
+
+    def end(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize(

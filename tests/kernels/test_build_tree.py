@@ -49,13 +49,13 @@ def text(kind: str, vocab: int, seed: int) -> Given:
 def agreed(num_nodes: int, given: Given, device: str) -> Tensor:
     """Runs both over the same, checks that they write the same and nothing around, and returns the nodes."""
     given = {name: tensor.to(device) for name, tensor in given.items()}
-    nodes, block = torch.full((3, BATCH, num_nodes), 7), torch.arange(BATCH * num_nodes).view(BATCH, num_nodes)
+    nodes, block = torch.full((4, BATCH, num_nodes), 7), torch.arange(BATCH * num_nodes).view(BATCH, num_nodes)
     wanted = {"nodes_XBN": Guarded(nodes.to(device)), "block_BN": Guarded(block.to(device))}
     ours = {name: guarded.copy() for name, guarded in wanted.items()}
     for operation, written in ((build_tree.reference, wanted), (build_tree, ours)):
         operation(**given, **{name: guarded.tensor for name, guarded in written.items()})
     assert_same_writes(ours, wanted)
-    parents, depths, _ = ours["nodes_XBN"].tensor.cpu()
+    parents, depths, _, _ = ours["nodes_XBN"].tensor.cpu()
     assert torch.equal(depths[:, 1:], depths.gather(1, parents)[:, 1:] + 1)
     assert torch.all(parents[:, 1:] < torch.arange(1, num_nodes))
     return ours["nodes_XBN"].tensor.cpu()
@@ -83,7 +83,7 @@ def test_and_with_what_the_text_has_said_before(kind: str, has_states: bool, dev
         given = draft(num_nodes, depth, vocab, has_states, seed, spread=0.7 + seed % 2)
         if has_states:  # candidates among the text's few tokens too, so that both say the same in places
             given["candidates_BDC"] = torch.arange(vocab).expand(BATCH, depth, -1).contiguous()
-        without = torch.zeros(3, BATCH, num_nodes, dtype=torch.long)
+        without = torch.zeros(4, BATCH, num_nodes, dtype=torch.long)
         build_tree.reference(**given, nodes_XBN=without, block_BN=without[0].clone())
         changed += not torch.equal(agreed(num_nodes, given | text(kind, vocab, seed), device), without)
     assert (changed > 0) == (kind != "nothing before")
@@ -108,13 +108,13 @@ def test_what_is_forbidden_or_not_a_number_ends(device: str) -> None:
         given = draft(16, 5, 20, False, 3)
         given["log_probs_BDSR"][:, :, :, 2:] = value
         given = {name: tensor.to(device) for name, tensor in given.items()}
-        nodes, block = (torch.full(size, 7, device=device) for size in ((3, BATCH, 16), (BATCH, 16)))
+        nodes, block = (torch.full(size, 7, device=device) for size in ((4, BATCH, 16), (BATCH, 16)))
         build_tree(**given, nodes_XBN=nodes, block_BN=block)
         assert torch.all(nodes[0, :, 1:] < torch.arange(1, 16, device=device))
 
 
 def test_bad_input() -> None:
-    nodes, block = torch.zeros(3, BATCH, 4, dtype=torch.long), torch.zeros(BATCH, 4, dtype=torch.long)
+    nodes, block = torch.zeros(4, BATCH, 4, dtype=torch.long), torch.zeros(BATCH, 4, dtype=torch.long)
     given = draft(4, 3, 9, True, 0) | text("as usual", 9, 0) | {"nodes_XBN": nodes, "block_BN": block}
     build_tree(**given)
 
@@ -126,7 +126,7 @@ def test_bad_input() -> None:
     refuses("contiguous", order_BDSR=given["order_BDSR"].transpose(1, 2).contiguous().transpose(1, 2))
     refuses("block_BN", block_BN=block[:, :3])
     refuses("unit stride", ids_BT=given["ids_BT"].T.contiguous().T)
-    refuses("nodes_XBN", nodes_XBN=nodes[:2])
+    refuses("nodes_XBN", nodes_XBN=nodes[:3])
     refuses("nodes_XBN", nodes_XBN=nodes[:, :, :1], block_BN=block[:, :1])
     refuses("a state per candidate", candidates_BDC=given["candidates_BDC"][..., :5].contiguous())
     refuses("a state per candidate", candidates_BDC=None)

@@ -41,7 +41,7 @@ def calls() -> dict[str, Callable[[], Any]]:
     cache = [t.transpose(1, 2) for t in (keys[0], values[0])]
     best, order = normal(BATCH, WIDTH - 1, 1, 15).float(), counts(BATCH, WIDTH - 1, 1, 15)
     text = [counts(BATCH, 300), counts(BATCH) + 290, torch.zeros(2, 5, device="cuda")]
-    tree, block_of = counts(3, BATCH, WIDTH), [counts(BATCH, WIDTH) for _ in range(4)]
+    tree, block_of = counts(4, BATCH, WIDTH), [counts(BATCH, WIDTH) for _ in range(4)]
     return {
         "block_attention": lambda: block_attention(query, *cache, lengths, scaling=0.1, causal=True),
         "norm_rope_write": lambda: ops.norm_rope_write(*block),
@@ -51,7 +51,7 @@ def calls() -> dict[str, Callable[[], Any]]:
         "silu_mul": lambda: ops.silu_mul(states, states),
         "argmax": lambda: ops.argmax(logits),
         "build_tree": lambda: ops.build_tree(best, order, tree, block_of[0], None, *text),
-        "follow_tree": lambda: ops.follow_tree(*tree, *block_of),
+        "follow_tree": lambda: ops.follow_tree(*tree[:3], *block_of),
         "keep_path": lambda: ops.keep_path(block_of[3], lengths, [*keys, *values]),
         "accept_and_prepare": lambda: ops.accept_and_prepare(*accept),
     }

@@ -34,12 +34,12 @@ def best_paths(log_probs_DV: Tensor, num: int) -> set[tuple[int, ...]]:
 
 def built(
     trees: TreeBuilder, scores: Tensor, text: tuple[Tensor, Tensor, Tensor] | None = None
-) -> tuple[DraftTree, Tensor]:
-    """The trees of scores, and their tokens with anchors of token 0."""
-    nodes = torch.full((3, scores.shape[0], trees.num_nodes), 7)
+) -> tuple[DraftTree, Tensor, Tensor]:
+    """The trees of scores, their tokens with anchors of token 0, and their sources."""
+    nodes = torch.full((4, scores.shape[0], trees.num_nodes), 7)
     block = torch.zeros(scores.shape[0], trees.num_nodes, dtype=torch.long)
     trees.build(scores, nodes, block, None, text)
-    return DraftTree(*nodes), block
+    return DraftTree(*nodes[:3]), block, nodes[3]
 
 
 def path_to(tree: DraftTree, block: Tensor, row: int, node: int) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ def path_to(tree: DraftTree, block: Tensor, row: int, node: int) -> tuple[int, .
 def test_the_nodes_are_the_most_likely_paths(num_nodes: int, depth: int, vocab: int) -> None:
     torch.manual_seed(num_nodes)
     scores = 3 * torch.randn(4, depth, vocab)
-    tree, block = built(TreeBuilder(num_nodes, depth, vocab, CPU), scores)
+    tree, block, _ = built(TreeBuilder(num_nodes, depth, vocab, CPU), scores)
     log_probs = scores.log_softmax(dim=-1)
     for row in range(4):
         paths = [path_to(tree, block, row, node) for node in range(num_nodes)]
@@ -77,7 +77,7 @@ def test_a_draft_that_is_sure_gives_a_chain() -> None:
     """Also where a probability rounds to one, so that a child is as likely as its parent."""
     scores = torch.zeros(1, 7, 30)
     scores[0, range(7), range(3, 10)] = 200.0
-    tree, block = built(TreeBuilder(8, 7, 30, CPU), scores)
+    tree, block, _ = built(TreeBuilder(8, 7, 30, CPU), scores)
     assert block.tolist() == [[0, *range(3, 10)]]
     assert tree.parents.tolist() == [[0, *range(7)]]
     assert tree.depths.tolist() == [list(range(8))]
@@ -86,8 +86,9 @@ def test_a_draft_that_is_sure_gives_a_chain() -> None:
 def test_what_is_forbidden_stands_behind_everything_else() -> None:
     scores = torch.full((1, 2, 12), -math.inf)
     scores[0, :, :3] = 0.0
-    _, block = built(TreeBuilder(4, 2, 12, CPU), scores)
+    _, block, sources = built(TreeBuilder(4, 2, 12, CPU), scores)
     assert set(block[0, 1:].tolist()) <= {0, 1, 2}
+    assert not sources.any()
 
 
 @pytest.mark.parametrize(("num_nodes", "depth", "vocab", "most"), [(8, 1, 5, 6), (8, 0, 5, 1), (64, 2, 3, 13)])
@@ -100,7 +101,7 @@ def test_the_path_is_the_longest_that_the_target_says() -> None:
     torch.manual_seed(5)
     trees, lengths = TreeBuilder(16, 4, 3, CPU), set[int]()
     for _ in range(40):
-        tree, block = built(trees, torch.randn(3, 4, 3))
+        tree, block, _ = built(trees, torch.randn(3, 4, 3))
         tokens = torch.randint(0, 3, block.shape)
         decided, said_next, ids, path = block.clone(), tokens.clone(), *torch.full((2, *block.shape), 7)
         tree.follow(decided, said_next, ids, path)
@@ -131,9 +132,9 @@ def test_paths_whose_transitions_count_are_scored_by_them() -> None:
     candidates = torch.stack([torch.randperm(20)[:2] for _ in range(3)])[None]
     scores = torch.randn(1, 3, 2, 2)
     scores[:, 0, 1] = scores[:, 0, 0]
-    nodes, block = torch.zeros(3, 1, 15, dtype=torch.long), torch.zeros(1, 15, dtype=torch.long)
+    nodes, block = torch.zeros(4, 1, 15, dtype=torch.long), torch.zeros(1, 15, dtype=torch.long)
     TreeBuilder(15, 3, 2, CPU).build(scores, nodes, block, candidates)
-    tree, log_probs = DraftTree(*nodes), scores.log_softmax(dim=-1)
+    tree, log_probs = DraftTree(*nodes[:3]), scores.log_softmax(dim=-1)
     expected = {}
     for length in (1, 2, 3):
         for choice in itertools.product(range(2), repeat=length):
@@ -186,7 +187,7 @@ def test_a_continuation_counts_where_it_is_likelier_than_what_the_draft_says(
         tokens, levels = ids[:, 1:], torch.arange(depth)
         its = math.log(share) + math.log(0.9) * levels - LEVEL * (levels + 1)
         follows = torch.tensor([[0.0, share], [0.0, 0.9]]).log()
-        tree, block = built(trees, scores, (ids, torch.full((2,), length + 1), follows))
+        tree, block, sources = built(trees, scores, (ids, torch.full((2,), length + 1), follows))
         log_probs = scores.log_softmax(dim=-1) - LEVEL
         for row in range(2):
             drafted = {
@@ -208,5 +209,7 @@ def test_a_continuation_counts_where_it_is_likelier_than_what_the_draft_says(
                 assert int(tree.depths[row, node]) == len(path)
                 assert int(tree.ancestors[row, node]).bit_count() == len(path) + 1
                 assert int(tree.parents[row, node]) < max(node, 1)
-                shared[path in before_paths] += 1
+                from_text = before_paths.get(path, -99.0) > drafted.get(path, -99.0)
+                assert int(sources[row, node]) == from_text
+                shared[from_text] += 1
     assert min(shared) > 0

@@ -154,10 +154,10 @@ class Walk:
     """
 
     def __init__(self, state: DecodeState, tree: DraftTree, scores_BWV: Tensor) -> None:
-        assert state.path is not None
-        assert state.node_ids is not None
-        state.node_ids[:, : state.width] = state.block
-        self.state, self.tree, self.path = state, tree, state.path.zero_()
+        report = state.report
+        assert report is not None
+        report.node_ids.copy_(state.block)
+        self.state, self.tree, self.path = state, tree, report.path.zero_()
         self.scores, self.raw, self.block = scores_BWV, scores_BWV.clone(), state.block.clone()
         self.node = torch.zeros_like(state.anchor)
         state.proposals.fill_(-1)

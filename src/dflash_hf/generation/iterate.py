@@ -204,9 +204,8 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
 
 def _tree_of(state: DecodeState) -> dict[str, Tensor]:
     """Copies of the tree that was verified, if it was one."""
-    if state.tree is None or state.node_ids is None:
-        return {}
-    return {"node_ids": state.node_ids[:, : state.width].clone(), "parents": state.tree.parents.clone()}
+    report = state.report
+    return {} if report is None else {"node_ids": report.node_ids.clone(), "parents": report.parents.clone()}
 
 
 def _committed(run: Run, counts: list[int]) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,6 +74,21 @@ class BufferShape:
         return max(self.block_size, self.width)
 
 
+class TreeReport(NamedTuple):
+    """What the host has to know of a verified tree, `[B, W]` int64 each.
+
+    Args:
+        path (`torch.Tensor`): Which node stands at each depth; 0 behind the path's end.
+        node_ids (`torch.Tensor`): The nodes' tokens; the block has them only until it is decided.
+        parents, sources (`torch.Tensor`): See `dflash_kernels.build_tree`.
+    """
+
+    path: Tensor
+    node_ids: Tensor
+    parents: Tensor
+    sources: Tensor
+
+
 @dataclass(slots=True, kw_only=True)
 class DecodeState:
     """Everything a step reads and writes. `B` rows, at most `W` verified tokens per step, all on the target's device.
@@ -92,13 +108,11 @@ class DecodeState:
         next_positions (`torch.Tensor` of shape `[B, max(K, W)]`, int64): Index in its row of each token of the block.
         whole_tokens (`torch.Tensor` of shape `[B, W]`, int64): The target's token after each verified one. `tokens`
             `[B, width]` is a view of it.
-        nodes (`torch.Tensor` of shape `[3, B, W]`, int64, *optional*): Parents, depths and ancestors of what is
-            verified, where that is a tree; `tree` is a view of it.
-        node_ids (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Their tokens, in `whole_block` only until it is
-            decided.
-        outcome (`torch.Tensor` of shape `[5 + W, B]` or `[5 + 2 W, B]`, int64): What the host has to know of the last
+        nodes (`torch.Tensor` of shape `[4, B, W]`, int64, *optional*): Parents, depths, ancestors and sources of what
+            is verified, where that is a tree; `tree` is a view of it.
+        outcome (`torch.Tensor` of shape `[5 + W, B]` or `[5 + 5 W, B]`, int64): What the host has to know of the last
             step: tokens committed, proposals accepted, lengths, finished rows, filled columns of `ids`, then `tokens`
-            and, where trees are verified, `path`.
+            and, where trees are verified, a [`TreeReport`].
         position_delta (`torch.Tensor` of shape `[B]` or `[rows, B]`, int64): Target position of a token minus its
             index in the row; several of them per token under M-RoPE.
         padded_eos_ids (`torch.Tensor` of shape `[N]`, int64): End-of-sequence ids; negative ones are none.
@@ -128,7 +142,6 @@ class DecodeState:
     padded_eos_ids: Tensor
     seed: Tensor
     nodes: Tensor | None = None
-    node_ids: Tensor | None = None
     columns: int = 0
     limit: int = 0
     width: int = 1
@@ -158,12 +171,11 @@ class DecodeState:
             draft_ids=zeros(batch, shape.block_size),
             next_positions=zeros(batch, shape.block),
             whole_tokens=zeros(batch, width),
-            outcome=zeros(NUM_REPORTED + width * (1 + shape.is_tree), batch),
+            outcome=zeros(NUM_REPORTED + width * (1 + len(TreeReport._fields) * shape.is_tree), batch),
             position_delta=zeros(*shape.position_delta),
             padded_eos_ids=zeros(shape.num_eos),
             seed=zeros(),
-            nodes=zeros(3, batch, width) if shape.is_tree else None,
-            node_ids=zeros(batch, width) if shape.is_tree else None,
+            nodes=zeros(4, batch, width) if shape.is_tree else None,
         )
 
     def begin(
@@ -224,31 +236,46 @@ class DecodeState:
         """The tree that this step verifies, if it is more than the anchor and none is a chain."""
         if self.nodes is None or self.width == 1:
             return None
-        return DraftTree(*self.nodes[:, :, : self.width])
+        return DraftTree(*self.nodes[:3, :, : self.width])
 
     @property
     def decided_positions(self) -> Tensor:
         """Index in its row of each of `tokens` `[B, width]`, in the order of a chain."""
         return self.next_positions[:, : self.width] + 1
 
-    def path_in(self, outcome: Tensor, width: int) -> Tensor | None:
-        """Which node of the tree of `width` stands at each depth `[B, width]`, as the `outcome` of that step says."""
-        start = NUM_REPORTED + self.whole_block.shape[1]
-        return None if self.nodes is None or width == 1 else outcome[start : start + width].T
+    def report_in(self, outcome: Tensor, width: int) -> TreeReport | None:
+        """What the `outcome` of a step says of its tree of `width` tokens, if it verified one; views."""
+        return None if self.nodes is None or width == 1 else TreeReport(*self._parts_of_tree(outcome, width))
+
+    @property
+    def report(self) -> TreeReport | None:
+        """That of this step, once it is decided.
+
+        Block and tokens are then in the order of its path, as if they had been a chain, with -1 in the block behind
+        the path's end.
+        """
+        return self.report_in(self.outcome, self.width)
 
     @property
     def path(self) -> Tensor | None:
-        """That of this step, once it is decided; 0 behind its end.
+        """The report's."""
+        report = self.report
+        return None if report is None else report.path
 
-        Block and tokens are then in its order, as if they had been a chain, with -1 in the block behind its end.
-        """
-        return self.path_in(self.outcome, self.width)
+    def _parts_of_tree(self, outcome: Tensor, width: int) -> Tensor:
+        """The parts of a report, one after the other `[4, B, width]`: a view."""
+        return outcome[NUM_REPORTED:].unflatten(0, (-1, self.whole_block.shape[1]))[1:, :width].transpose(1, 2)
+
+    def report_nodes(self) -> None:
+        """Reports the tree of this step itself, beside what came of it."""
+        assert self.nodes is not None
+        self._parts_of_tree(self.outcome, self.width)[2:].copy_(self.nodes[::3, :, : self.width])
 
     def follow(self, tree: DraftTree) -> None:
-        """Puts block and tokens into the order of the path that the tokens go through the tree, and notes both."""
-        assert self.node_ids is not None
-        assert self.path is not None
-        tree.follow(self.block, self.tokens, self.node_ids[:, : self.width], self.path)
+        """Puts block and tokens into the order of the path that the tokens go through the tree, and reports both."""
+        report = self.report
+        assert report is not None
+        tree.follow(self.block, self.tokens, report.node_ids, report.path)
 
     def along_path(self, values: Tensor) -> Tensor:
         """Returns values of what was verified `[B, width, ...]` in the order in which it was decided."""
@@ -283,4 +310,4 @@ class DecodeState:
         ]
 
 
-__all__ = ["NUM_REPORTED", "BufferShape", "DecodeState"]
+__all__ = ["NUM_REPORTED", "BufferShape", "DecodeState", "TreeReport"]

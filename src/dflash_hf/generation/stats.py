@@ -65,6 +65,8 @@ class SpeculativeStats:
         proposal (`str`): Proposal rule that ran; `"greedy"` without sampling.
         num_tried_by_node, num_accepted_by_node (`list[int]`): Under `num_tree_nodes`, how many verifies, summed over
             rows, tried and accepted each node of the tree, the most likely first, the anchor not counted.
+        num_tried_from_text, num_accepted_from_text (`int`): Under `num_tree_nodes`, how many of these nodes were there
+            because the text had gone on like that before, and not by the draft.
         cache_bytes (`int`): Size of the target's and the draft's K/V buffers, in bytes.
     """
 
@@ -85,9 +87,14 @@ class SpeculativeStats:
     cache_bytes: int = 0
     num_tried_by_node: list[int] = field(default_factory=list)
     num_accepted_by_node: list[int] = field(default_factory=list)
+    num_tried_from_text: int = 0
+    num_accepted_from_text: int = 0
 
-    def count_nodes(self, width: int, accepted: Sequence[Sequence[int]]) -> None:
-        """Counts the nodes that a verify of `width` of them accepted in each running row."""
+    def count_nodes(self, width: int, accepted: Sequence[Sequence[int]], sources: Sequence[Sequence[int]]) -> None:
+        """Counts the nodes that a verify of `width` of them accepted in each running row, and where they came from."""
+        self.num_tried_from_text += sum(map(sum, sources))
+        for nodes, its_sources in zip(accepted, sources, strict=True):
+            self.num_accepted_from_text += sum(its_sources[node] for node in nodes)
         for counts in (self.num_tried_by_node, self.num_accepted_by_node):
             counts.extend([0] * (width - 1 - len(counts)))
         for node in range(width - 1):

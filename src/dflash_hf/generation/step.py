@@ -124,6 +124,7 @@ def settle(run: Run, logits_BWV: Tensor) -> Tensor:
         stop_by_criteria(state, run.criteria, num_accepted)
     num_accepted = run.ranks.decided(state, num_accepted, run.synchronized)
     if state.path is not None:
+        state.report_nodes()
         path = state.path[:, : run.buffers.shape.path]
         # To look costs nothing where nothing has to be waited for.
         stays = path.device.type == "cpu" and not run.keeps_buffers and is_in_place(path)
@@ -165,18 +166,22 @@ def finish(run: Run, outcome: Tensor, width: int) -> list[int]:
     Raises:
         ValueError: If a row needs more positions than the target has.
     """
-    stats, path, reported = run.stats, run.state.path_in(outcome, width), outcome[:NUM_REPORTED].tolist()
+    stats, tree, reported = run.stats, run.state.report_in(outcome, width), outcome[:NUM_REPORTED].tolist()
     committed, accepted = reported[:2]
+    put_tree = getattr(run.streamer, "put_tree", None)
+    if tree is not None and put_tree is not None and run.synchronized is None and committed[0]:
+        put_tree(**{name: part[0].tolist() for name, part in tree._asdict().items()})
     take_note(run, reported, outcome[NUM_REPORTED : NUM_REPORTED + width].T)
     running = [row for row, num in enumerate(committed) if num]
     for row in running:
         stats.num_committed[row].append(committed[row])
         stats.num_accepted[row].append(accepted[row])
     stats.verify_widths.append(width)
-    nodes = [] if path is None else path.tolist()
-    kept = None if path is None else [nodes[row][1 : accepted[row] + 1] for row in running]
-    if kept is not None:
-        stats.count_nodes(width, kept)
+    kept: list[list[int]] | None = None
+    if tree is not None:
+        path, sources = tree.path.tolist(), tree.sources.tolist()
+        kept = [path[row][1 : accepted[row] + 1] for row in running]
+        stats.count_nodes(width, kept, [sources[row] for row in running])
     if run.chooser is not None:
         # Without the rest: how long a streamer takes does not depend on the width.
         seconds = stats.draft_seconds + stats.verify_seconds + stats.accept_seconds

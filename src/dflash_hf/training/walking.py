@@ -155,10 +155,10 @@ def _along_tree(
     (batch, depth), device = truth_BD.shape, logits_BDV.device
     selector = draft.candidate_selector
     trees = TreeBuilder(depth + 1, depth, logits_BDV.shape[-1] if selector is None else selector.top_k, device)
-    nodes, block = (torch.zeros(*size, batch, depth + 1, dtype=torch.long, device=device) for size in ((3,), ()))
+    nodes, block = (torch.zeros(*size, batch, depth + 1, dtype=torch.long, device=device) for size in ((4,), ()))
     candidates, scores = (None, logits_BDV) if selector is None else selector(hidden, logits_BDV, heads)
     trees.build(scores, nodes, block, candidates)
-    return DraftTree(*nodes).agree(block, truth_BD.to(device)).to(truth_BD.device)
+    return DraftTree(*nodes[:3]).agree(block, truth_BD.to(device)).to(truth_BD.device)
 
 
 def walked_acceptance(

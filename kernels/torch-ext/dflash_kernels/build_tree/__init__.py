@@ -38,9 +38,9 @@ def _check(given: Given, size: Sizes) -> None:
         if given[name] is not None and given[name].stride(-1) != 1:
             strides = given[name].stride()
             raise ValueError(f"expected {name} with unit stride in its last dimension, got {strides}; copy it")
-    if size["X"] != 3 or not 2 <= size["N"] <= min(MAX_NODES, num_paths(size["D"], size["R"]) + 1):
+    if size["X"] != 4 or not 2 <= size["N"] <= min(MAX_NODES, num_paths(size["D"], size["R"]) + 1):
         raise ValueError(
-            f"expected nodes_XBN [3, B, N] with N from 2 to {MAX_NODES} and to one more than there are paths of "
+            f"expected nodes_XBN [4, B, N] with N from 2 to {MAX_NODES} and to one more than there are paths of "
             f"{size['R']} ranks over {size['D']} levels, got {list(given['nodes_XBN'].shape)}; pass fewer nodes"
         )
     if size["S"] != size.get("C", 1):
@@ -91,8 +91,9 @@ def build_tree(
             position, in each state, falling.
         order_BDSR (`torch.Tensor` of shape `[B, D, S, R]`, int64): Whose they are: a candidate's index or, without
             candidates, a token.
-        nodes_XBN (`torch.Tensor` of shape `[3, B, N]`, int64): Gets parents, depths and ancestors of the nodes: bit
-            `i` of the latter is the node `i` itself, or one on the way to it. The anchor is its own parent.
+        nodes_XBN (`torch.Tensor` of shape `[4, B, N]`, int64): Gets parents, depths, ancestors and sources of the
+            nodes. The anchor is its own parent. Bit `i` of the ancestors is the node `i` itself, or one on the way to
+            it. The source is 1 where what followed before has the greater total, else 0.
         block_BN (`torch.Tensor` of shape `[B, N]`, int64): Gets their tokens; the anchor's stays.
         candidates_BDC (`torch.Tensor` of shape `[B, D, C]`, int64, *optional*): Tokens, `C = S`, where what is likely
             depends on the token before.
@@ -116,7 +117,7 @@ def build_tree(
             text, num_same = continuation(ids_BT[row, : int(cursor_B[row])], len(draft.order), len(likely) - 1)
             totals = draft.totals_of(text, *likely[num_same])
         trees.append(draft.grow(text, totals, block_BN.shape[1]))
-    nodes_XBN.copy_(torch.tensor([[tree[part] for tree in trees] for part in range(3)], device="cpu"))
+    nodes_XBN.copy_(torch.tensor([[tree[part] for tree in trees] for part in range(4)], device="cpu"))
     block_BN[:, 1:] = torch.tensor([tree.tokens[1:] for tree in trees], device="cpu")
 
 
@@ -126,15 +127,17 @@ class Tree(NamedTuple):
     parents: list[int]
     depths: list[int]
     ancestors: list[int]
+    sources: list[int]
     tokens: list[int]
 
-    def place(self, parent: int, token: int) -> int:
+    def place(self, parent: int, token: int, source: int) -> int:
         """Adds a child to a node and returns its index."""
         node = len(self.parents)
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
         # The last bit of an int64 is its sign.
         self.ancestors.append(self.ancestors[parent] | (1 << node if node < MAX_NODES - 1 else -(1 << node)))
+        self.sources.append(source)
         self.tokens.append(token)
         return node
 
@@ -177,7 +180,7 @@ class Draft(NamedTuple):
             its_totals (`list[float]`): Up to each of its tokens.
             num (`int`): Nodes, the anchor included.
         """
-        tree, on_text = Tree([0], [0], [1], [0]), [0]
+        tree, on_text = Tree([0], [0], [1], [0], [0]), [0]
         num_levels, num_ranks = len(self.order), len(self.order[0][0])
         # Of each node that offers: its total, the state of its children, and how many paths, of its length and of any,
         # rank nowhere lower.
@@ -186,14 +189,14 @@ class Draft(NamedTuple):
         while len(tree.parents) < num:
             reach = len(on_text) - 1
             if reach < len(text) and its_totals[reach] > -offers[0][0]:
-                on_text.append(tree.place(on_text[reach], text[reach]))
+                on_text.append(tree.place(on_text[reach], text[reach], 1))
                 continue
             negative, parent, rank = heapq.heappop(offers)
             total, state, alike, before = reached[parent]
             level = tree.depths[parent]
             token, behind = self.choice(level, state, rank)
             continues = level < len(text) and on_text[level : level + 1] == [parent] and token == text[level]
-            node = on_text[level + 1] if continues and level < reach else tree.place(parent, token)
+            node = on_text[level + 1] if continues and level < reach else tree.place(parent, token, 0)
             if continues and level == reach:
                 on_text.append(node)
             if rank + 1 < num_ranks and before + alike * (rank + 2) < num:

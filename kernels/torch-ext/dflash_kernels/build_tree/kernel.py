@@ -148,6 +148,7 @@ def _build_tree_kernel(
     alike, before = lane * 0 + 1, lane * 0
     ancestors = (lane * 0 + 1).to(tl.int64)
     tokens = (lane * 0).to(tl.int64)
+    sources = lane * 0
     is_text = lane == 0
     total = (lane * 0).to(tl.float32)
     offer = _cost(log_probs, first_row * num_states * num_ranks, num > 1, LEVEL, LEAST)
@@ -197,6 +198,7 @@ def _build_tree_kernel(
         bits = _at(ancestors, lane, parent) | (tl.full([], 1, tl.int64) << node.to(tl.int64))
         parents, depth = tl.where(is_new, parent, parents), tl.where(is_new, level + 1, depth)
         ancestors, tokens = tl.where(is_new, bits, ancestors), tl.where(is_new, token, tokens)
+        sources = tl.where(is_new & is_guess, 1, sources)
         is_text = is_text | (is_new & continues)
         placed += tl.where(is_there, 0, 1)
 
@@ -205,6 +207,7 @@ def _build_tree_kernel(
     tl.store(nodes, parents.to(tl.int64), mask=inside)
     tl.store(nodes + stride_nodes_x, depth.to(tl.int64), mask=inside)
     tl.store(nodes + 2 * stride_nodes_x, ancestors, mask=inside)
+    tl.store(nodes + 3 * stride_nodes_x, sources.to(tl.int64), mask=inside)
     tl.store(block + row.to(tl.int64) * stride_block_b + lane, tokens, mask=inside & (lane > 0))
 
 

@@ -14,7 +14,7 @@ def _check(given: Given, size: Sizes) -> None:
     check_dtype(given, (torch.int64,), *INTEGERS)
     if not 1 <= size["N"] <= 64:
         raise ValueError(f"expected 1 to 64 nodes, got {size['N']}; ancestors are bits of an int64")
-    for name in INTEGERS[:-1]:
+    for name in INTEGERS[:-2]:
         if given[name].stride(1) != 1:
             raise ValueError(
                 f"expected {name} with unit stride in its last dimension, got {given[name].stride()}; copy it"
@@ -47,7 +47,7 @@ def follow_tree(
             [`build_tree`] makes it.
         block_BN (`torch.Tensor` of shape `[B, N]`, int64): The nodes' tokens; siblings differ. Written.
         tokens_BN (`torch.Tensor` of shape `[B, N]`, int64): What the target says after each node. Written.
-        node_ids_BN, path_BN (`torch.Tensor` of shape `[B, N]`, int64): Written; the path of any strides.
+        node_ids_BN, path_BN (`torch.Tensor` of shape `[B, N]`, int64): Written; of any strides.
 
     Raises:
         ValueError: If shapes or dtypes are not as said.

@@ -28,6 +28,7 @@ def _follow_tree_kernel(
     stride_block_b,
     stride_tokens_b,
     stride_node_ids_b,
+    stride_node_ids_n,
     stride_path_b,
     stride_path_n,
     num,
@@ -53,7 +54,7 @@ def _follow_tree_kernel(
     stands = inside & ((on_way & matched) == on_way)
     is_behind = inside & (node > tl.max(tl.where(stands, depth, 0), axis=0))
     # With one warp every lane has loaded before one of them stores.
-    tl.store(node_ids + row * stride_node_ids_b + node, proposed, mask=inside)
+    tl.store(node_ids + row * stride_node_ids_b + node * stride_node_ids_n, proposed, mask=inside)
     path += row * stride_path_b
     tl.store(path + depth * stride_path_n, node.to(tl.int64), mask=stands)
     tl.store(path + node * stride_path_n, (node * 0).to(tl.int64), mask=is_behind)
