@@ -62,13 +62,14 @@ class DFlashGenerationConfig(GenerationConfig):
             what steps of each width take, down to decoding without the draft while it does not pay. Left out, that is
             what happens where it cannot change a text: not under `"sample"`, in half precision, in captured steps and
             in [`~dflash_hf.iterate`], where the whole block is verified.
-        num_tree_nodes (`int`, *optional*): Verify a tree of so many tokens, the anchor included, at most 64: the
-            draft's most likely paths, branching where it is unsure, and what followed the last few tokens earlier in
-            the text. 0 is a chain, the draft's first choice alone. Exact under every rule; under `"sample"` all of it
-            is drawn, and nothing is of the text. `verify_width` left out or `"auto"` then chooses how many of the
-            nodes to verify. Left out, it is a tree of as many tokens as the chain has, where the target has attention
-            layers alone, `verify_width` is no number, not in [`~dflash_hf.iterate`], and not in captured steps whose
-            proposals are drawn (`"sample"`).
+        num_tree_nodes (`int` or `"auto"`, *optional*): Verify a tree of so many tokens, the anchor included, at most
+            64: the draft's most likely paths, branching where it is unsure, and what followed the last few tokens
+            earlier in the text. 0 is a chain, the draft's first choice alone. Exact under every rule; under `"sample"`
+            all of it is drawn, and nothing is of the text. `verify_width` left out or `"auto"` then chooses how many
+            of the nodes to verify. `"auto"` has it choose among up to four times as many as the chain has tokens, in
+            half precision and in captured steps too. Left out, it is a tree of as many tokens as the chain has, where
+            the target has attention layers alone, `verify_width` is no number, not in [`~dflash_hf.iterate`], and not
+            in captured steps whose proposals are drawn (`"sample"`).
         max_matching_ngram_size (`int`, *optional*): How many of the last tokens are looked for in the text, for trees;
             4 at most and by default, 0 is none.
         engine (`str`, defaults to `"auto"`): `"eager"` launches every operation of a step from the host, over exactly
@@ -98,7 +99,7 @@ class DFlashGenerationConfig(GenerationConfig):
     def __init__(self, /, **kwargs: Any) -> None:
         self.block_size: int | None = kwargs.pop("block_size", None)
         self.verify_width: int | Literal["auto"] | None = kwargs.pop("verify_width", None)
-        self.num_tree_nodes: int | None = kwargs.pop("num_tree_nodes", None)
+        self.num_tree_nodes: int | Literal["auto"] | None = kwargs.pop("num_tree_nodes", None)
         self.engine: Engine = kwargs.pop("engine", "auto")
         self.proposal: Proposal = kwargs.pop("proposal", "auto")
         self.compile_layers: bool = kwargs.pop("compile_layers", False)
@@ -154,9 +155,9 @@ class DFlashGenerationConfig(GenerationConfig):
             fits = size is None or size <= max_block_size
             require(fits, f"block_size at most {max_block_size} (the draft's)", size, further)
         nodes = self.num_tree_nodes
-        is_known = isinstance(nodes, int) and not isinstance(nodes, bool) and (nodes == 0 or 2 <= nodes <= MAX_NODES)
-        what = f"num_tree_nodes between 2 and {MAX_NODES}, or 0 for a chain"
-        require(nodes is None or is_known, what, nodes, "leave it out")
+        is_number = isinstance(nodes, int) and not isinstance(nodes, bool) and (nodes == 0 or 2 <= nodes <= MAX_NODES)
+        what = f"num_tree_nodes between 2 and {MAX_NODES}, 0 for a chain, or 'auto'"
+        require(nodes is None or nodes == "auto" or is_number, what, nodes, "leave it out")
         longest = self.max_matching_ngram_size
         fits = longest is None or 0 <= longest <= MAX_MATCHING
         require(fits, f"max_matching_ngram_size between 0 and {MAX_MATCHING}", longest, "leave it out")

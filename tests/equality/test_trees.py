@@ -249,6 +249,32 @@ def test_a_width_that_follows_the_run_takes_the_first_nodes(engine: Any, monkeyp
     assert all(seen), "a node is no place in a chain"
 
 
+@pytest.mark.parametrize("engine", ["eager", "cuda_graph"])
+def test_a_tree_may_be_larger_than_the_chain(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As steps of each size cost and nodes are accepted; the first has the chain's, of which the most is known."""
+    use_tapes(monkeypatch)
+    target, tried = target_of("llama"), WidthChooser.next_width
+    inputs = prompts([5, 8], 6)
+    ref = target.generate(**inputs, max_new_tokens=60, do_sample=False)
+    draft = branching(target, truth_of(inputs, ref), 6, 16)
+    draft.generation_config.num_tree_nodes, draft.generation_config.block_size = "auto", 6
+    set_engine(draft, engine)
+
+    def next_width(self: WidthChooser) -> int:
+        tried(self)
+        if self._num_steps > 2:
+            self.current = self.widths[self._num_steps % 3]
+        return self.current
+
+    monkeypatch.setattr(WidthChooser, "next_width", next_width)
+    out = target.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=draft)
+    assert torch.equal(out, ref)
+    widths = draft.last_stats.verify_widths
+    assert widths[0] == 6
+    assert max(widths) == 24
+    assert len(draft.last_stats.num_tried_by_node) == 23
+
+
 def test_what_chains_have_shown_says_nothing_of_trees() -> None:
     """Node 2 of a tree is no second proposal: a width chosen by the counts of the other kind would be any."""
     target = target_of("llama")
@@ -331,9 +357,11 @@ class Listener(BaseStreamer):
 @pytest.mark.parametrize(
     ("options", "settings", "match"),
     [
-        ({"num_tree_nodes": 1}, {}, "expected num_tree_nodes between 2 and 64, or 0 for a chain, got 1"),
-        ({"num_tree_nodes": 65}, {}, "expected num_tree_nodes between 2 and 64, or 0 for a chain, got 65"),
-        ({"num_tree_nodes": True}, {}, "expected num_tree_nodes between 2 and 64, or 0 for a chain, got True"),
+        ({"num_tree_nodes": 1}, {}, "expected num_tree_nodes between 2 and 64, 0 for a chain, or 'auto', got 1"),
+        ({"num_tree_nodes": 65}, {}, "expected num_tree_nodes between 2 and 64, 0 for a chain, or 'auto', got 65"),
+        ({"num_tree_nodes": True}, {}, "expected num_tree_nodes between 2 and 64, 0 for a chain, or 'auto', got True"),
+        ({"num_tree_nodes": "many"}, {}, "expected num_tree_nodes .* or 'auto', got 'many'"),
+        ({"num_tree_nodes": "auto", "verify_width": 4}, {}, "expected verify_width left out or 'auto' beside"),
         (
             {"num_tree_nodes": 8, "verify_width": 4},
             {},

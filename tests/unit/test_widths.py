@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import random
+import statistics
 import weakref
 from collections.abc import Callable
 
@@ -170,6 +171,19 @@ def test_a_run_that_times_itself_is_close_to_the_best_width(share: float, slope:
         widths = simulate(WidthChooser(16), shares, costs, steps=400, hiccups=hiccups, seed=seed)
         assert widths[0] == 16
         assert rate_of(widths[20:], shares, costs) > max(0.97 * best_rate(shares, costs), 0.98)
+
+
+@pytest.mark.parametrize(("slope", "low", "high"), [(0.001, 48, 64), (0.3, 1, 16)])
+def test_a_tree_grows_beyond_the_chain_where_that_costs_little(slope: float, low: int, high: int) -> None:
+    """Node `n` is accepted with probability `1 / (n + 1)`: ever more nodes bring ever less, but never nothing."""
+    draw, chooser, clock, widths = random.Random(1), WidthChooser(64, is_tree=True, first=16), 0.0, list[int]()
+    for _ in range(300):
+        widths.append(width := chooser.next_width())
+        clock += 0.5 if width == 1 else 1.0 + slope * width
+        nodes = [[node for node in range(1, width) if draw.random() < 1 / (node + 1)] for _ in range(4)]
+        chooser.observe(width, [len(row) for row in nodes], clock, nodes)
+    assert widths[0] == 16
+    assert low <= statistics.median(widths[150:]) <= high
 
 
 @pytest.mark.parametrize("seed", range(5))

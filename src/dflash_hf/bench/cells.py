@@ -90,7 +90,7 @@ class RunSettings:
     dtype: tuple[str, ...] = ("auto",)
     block_size: tuple[int | None, ...] = (None,)
     verify_width: tuple[int | Literal["auto"] | None, ...] = (None,)
-    num_tree_nodes: tuple[int | None, ...] = (None,)
+    num_tree_nodes: tuple[int | Literal["auto"] | None, ...] = (None,)
     max_matching_ngram_size: tuple[int | None, ...] = (None,)
     proposal: tuple[str | None, ...] = (None,)
     system: str | None = None
@@ -165,8 +165,8 @@ def _check_numbers(settings: RunSettings) -> None:
         fits = value is None or value == "auto" or value >= 1
         require(fits, "at least 1 or auto as --verify-width", value, "give a larger one")
     for value in settings.num_tree_nodes:
-        fits = value is None or value == 0 or 2 <= value <= MAX_NODES
-        require(fits, f"0 (a chain), or 2 to {MAX_NODES}, as --num-tree-nodes", value, "8 is a beginning")
+        fits = value in (None, "auto") or value == 0 or 2 <= value <= MAX_NODES
+        require(fits, f"0 (a chain), 2 to {MAX_NODES}, or auto as --num-tree-nodes", value, "8 is a beginning")
     for value in settings.max_matching_ngram_size:
         fits = value is None or 0 <= value <= MAX_MATCHING
         require(fits, f"0 to {MAX_MATCHING} as --max-matching-ngram-size", value, "0 is none")

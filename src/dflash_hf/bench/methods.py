@@ -46,7 +46,7 @@ class Options:
         dtype (`str`): The pair's, or `"auto"` for what the checkpoints say.
         block_size (`int`, *optional*): Of the draft, at most the one it was trained with.
         verify_width (`int` or `"auto"`, *optional*): See [`~dflash_hf.DFlashGenerationConfig`].
-        num_tree_nodes, max_matching_ngram_size (`int`, *optional*): Likewise.
+        num_tree_nodes (`int` or `"auto"`, *optional*), max_matching_ngram_size (`int`, *optional*): Likewise.
         proposal (`str`, *optional*): Likewise.
     """
 
@@ -57,7 +57,7 @@ class Options:
     dtype: str = "auto"
     block_size: int | None = None
     verify_width: int | Literal["auto"] | None = None
-    num_tree_nodes: int | None = None
+    num_tree_nodes: int | Literal["auto"] | None = None
     max_matching_ngram_size: int | None = None
     proposal: str | None = None
 

@@ -58,7 +58,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of the sampling noise.", min=0, max=MAX_SEED)] = 0,
     block_size: Annotated[int | None, typer.Option(help="Shorter blocks than the draft was trained with.")] = None,
     verify_width: Annotated[str | None, typer.Option(help="Tokens of a block that are verified, or auto.")] = None,
-    num_tree_nodes: Annotated[int | None, typer.Option(help="Verify a tree of so many tokens.")] = None,
+    num_tree_nodes: Annotated[str | None, typer.Option(help="Verify a tree of so many tokens, or auto.")] = None,
     proposal: Annotated[
         str | None, typer.Option(help="argmax, shared_noise or sample: how tokens are proposed when sampling.")
     ] = None,
@@ -153,7 +153,7 @@ def conversation(text: str, images: list[Path], system: str | None) -> Prompt:
     return [{"role": "system", "content": parts}, *as_messages(asked)]
 
 
-def draft_options(**given: Any) -> dict[str, Any]:
+def draft_options(**values: Any) -> dict[str, Any]:
     """Returns those of the draft's options that were given, by name.
 
     Raises:
@@ -161,14 +161,13 @@ def draft_options(**given: Any) -> dict[str, Any]:
     """
     from dflash_hf.generation_config import DFlashGenerationConfig
 
-    options = {name: value for name, value in given.items() if value is not None}
-    if "verify_width" in options:
+    options = {name: value for name, value in values.items() if value is not None}
+    for name in options.keys() & {"verify_width", "num_tree_nodes"}:
         try:
-            options["verify_width"] = width_of(options["verify_width"])
+            options[name] = width_of(options[name])
         except ValueError:
-            raise ValueError(
-                f"expected a whole number or auto as --verify-width, got {options['verify_width']!r}; correct it"
-            ) from None
+            option, given = f"--{name.replace('_', '-')}", options[name]
+            raise ValueError(f"expected a whole number or auto as {option}, got {given!r}; correct it") from None
     DFlashGenerationConfig(**options)
     return options
 

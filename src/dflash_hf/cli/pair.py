@@ -81,7 +81,7 @@ def template_options(text: str, no_thinking: bool) -> dict[str, Any]:
 
 
 def width_of(text: str) -> int | Literal["auto"]:
-    """Returns what `--verify-width` says; raises `ValueError` if it is neither a whole number nor `auto`."""
+    """Returns a whole number or `"auto"`, as some options have it; raises `ValueError` if it is neither."""
     return "auto" if text == "auto" else int(text)
 
 

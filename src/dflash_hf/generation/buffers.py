@@ -36,6 +36,11 @@ KEPT_SHARE = 0.25  # of a device's memory
 SMALLEST_BUCKET = 128
 
 
+def num_choices(target: Target, draft: DFlashDraftModel) -> int:
+    """Returns how many tokens a draft chooses among: a selector's candidates, or its vocabulary."""
+    return draft.config.selector_top_k or draft.config.draft_vocab_size or target.vocab_size
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class FixedBuffers:
     """All that the steps of a run read or write. `B` rows, `W` verified tokens at most, `L` taps, `D` hidden.
@@ -90,8 +95,6 @@ class FixedBuffers:
         """
         itemsize, device, batch = shape.draft_dtype.itemsize, shape.draft_device, shape.batch
         features, config = draft.fc.in_features, draft.config
-        # What the draft chooses among: a selector's candidates, or its vocabulary.
-        num_ids = config.selector_top_k or config.draft_vocab_size or target.vocab_size
         shapes = [(layer, itemsize, itemsize) for layer in draft.cache_shapes()]
         check_memory(shapes, device, batch, capacity, shape.block)
         return cls(
@@ -114,7 +117,9 @@ class FixedBuffers:
                 else None
             ),
             trees=(
-                TreeBuilder(shape.width, config.num_proposals(shape.block_size), num_ids, shape.device)
+                TreeBuilder(
+                    shape.width, config.num_proposals(shape.block_size), num_choices(target, draft), shape.device
+                )
                 if shape.is_tree
                 else None
             ),
@@ -314,6 +319,7 @@ __all__ = [
     "free_buffers",
     "give_buffers",
     "kept_buffers",
+    "num_choices",
     "reads_lengths_on_device",
     "round_up",
     "take_buffers",

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from dflash_hf import ops
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.generation.accept import SynchronizedRows
-from dflash_hf.generation.buffers import affordable_length, else_freed, take_buffers
+from dflash_hf.generation.buffers import affordable_length, else_freed, num_choices, take_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
 from dflash_hf.generation.run import LENGTH_AND_END, Call, Run, first_room
 from dflash_hf.generation.sampling import BlockProcessors, new_key
@@ -30,6 +30,9 @@ from dflash_hf.target.parts import Target
 from dflash_hf.target.reentry import outermost
 from dflash_hf.target.support import check_length
 from dflash_hf.tree import MAX_NODES, TreeBuilder
+
+# Times as many nodes as a chain has tokens: where verifying costs little more, twice as many bring most (docs/log.md).
+MOST_NODES = 4
 
 
 def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = False, is_looked_at: bool = False) -> Run:
@@ -248,6 +251,8 @@ def _num_nodes(target: Target, draft: DFlashDraftModel, width: int, is_chain: bo
         return min(width, MAX_NODES) if width > 1 else None
     if nodes == 0:
         return None
+    if nodes == "auto":
+        nodes = min(MOST_NODES * width, ops.num_paths(width - 1, num_choices(target, draft)) + 1, MAX_NODES)
     if target.recurrences:
         raise ValueError(
             f"expected a target of attention layers alone with num_tree_nodes, got {type(target.model).__name__} with "
@@ -263,7 +268,8 @@ def _chooser(generator: DFlashCandidateGenerator, state: DecodeState, keeps_buff
     not follow the width too: rejection draws another one, and in half precision near ties turn.
     """
     target, draft, width = generator.target, generator.draft, generator.verify_width
-    asked = draft.generation_config.verify_width
+    options = draft.generation_config
+    asked = "auto" if options.num_tree_nodes == "auto" else options.verify_width
     if asked is None and WidthChooser.by_default and not keeps_buffers:
         is_half = target.model.dtype.itemsize < 4 or torch.is_autocast_enabled(target.device.type)
         asked = None if is_half or (state.is_sampled and generator.rule == "sample") else "auto"
@@ -271,7 +277,7 @@ def _chooser(generator: DFlashCandidateGenerator, state: DecodeState, keeps_buff
         return None
     is_tree = generator.trees is not None
     kept = None if keeps_buffers else take_chooser(draft, target.model, state.ids.shape[0], width, is_tree)
-    return WidthChooser(width, is_tree) if kept is None else kept
+    return WidthChooser(width, is_tree, first=generator.num_proposals + 1) if kept is None else kept
 
 
 def _limit(criteria: StoppingCriteriaList, generation_config: GenerationConfig, num_columns: int) -> int:

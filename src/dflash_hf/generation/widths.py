@@ -121,14 +121,16 @@ class WidthChooser:
     Args:
         widest (`int`): Widest verify, the anchor included; at least 2.
         is_tree (`bool`): Whether trees are verified, whose nodes are no proposals one behind the other.
+        first (`int`, *optional*): Widest of the first verify, before anything is known; by default `widest`.
     """
 
     # Whether a run whose `verify_width` is left out has one where it may. Tests see to it that it has none: what they
     # look at would depend on the machine.
     by_default: ClassVar[bool] = True
 
-    def __init__(self, widest: int, is_tree: bool = False) -> None:
+    def __init__(self, widest: int, is_tree: bool = False, first: int | None = None) -> None:
         self.is_tree = is_tree
+        self.first = widest if first is None else first
         self.widths = candidate_widths(widest)
         self.current = widest
         self._measured: dict[int, float] | None = None
@@ -163,8 +165,9 @@ class WidthChooser:
             self.current = 1  # at plain decoding's price
             return 1
         shares, costs = self.conditional_acceptance(), self.costs()
-        # The first verify is as wide as can be: it shows the most.
-        best = choose_width(shares, costs) if self._num_steps else max(costs)
+        # The first verify is as wide as may be: it shows the most.
+        allowed = [width for width in costs if width <= self.first] or [min(costs)]
+        best = choose_width(shares, costs) if self._num_steps else max(allowed)
         self.current = best
         if best != self._held:
             self._held, self._steps, self._hold = best, 1, FIRST_HOLD if best > 1 else FIRST_PAUSE
@@ -251,14 +254,20 @@ class WidthChooser:
         ]
 
     def _conditional_of_tree(self, optimism: float) -> list[float]:
-        """Nodes are accepted the less often the further back they stand, whatever the few counts say."""
-        found, before = list[float](), 1.0
-        for accepted, tried in zip(self._accepted, self._tried, strict=True):
-            likely = PRIOR_WEIGHT * PRIOR_SHARE * before
-            share = min((accepted + likely + optimism * before) / (tried + PRIOR_WEIGHT + optimism), before)
-            found.append(share / before)
-            before = share
-        return found
+        """Nodes are accepted the less often the further back they stand: the counts that say otherwise are averaged.
+
+        Far back, one that was not tried lately is taken to be accepted as often as its number is small.
+        """
+        runs = [[1.0, 1.0, 0]]  # accepted, tried, and how many nodes; the anchor, which always stands
+        for index, (accepted, tried) in enumerate(zip(self._accepted, self._tried, strict=True)):
+            before = runs[-1][0] / runs[-1][1]
+            likely = PRIOR_WEIGHT * max(PRIOR_SHARE, index / (index + 1)) * before
+            runs.append([accepted + likely + optimism * before, tried + PRIOR_WEIGHT + optimism, 1])
+            while len(runs) > 2 and runs[-1][0] * runs[-2][1] > runs[-2][0] * runs[-1][1]:
+                last = runs.pop()
+                runs[-1] = [one + other for one, other in zip(runs[-1], last, strict=True)]
+        shares = [min(accepted / tried, 1.0) for accepted, tried, num in runs for _ in range(int(num))]
+        return [share / before for before, share in itertools.pairwise([1.0, *shares])]
 
     def verdict(self) -> str | None:
         """Returns a sentence for the log if the run has shown that its draft does not pay."""
