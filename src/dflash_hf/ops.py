@@ -133,12 +133,12 @@ def commit(block_BW: Tensor, tokens_BW: Tensor, **rows: Any) -> None:
 
 def grow_tree(log_probs_BDSR: Tensor, order_BDSR: Tensor, *given: Tensor | None) -> None:
     """Builds trees by [`build_tree`], whose arguments these are: by the kernel or as it is defined, on the host."""
-    _either(build_tree, order_BDSR)(log_probs_BDSR, order_BDSR, *given)
+    _watched(build_tree, order_BDSR)(log_probs_BDSR, order_BDSR, *given)
 
 
 def follow_path(parents_BN: Tensor, *given: Tensor) -> None:
     """Follows trees by [`follow_tree`], whose arguments these are: by the kernel or as it is defined, on the host."""
-    _either(follow_tree, parents_BN)(parents_BN, *given)
+    _watched(follow_tree, parents_BN)(parents_BN, *given)
 
 
 def move_path(path_BN: Tensor, lengths_B: Tensor, buffers: Sequence[Tensor]) -> None:
@@ -147,9 +147,13 @@ def move_path(path_BN: Tensor, lengths_B: Tensor, buffers: Sequence[Tensor]) -> 
 
 
 def _either(operation: Any, counts: Tensor) -> Any:
-    # Whoever watches a step's operations sees one, as where it is a kernel.
-    is_watched = torch._C._len_torch_dispatch_stack() > 0
-    return operation if is_watched or accepts(counts) else operation.reference
+    return operation if accepts(counts) else operation.reference
+
+
+def _watched(operation: Any, counts: Tensor) -> Any:
+    # Its definition reads tensors: whoever watches a step on a CPU sees one operation, as where it is a kernel.
+    is_watched = counts.device.type == "cpu" and torch._C._len_torch_dispatch_stack() > 0
+    return operation if is_watched else _either(operation, counts)
 
 
 def best(logits: Tensor) -> Tensor:

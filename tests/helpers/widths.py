@@ -41,7 +41,7 @@ def use_random_widths(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
     """Makes `verify_width="auto"` mean random widths."""
 
     class Seeded(RandomWidths):
-        def __init__(self, widest: int, is_tree: bool = False) -> None:
+        def __init__(self, widest: int, is_tree: bool = False, first: int | None = None) -> None:
             super().__init__(widest, seed)
 
     monkeypatch.setattr(prefill, "WidthChooser", Seeded)

@@ -41,6 +41,7 @@ from dflash_hf.generation.host_reads import HostReadError
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.step import StaticStep
 from dflash_hf.target.parts import Target, find_target
+from dflash_hf.tree import TreeBuilder
 from helpers.kernel_checks import TREES
 from helpers.pretended_gpu import Step, begin, build_draft, build_target, captured_step
 
@@ -243,7 +244,6 @@ def test_a_step_at_published_shapes_needs_no_host(case: Case) -> None:
         Case(target=SHORT, nodes=16, draft=DFLASH2, batch=2),
         Case(target=SHORT, nodes=16, warpers="top-p", proposal="sample", batch=2),
         Case(target=SHORT, nodes=8, warpers="top-k", proposal="sample", draft=DFLASH2),
-        Case(target=SHORT, nodes=16, batch=2, kernels=False),
         Case(target="gpt-oss-short", nodes=8, batch=4),
         Case(target="qwen3-vl-8b", nodes=16),
     ],
@@ -255,8 +255,18 @@ def test_a_tree_needs_no_host(case: Case) -> None:
         step = captured_step(run)
     assert run.state.tokens.shape == (case.batch, case.nodes)
     assert not [name for name, is_written in step.written.items() if not is_written]
-    check(run, step, uses_kernels=case.kernels is not False)
-    assert all(step.num(f"::{name}") == (case.kernels is not False) for name in TREES)
+    check(run, step, uses_kernels=True)
+    assert all(step.num(f"::{name}") == 1 for name in TREES)
+
+
+def test_without_kernels_no_captured_step_has_a_tree_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are built on the host then."""
+    monkeypatch.setattr(TreeBuilder, "by_default", True)
+    for kernels in (None, False):
+        with ops.kernels(kernels):
+            assert (run_of(Case(target=SHORT)).state.nodes is None) == (kernels is False)
+    with ops.kernels(False), pytest.raises(HostReadError):
+        captured_step(run_of(Case(target=SHORT, nodes=16)))
 
 
 @pytest.mark.parametrize("target", ["qwen3-30b-a3b-short", "gpt-oss-short"])

@@ -152,10 +152,10 @@ def _body(func: Any, args: Sequence[Any]) -> Any:
     For tensors without values it runs another one, which only makes a result.
     """
     definition: Any = OPDEFS.get(func._schema.name)
-    if func._schema.name.rpartition("::")[2] in _ON_HOST:
-        definition = None
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     if definition is None or any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return None
+    if func._schema.name.rpartition("::")[2] in _ON_HOST and all(map(_is_on_host, tensors)):
         return None
     bodies: dict[str | None, Any] = getattr(definition, "_backend_fns", {})
     return bodies.get(tensors[0].device.type if tensors else None, bodies.get(None))

@@ -57,10 +57,9 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     pad = config._pad_token_tensor
     processors = BlockProcessors(call.processors, 0 if pad is None else int(pad))
     block_size, width, rule = _widths_and_rule(draft, config, processors)
-    # What is drawn is tested node by node, which is hundreds of launches; without kernels the host builds trees.
-    on_host = input_ids.is_cuda and not ops.accepts(input_ids)
-    is_unfit = keeps_buffers and ((config.do_sample and rule == "sample") or on_host)
-    nodes = _num_nodes(target, draft, width, is_looked_at or is_unfit)
+    # What is drawn is tested node by node, hundreds of launches; without kernels the host of a GPU builds trees.
+    is_unfit = (config.do_sample and rule == "sample") or (input_ids.is_cuda and not ops.accepts(input_ids))
+    nodes = _num_nodes(target, draft, width, is_looked_at or (keeps_buffers and is_unfit))
     width = width if nodes is None else nodes
     past = 0 if kept is None else kept.past
     positions = prompt_positions(call, past)

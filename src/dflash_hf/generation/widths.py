@@ -258,16 +258,19 @@ class WidthChooser:
 
         Far back, one that was not tried lately is taken to be accepted as often as its number is small.
         """
-        runs = [[1.0, 1.0, 0]]  # accepted, tried, and how many nodes; the anchor, which always stands
+        runs = list[tuple[float, float, int]]()  # accepted, tried, and how many nodes are averaged
+        before = 1.0
         for index, (accepted, tried) in enumerate(zip(self._accepted, self._tried, strict=True)):
-            before = runs[-1][0] / runs[-1][1]
-            likely = PRIOR_WEIGHT * max(PRIOR_SHARE, index / (index + 1)) * before
-            runs.append([accepted + likely + optimism * before, tried + PRIOR_WEIGHT + optimism, 1])
-            while len(runs) > 2 and runs[-1][0] * runs[-2][1] > runs[-2][0] * runs[-1][1]:
-                last = runs.pop()
-                runs[-1] = [one + other for one, other in zip(runs[-1], last, strict=True)]
-        shares = [min(accepted / tried, 1.0) for accepted, tried, num in runs for _ in range(int(num))]
-        return [share / before for before, share in itertools.pairwise([1.0, *shares])]
+            likely = max(PRIOR_SHARE, index / (index + 1)) * before
+            accepted, tried = accepted + PRIOR_WEIGHT * likely + optimism * before, tried + PRIOR_WEIGHT + optimism
+            num, before = 1, accepted / tried
+            while runs and before > runs[-1][0] / runs[-1][1]:
+                earlier = runs.pop()
+                accepted, tried, num = accepted + earlier[0], tried + earlier[1], num + earlier[2]
+                before = accepted / tried
+            runs.append((accepted, tried, num))
+        shares = [min(accepted / tried, 1.0) for accepted, tried, num in runs for _ in range(num)]
+        return [share / earlier for earlier, share in itertools.pairwise([1.0, *shares])]
 
     def verdict(self) -> str | None:
         """Returns a sentence for the log if the run has shown that its draft does not pay."""
