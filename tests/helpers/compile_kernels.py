@@ -112,6 +112,7 @@ def launches() -> dict[str, Callable[[], Any]]:
         norm_rope_write,
         rms_norm,
         silu_mul,
+        top_tokens,
     )
     from dflash_kernels.block_attention import kernel
 
@@ -181,6 +182,9 @@ def launches() -> dict[str, Callable[[], Any]]:
         "gumbel, top-k": launch(
             gumbel_argmax, zeros(batch, 16, 151936), counts(), counts(batch, 16), torch.zeros(batch, 16), 0.6, 1
         ),
+        "top_tokens": launch(top_tokens, zeros(batch, 15, 1, 151936), 15),
+        "top_tokens, 63 of 262,208": launch(top_tokens, zeros(batch, 15, 1, 262208), 63),
+        "top_tokens, candidates": launch(top_tokens, torch.zeros(batch, 15, 16, 16), 15),
         "context_kv": launch(context_kv, *stacked, *angles, lengths, buffers(), buffers(), 1e-6),
         "build_tree": tree(16, 1),
         "build_tree, 64 nodes of candidates": tree(64, 64),

@@ -26,6 +26,7 @@ NUM_KERNELS = {
     "rms_norm": 2,
     "add_norm": 1,
     "silu_mul": 1,
+    "top_tokens": 2 * 3,
     "accept_and_prepare": 2,
 }
 # Bytes of stack per thread: Triton 3.6 keeps a word or two there where 3.7 does not.

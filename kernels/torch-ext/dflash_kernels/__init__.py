@@ -20,6 +20,7 @@ from .keep_path import keep_path
 from .norm_rope_write import norm_rope_write
 from .rms_norm import rms_norm
 from .silu_mul import silu_mul
+from .top_tokens import top_tokens
 
 __all__ = [
     "accept_and_prepare",
@@ -34,4 +35,5 @@ __all__ = [
     "norm_rope_write",
     "rms_norm",
     "silu_mul",
+    "top_tokens",
 ]

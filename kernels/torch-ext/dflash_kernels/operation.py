@@ -39,7 +39,7 @@ class Operation(Generic[P, T]):
         reference: Callable[P, T],
         mutates: Sequence[str],
         check: Callable[[Given, Sizes], None],
-        fake: Callable[..., Tensor] | None,
+        fake: Callable[..., Tensor | tuple[Tensor, ...]] | None,
         covers: Callable[..., bool],
     ) -> None:
         functools.update_wrapper(self, reference)
@@ -91,7 +91,7 @@ def operation(
     *,
     check: Callable[[Given, Sizes], None],
     mutates: Sequence[str] = (),
-    fake: Callable[..., Tensor] | None = None,
+    fake: Callable[..., Tensor | tuple[Tensor, ...]] | None = None,
     covers: Callable[..., bool] = lambda first, *_: runs_kernel(first),
 ) -> Callable[[Callable[P, T]], Operation[P, T]]:
     """Makes an operation of the definition below it, which runs wherever the kernel does not.

@@ -19,15 +19,18 @@ BLOCK_V = 4096
 
 
 @triton.jit
-def pack(value, column):
-    """Returns `order(value) << 32 | 2^31 - 1 - column`: the greatest is of the greatest value's first column.
-
-    `order` maps a float32 to an int32 that sorts as it does: the bits, all but the sign flipped where negative; -0 is
-    taken as 0 and NaN as the largest.
+def order_of(value):
+    """Maps a float32 to an int32 that sorts as it does: the bits, all but the sign flipped where negative; -0 is taken
+    as 0 and NaN as the largest.
     """
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
-    order = tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
+    return tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def pack(value, column):
+    """Returns `order_of(value) << 32 | 2^31 - 1 - column`: the greatest is of the greatest value's first column."""
+    return (order_of(value).to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["num_columns", "num_chunks"])
@@ -68,4 +71,4 @@ def launch(given: Given) -> Tensor:
     return out
 
 
-__all__ = ["argmax_row_kernel", "launch", "pack"]
+__all__ = ["argmax_row_kernel", "launch", "order_of", "pack"]
