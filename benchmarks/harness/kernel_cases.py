@@ -32,6 +32,7 @@ from dflash_kernels import (
     norm_rope_write,
     rms_norm,
     silu_mul,
+    top_tokens,
 )
 from dflash_kernels.accept_and_prepare import NUM_FIGURES
 
@@ -333,6 +334,23 @@ def argmax_case(sizes: Sizes, batch: int, dtype: torch.dtype, device: torch.devi
     )
 
 
+def top_case(sizes: Sizes, batch: int, dtype: torch.dtype, device: torch.device) -> Case:
+    """The most likely tokens of a draft's logits, as many as a tree of the chain's size has; equal ones may differ."""
+    num = sizes.width - 1
+    return Case(
+        kernel="top_tokens",
+        batch=batch,
+        context=None,
+        make=lambda seed: {"scores": _normal(seed, dtype, device)(batch, num, 1, sizes.vocab)},
+        num_bytes=dtype.itemsize * batch * num * sizes.vocab,
+        ways={
+            "kernel": lambda x: dflash_kernels.top_tokens(x["scores"], num),
+            "reference": lambda x: top_tokens.reference(x["scores"], num),
+        },
+        results=lambda out, x: [out[0], x["scores"].gather(-1, out[1])],
+    )
+
+
 def pointwise_cases(sizes: Sizes, batch: int, dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Norms and activation of one layer over a verify's tokens, and a sample of its logits."""
     tokens, hidden, item = batch * sizes.width, sizes.hidden, dtype.itemsize
@@ -423,7 +441,7 @@ def all_cases(
         makes = (norm_rope_case, context_case, path_case, tree_case, follow_case)
         cases += [make(sizes, batch, contexts[0], dtype, device) for make in makes]
         cases += [*pointwise_cases(sizes, batch, dtype, device), argmax_case(sizes, batch, dtype, device)]
-        cases.append(accept_case(sizes, batch, device))
+        cases += [top_case(sizes, batch, dtype, device), accept_case(sizes, batch, device)]
     return cases
 
 

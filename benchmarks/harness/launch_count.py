@@ -32,11 +32,11 @@ from torch.utils._pytree import tree_leaves
 
 NAMESPACE = "dflash_kernels::"
 # Launches of our own operations, where it is not one.
-OWN = {"block_attention": 2, "argmax": 2, "gumbel_argmax": 2}
+OWN = {"block_attention": 2, "argmax": 2, "gumbel_argmax": 2, "top_tokens": 2}
 # Buffers that one launch of `keep_path` takes.
 BUFFERS = 32
-# Those that choose keep the best of so many columns of a row as one int64.
-CHOOSING = {"argmax": 4096, "gumbel_argmax": 2048}
+# Those that choose keep 8 bytes of so many columns of a row: the best as one int64, or the greatest and a sum.
+CHOOSING = {"argmax": 4096, "gumbel_argmax": 2048, "top_tokens": 128}
 COPYING = {
     "index_add",
     "index_copy",

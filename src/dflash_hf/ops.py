@@ -4,7 +4,7 @@ By themselves kernels run on CUDA devices of compute capability 8 and more, in f
 installed and can build them; everywhere else torch computes the same. Those that choose and count, and so are exact,
 also run in float32. Triton is imported when the first one is launched. One function each says whether a kernel is to
 be used: `attends`, `writes` (both that write caches), `fuses` (norms and activations), `picks` and `accepts`; `best`,
-`commit` and those of trees ask by themselves. They read nothing on the host.
+`likeliest`, `commit` and those of trees ask by themselves. They read nothing on the host.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from dflash_kernels import (
     norm_rope_write,
     rms_norm,
     silu_mul,
+    top_tokens,
 )
 from dflash_kernels._dispatch import has_triton
 from dflash_kernels.block_attention import covers
@@ -114,7 +115,7 @@ def fuses(*tensors: Tensor) -> bool:
 
 
 def picks(logits: Tensor) -> bool:
-    """Returns True if [`argmax`] or [`gumbel_argmax`] is to choose from these logits, in float32 too."""
+    """Returns True if [`argmax`], [`gumbel_argmax`] or [`top_tokens`] is to look at these logits, in float32 too."""
     return _uses_kernels(logits) and (bool(_Setting.enabled) or logits.dtype in (*HALF, torch.float32))
 
 
@@ -160,6 +161,11 @@ def best(logits: Tensor) -> Tensor:
     """Returns the first index of the greatest of `[..., V]` logits, `[...]` int64, by the kernel or by torch."""
     # On a CPU `argmax` says the same in three to four times the time (docs/log.md).
     return argmax(logits) if picks(logits) else logits.max(dim=-1).indices
+
+
+def likeliest(scores_BDSV: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """Returns what [`top_tokens`] does, whose arguments these are: by the kernel or as torch defines it."""
+    return (top_tokens if picks(scores_BDSV) else top_tokens.reference)(scores_BDSV, num)
 
 
 def _uses_kernels(tensor: Tensor) -> bool:
@@ -216,6 +222,7 @@ __all__ = [
     "grow_tree",
     "gumbel_argmax",
     "kernels",
+    "likeliest",
     "move_path",
     "norm_rope_write",
     "num_paths",

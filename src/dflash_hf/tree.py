@@ -135,8 +135,7 @@ class TreeBuilder:
                 the row's last tokens before.
         """
         scores = scores if candidates_BDC is not None else scores[:, :, None]
-        log_probs = torch.log_softmax(scores.to(torch.float32), dim=-1)
-        best, order = log_probs.topk(self.num_ranks, dim=-1)
+        best, order = ops.likeliest(scores, self.num_ranks)
         ops.grow_tree(best, order, nodes, block_BN, candidates_BDC, *(text or (None, None, None)))
 
 

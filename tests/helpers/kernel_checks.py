@@ -31,7 +31,7 @@ OPERATIONS = ("block_attention", "norm_rope_write", "context_kv", "argmax", "gum
 # How often these run depends on what a target is made of.
 POINTWISE = ("rms_norm", "add_norm", "silu_mul")
 # Those of steps that verify trees.
-TREES = ("build_tree", "follow_tree", "keep_path")
+TREES = ("top_tokens", "build_tree", "follow_tree", "keep_path")
 
 
 @contextmanager

@@ -50,6 +50,7 @@ def calls() -> dict[str, Callable[[], Any]]:
         "add_norm": lambda: ops.add_norm(states, states, weight, 1e-6),
         "silu_mul": lambda: ops.silu_mul(states, states),
         "argmax": lambda: ops.argmax(logits),
+        "top_tokens": lambda: ops.top_tokens(logits[:, 1:, None], 15),
         "build_tree": lambda: ops.build_tree(best, order, tree, block_of[0], None, *text),
         "follow_tree": lambda: ops.follow_tree(*tree[:3], *block_of),
         "keep_path": lambda: ops.keep_path(block_of[3], lengths, [*keys, *values]),
