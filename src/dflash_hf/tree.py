@@ -82,10 +82,10 @@ class DraftTree:
         return (is_child * nodes).amax(dim=1), is_child.any(dim=1)
 
 
-def along(path_BN: Tensor, values: Tensor) -> Tensor:
-    """Returns values of nodes `[B, N, ...]` in the order of a path `[B, n]`: `[B, n, ...]`."""
+def along(path_BN: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor:
+    """Returns values of nodes `[B, N, ...]` in the order of a path `[B, n]`: `[B, n, ...]`, in `out` if given."""
     index = path_BN.view(*path_BN.shape, *[1] * (values.dim() - 2)).expand(-1, -1, *values.shape[2:])
-    return values.gather(1, index)
+    return torch.gather(values, 1, index, out=out)
 
 
 class TreeBuilder:

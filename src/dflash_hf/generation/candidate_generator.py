@@ -120,9 +120,11 @@ class DFlashCandidateGenerator:
     def take_path(self, path: Tensor, is_in_place: bool) -> None:
         """Takes the context of a tree's accepted path `[B, n]`; what is behind the path's end is rejected."""
         assert self.buffers.node_states is not None
-        nodes, num = self.buffers.node_states, path.shape[1]
-        taken = nodes[:, :num] if is_in_place else along(path.to(self.device), nodes)
-        self.buffers.context_states[:, :num].copy_(taken)
+        nodes, taken = self.buffers.node_states, self.buffers.context_states[:, : path.shape[1]]
+        if is_in_place:
+            taken.copy_(nodes[:, : path.shape[1]])
+        else:
+            along(path.to(self.device), nodes, out=taken)
 
     def _context(self) -> NewContext:
         """The newest context, which the draft's next forward writes."""
