@@ -35,8 +35,10 @@ NAMESPACE = "dflash_kernels::"
 OWN = {"block_attention": 2, "argmax": 2, "gumbel_argmax": 2, "top_tokens": 2}
 # Buffers that one launch of `keep_path` takes.
 BUFFERS = 32
-# Those that choose keep 8 bytes of so many columns of a row: the best as one int64, or the greatest and a sum.
-CHOOSING = {"argmax": 4096, "gumbel_argmax": 2048, "top_tokens": 128}
+# Those that choose keep so many bytes of so many columns of a row: the best as one int64, or the greatest of a block, which
+# is shorter where more than 15 tokens are asked for, and a sum.
+CHOOSING = {"argmax": [(8, 4096)], "gumbel_argmax": [(8, 2048)], "top_tokens": [(4, 512), (4, 4096)]}
+FEW = 15
 COPYING = {
     "index_add",
     "index_copy",
@@ -151,9 +153,10 @@ class CountLaunches(TorchDispatchMode):
                 known.add(storage._cdata)
                 self.alive += storage.nbytes()
                 weakref.finalize(storage, self._free, storage.nbytes())
-        scratch, columns = 0, CHOOSING.get(name.removeprefix(NAMESPACE))
-        if columns is not None:
-            scratch = 8 * math.prod(given[0].shape[:-1]) * -(-given[0].shape[-1] // columns)
+        scratch, kept = 0, CHOOSING.get(name.removeprefix(NAMESPACE), ())
+        for size, columns in kept:
+            columns = 128 if columns == 512 and made[0].shape[-1] > FEW else columns
+            scratch += size * math.prod(given[0].shape[:-1]) * -(-given[0].shape[-1] // columns)
         self.peak = max(self.peak, self.alive + scratch)
         if self.part == "draft" and name in PRODUCTS and made[0].shape[-1] == self._vocab_size:
             self._logits_at = self.alive

@@ -15,9 +15,9 @@ from .._dispatch import cdiv, power_of_two
 from ..argmax.kernel import order_of, pack
 from ..operation import Given, run_kernel
 
-# Tokens of a block, and blocks that a program of the first launch looks at.
-BLOCK_V = 128
-BLOCKS = 32
+# Tokens that a program of the first launch looks at, in blocks of so many: the second launch holds as many blocks as
+# tokens are asked for, up to 15 of the longer ones.
+CHUNK, LONG, SHORT = 4096, 512, 128
 # Below the key of every token, and above it.
 _NONE: tl.constexpr = tl.constexpr(-(1 << 63))
 _ALL: tl.constexpr = tl.constexpr((1 << 63) - 1)
@@ -52,7 +52,7 @@ def _greatest(keys, num, BLOCK_R: tl.constexpr):
 def _block_kernel(
     scores,
     greatest,
-    mass,
+    partial,
     num_levels,
     num_states,
     vocab_size,
@@ -64,27 +64,27 @@ def _block_kernel(
     BLOCKS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """`greatest[row, block] = order_of(max over the block)` and `mass[row, block] = sum exp(score - max)`."""
-    line = tl.program_id(0)
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    """`greatest[row, block] = order_of(max over the block)`, and `partial[row, chunk] = log sum exp(score)` of all."""
+    line, chunk = tl.program_id(0), tl.program_id(1)
+    block = chunk * BLOCKS + tl.arange(0, BLOCKS)
     token = block[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None]
     at = _row(scores, line, num_levels, num_states, stride_scores_b, stride_scores_d, stride_scores_s)
     value = tl.load(at + token.to(tl.int64) * stride_scores_v, mask=token < vocab_size, other=float("-inf"))
     value = value.to(tl.float32)
     order = tl.max(order_of(value), axis=1)
-    most = _value_of(order)
+    tl.store(greatest + line.to(tl.int64) * num_blocks + block, order, mask=block < num_blocks)
+    most = _value_of(tl.max(order, axis=0))
     # Of -inf alone there is nothing to sum.
-    shifted = value - tl.where(most == float("-inf"), 0, most)[:, None]
-    place = line.to(tl.int64) * num_blocks + block
-    tl.store(greatest + place, order, mask=block < num_blocks)
-    tl.store(mass + place, tl.sum(tl.exp(shifted), axis=1), mask=block < num_blocks)
+    most = tl.where(most == float("-inf"), 0, most)
+    total = tl.sum(tl.sum(tl.exp(value - most), axis=1), axis=0)
+    tl.store(partial + line.to(tl.int64) * tl.num_programs(1) + chunk, most + tl.log(total))
 
 
-@triton.jit(do_not_specialize=["num", "num_levels", "num_states", "num_blocks"])
+@triton.jit(do_not_specialize=["num", "num_levels", "num_states", "num_blocks", "num_chunks"])
 def _row_kernel(
     scores,
     greatest,
-    mass,
+    partial,
     log_probs,
     order,
     num,
@@ -92,26 +92,26 @@ def _row_kernel(
     num_states,
     vocab_size,
     num_blocks,
+    num_chunks,
     stride_scores_b,
     stride_scores_d,
     stride_scores_s,
     stride_scores_v,
     BLOCK_V: tl.constexpr,
+    BLOCK_B: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """The `num` greatest of a row are in the `num` blocks that have the greatest maxima, of equal ones the first."""
     line = tl.program_id(0)
-    block = tl.arange(0, BLOCK_C)
+    block, chunk = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_C)
     is_block = block < num_blocks
-    place = line.to(tl.int64) * num_blocks + block
-    its_order = tl.load(greatest + place, mask=is_block, other=0)
-    its_most = tl.where(is_block, _value_of(its_order), float("-inf"))
+    its_order = tl.load(greatest + line.to(tl.int64) * num_blocks + block, mask=is_block, other=0)
     keys = tl.where(is_block, (its_order.to(tl.int64) << 32) | (0x7FFFFFFF - block).to(tl.int64), _NONE)
     found = _greatest(keys, num, BLOCK_R)
     most = _value_of((tl.max(keys) >> 32).to(tl.int32))
-    its_mass = tl.load(mass + place, mask=is_block, other=0)
-    log_total = tl.log(tl.sum(its_mass * tl.exp(its_most - most), axis=0))
+    log_sum = tl.load(partial + line.to(tl.int64) * num_chunks + chunk, mask=chunk < num_chunks, other=float("-inf"))
+    log_total = tl.log(tl.sum(tl.exp(log_sum - most), axis=0))
 
     token = (0x7FFFFFFF - (found & 0x7FFFFFFF))[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None]
     is_token = (found > _NONE)[:, None] & (token < vocab_size)
@@ -130,24 +130,28 @@ def launch(given: Given) -> tuple[Tensor, Tensor]:
     scores: Tensor = given["scores_BDSV"]
     num: int = given["num"]
     batch, num_levels, num_states, vocab_size = scores.shape
-    num_rows, num_blocks = batch * num_levels * num_states, cdiv(vocab_size, BLOCK_V)
+    length = LONG if num < 16 else SHORT
+    num_rows, num_blocks = batch * num_levels * num_states, cdiv(vocab_size, length)
+    num_chunks = cdiv(vocab_size, CHUNK)
     greatest = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=scores.device)
-    mass = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=scores.device)
+    partial = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=scores.device)
     log_probs = torch.empty(*scores.shape[:-1], num, dtype=torch.float32, device=scores.device)
     order = torch.empty(*scores.shape[:-1], num, dtype=torch.int64, device=scores.device)
     shared = {
         "greatest": greatest,
-        "mass": mass,
+        "partial": partial,
         "num_levels": num_levels,
         "num_states": num_states,
         "vocab_size": vocab_size,
         "num_blocks": num_blocks,
-        "BLOCK_V": BLOCK_V,
+        "BLOCK_V": length,
         "num_warps": 8,
     }
-    run_kernel(_block_kernel, (num_rows, cdiv(num_blocks, BLOCKS)), given, BLOCKS=BLOCKS, **shared)
-    sizes = {"BLOCK_C": power_of_two(num_blocks), "BLOCK_R": power_of_two(num)}
-    run_kernel(_row_kernel, (num_rows,), given, log_probs=log_probs, order=order, **shared, **sizes)
+    run_kernel(_block_kernel, (num_rows, num_chunks), given, BLOCKS=CHUNK // length, **shared)
+    sizes = {"BLOCK_B": power_of_two(num_blocks), "BLOCK_C": power_of_two(num_chunks), "BLOCK_R": power_of_two(num)}
+    run_kernel(
+        _row_kernel, (num_rows,), given, log_probs=log_probs, order=order, num_chunks=num_chunks, **shared, **sizes
+    )
     return log_probs, order
 
 
