@@ -49,7 +49,7 @@ def _greatest(keys, num, BLOCK_R: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_levels", "num_states", "num_blocks"])
-def _block_kernel(
+def _top_tokens_block_kernel(
     scores,
     greatest,
     mass,
@@ -81,7 +81,7 @@ def _block_kernel(
 
 
 @triton.jit(do_not_specialize=["num", "num_levels", "num_states", "num_blocks"])
-def _row_kernel(
+def _top_tokens_row_kernel(
     scores,
     greatest,
     mass,
@@ -145,9 +145,9 @@ def launch(given: Given) -> tuple[Tensor, Tensor]:
         "BLOCK_V": BLOCK_V,
         "num_warps": 8,
     }
-    run_kernel(_block_kernel, (num_rows, cdiv(num_blocks, BLOCKS)), given, BLOCKS=BLOCKS, **shared)
+    run_kernel(_top_tokens_block_kernel, (num_rows, cdiv(num_blocks, BLOCKS)), given, BLOCKS=BLOCKS, **shared)
     sizes = {"BLOCK_C": power_of_two(num_blocks), "BLOCK_R": power_of_two(num)}
-    run_kernel(_row_kernel, (num_rows,), given, log_probs=log_probs, order=order, **shared, **sizes)
+    run_kernel(_top_tokens_row_kernel, (num_rows,), given, log_probs=log_probs, order=order, **shared, **sizes)
     return log_probs, order
 
 
