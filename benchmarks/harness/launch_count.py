@@ -35,8 +35,8 @@ NAMESPACE = "dflash_kernels::"
 OWN = {"block_attention": 2, "argmax": 2, "gumbel_argmax": 2, "top_tokens": 2}
 # Buffers that one launch of `keep_path` takes.
 BUFFERS = 32
-# Those that choose keep so many bytes of so many columns of a row: the best as one int64, or the greatest of a block, which
-# is shorter where more than 15 tokens are asked for, and a sum.
+# Those that choose keep so many bytes of so many columns of a row: the best as one int64, or the greatest of a block,
+# which is shorter where more than 15 tokens are asked for, and a sum.
 CHOOSING = {"argmax": [(8, 4096)], "gumbel_argmax": [(8, 2048)], "top_tokens": [(4, 512), (4, 4096)]}
 FEW = 15
 COPYING = {

@@ -49,7 +49,7 @@ def _greatest(keys, num, BLOCK_R: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_levels", "num_states", "num_blocks"])
-def _block_kernel(
+def _top_tokens_block_kernel(
     scores,
     greatest,
     partial,
@@ -81,7 +81,7 @@ def _block_kernel(
 
 
 @triton.jit(do_not_specialize=["num", "num_levels", "num_states", "num_blocks", "num_chunks"])
-def _row_kernel(
+def _top_tokens_row_kernel(
     scores,
     greatest,
     partial,
@@ -147,10 +147,17 @@ def launch(given: Given) -> tuple[Tensor, Tensor]:
         "BLOCK_V": length,
         "num_warps": 8,
     }
-    run_kernel(_block_kernel, (num_rows, num_chunks), given, BLOCKS=CHUNK // length, **shared)
+    run_kernel(_top_tokens_block_kernel, (num_rows, num_chunks), given, BLOCKS=CHUNK // length, **shared)
     sizes = {"BLOCK_B": power_of_two(num_blocks), "BLOCK_C": power_of_two(num_chunks), "BLOCK_R": power_of_two(num)}
     run_kernel(
-        _row_kernel, (num_rows,), given, log_probs=log_probs, order=order, num_chunks=num_chunks, **shared, **sizes
+        _top_tokens_row_kernel,
+        (num_rows,),
+        given,
+        log_probs=log_probs,
+        order=order,
+        num_chunks=num_chunks,
+        **shared,
+        **sizes,
     )
     return log_probs, order
 
