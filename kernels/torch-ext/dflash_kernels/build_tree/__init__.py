@@ -6,7 +6,6 @@ import heapq
 import math
 from typing import NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -222,7 +221,7 @@ def continuation(ids_T: Tensor, depth: int, most: int) -> tuple[list[int], int]:
     """
     text = ids_T.cpu().numpy()
     latest, num_same = len(text), 0
-    columns = numpy.flatnonzero(text[:-1] == text[-1:])
+    columns = (text[:-1] == text[-1:]).nonzero()[0]
     while len(columns) and num_same < most:
         latest, num_same = int(columns[-1]) + 1, num_same + 1
         columns = columns[columns >= num_same]
