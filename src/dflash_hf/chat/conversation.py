@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 from transformers import DynamicCache
 
+from dflash_hf.chat.branches import Tried
 from dflash_hf.evaluation.agreement import Agreement
 from dflash_hf.evaluation.image_files import ChatImage
 from dflash_hf.generation.stats import SpeculativeStats
@@ -56,6 +57,7 @@ class Run:
     num_tokens: int  # the bonus included
     num_accepted: int  # proposals of the draft among them
     seconds: float  # when they arrived, from the start of the call
+    tried: Tried | None = None  # what a verify of a tree looked at beside them
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,6 +89,18 @@ class Answer:
             num_accepted=[[run.num_accepted for run in self.runs[1:]]],
             num_proposed=self.block_size - 1,
         )
+
+    @property
+    def accepted_from(self) -> tuple[int, int, int] | None:
+        """Accepted proposals, before any cut, by where they came from, once a run that verified trees has ended.
+
+        The draft's first choices, what its branches led to, and what the text before had led to.
+        """
+        if self.stats is None or not self.stats.num_tried_by_node:
+            return None
+        total, from_text = sum(self.stats.num_accepted_by_node), self.stats.num_accepted_from_text
+        off_branch = sum(run.tried.num_off_branch for run in self.runs if run.tried)
+        return total - off_branch - from_text, off_branch, from_text
 
     @property
     def tokens_per_second(self) -> float:

@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from dflash_hf.chat.branches import BROKEN, VerifiedTree
 from dflash_hf.chat.conversation import Answer, Conversation, Run, Settings, State, Turn
 from dflash_hf.evaluation.agreement import agreement
 from dflash_hf.evaluation.harness import Processor, encode_prompt, tokenizer_of
@@ -29,7 +30,6 @@ MAX_CHARACTERS = 200_000
 MAX_IMAGES = 16  # of a conversation
 TICK, RACE_TICK = 0.08, 0.5  # seconds between two looks at a run; a page must not slow down what it times
 MANY_RUNS = 100  # that make looks half as frequent
-BROKEN = "\ufffd"  # what tokenizers show for bytes that are no character
 
 logger: Any = logging.get_logger(__name__)
 
@@ -58,13 +58,20 @@ class RunStreamer(BaseStreamer):
     def __init__(self, answer: Answer, stop: threading.Event, tokenizer: PreTrainedTokenizerBase) -> None:
         self.answer, self.stop, self.text = answer, stop, RunText(tokenizer)
         self.started = self.ended = 0.0  # of the call, by `time.perf_counter`; 0 before
-        self._arrived: list[tuple[Any, float]] = []  # the prompt, then committed tokens; with their times
+        # The prompt, then committed tokens; with their times, and the trees that were verified.
+        self._arrived: list[tuple[Any, float, VerifiedTree | None]] = []
+        self._tree: VerifiedTree | None = None  # of the tokens that come next
+
+    def put_tree(self, **tree: list[int]) -> None:
+        """Notes the tree of the verify whose tokens come next, as a [`TreeReport`] of one row."""
+        self._tree = VerifiedTree(**tree)
 
     def put(self, value: Any) -> None:
         """Notes what has come, and when; raises `Stopped` if the run is to end."""
         if self.stop.is_set():
             raise Stopped
-        self._arrived.append((value, time.perf_counter() - self.started))
+        self._arrived.append((value, time.perf_counter() - self.started, self._tree))
+        self._tree = None
 
     def end(self) -> None:
         """Nothing to do: the thread that called `generate` knows when it returns."""
@@ -73,13 +80,14 @@ class RunStreamer(BaseStreamer):
         """Brings the answer up to date."""
         answer = self.answer
         answer.seconds = (self.ended or time.perf_counter()) - self.started if self.started else 0.0
-        for value, seconds in self._arrived[1 + len(answer.runs) :]:
+        for value, seconds, tree in self._arrived[1 + len(answer.runs) :]:
             ids = value.reshape(-1).tolist()
             # A verify's last token is taken for the target's own until the run's end tells.
             is_verify = answer.drafted and bool(answer.runs)
             split = len(ids) - is_verify
             text, bonus, accepted = self.text.add(ids[:split]), self.text.add(ids[split:]), split if is_verify else 0
             run = Run(text=text, bonus=bonus, num_tokens=len(ids), num_accepted=accepted, seconds=seconds)
+            run.tried = None if tree is None else tree.read(answer.ids, len(ids), self.text.tokenizer)
             answer.runs.append(run)
             answer.ids += ids
         for run, accepted in zip(answer.runs[1:], answer.stats.num_accepted[0] if answer.stats else [], strict=False):
