@@ -112,7 +112,7 @@ class TreeBuilder:
                 f"at {depth} positions), got {num_nodes}; lower it"
             )
         self.num_nodes, self.num_ranks = num_nodes, min(vocab_size, num_nodes - 1)
-        self.follows = torch.tensor((FOLLOWS, GOES_ON), device="cpu").log().to(device)
+        self.follows = torch.tensor((FOLLOWS, GOES_ON), dtype=torch.float32, device="cpu").log().to(device)
 
     def build(
         self,

@@ -115,6 +115,8 @@ class Conversation:
             return False
         turn = fitted
         self.type(turn.typed)
+        if self._ended_early() and self._grows_with_pictures() and self.case.target in RECURRENT:
+            return False  # padding has gone into that row's states, which the whole conversation leaves out
         given = self.given(turn)
         if turn.rule == "sample" and turn.draft == "dflash2":
             # What its selector proposes, and so what is drawn, follows from the draft's context, which is in ours.
@@ -178,6 +180,10 @@ class Conversation:
             extra = {name: value for name, value in extra.items() if name == "token_type_ids"}
         mask = nn.functional.pad(self.mask, (0, self.case.ahead), value=1)
         return {"input_ids": ids, "attention_mask": mask, **extra}
+
+    def _ended_early(self) -> bool:
+        """Whether an earlier turn has left padding behind a row's end."""
+        return self.caches[1] is not None and bool((self.mask[:, :-1] > self.mask[:, 1:]).any())
 
     def _grows_with_pictures(self) -> bool:
         """Whether a conversation in a cache is given with all its images again, as Qwen's positions need them.

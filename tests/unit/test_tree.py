@@ -73,6 +73,15 @@ def test_the_nodes_are_the_most_likely_paths(num_nodes: int, depth: int, vocab: 
             assert on_path == {paths.index(path[:end]) for end in range(len(path) + 1)}
 
 
+def test_a_default_dtype_of_the_users_does_not_count() -> None:
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert TreeBuilder(8, 7, 30, CPU).follows.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_a_draft_that_is_sure_gives_a_chain() -> None:
     """Also where a probability rounds to one, so that a child is as likely as its parent."""
     scores = torch.zeros(1, 7, 30)
