@@ -38,7 +38,7 @@ BUFFERS = 32
 # Those that choose keep so many bytes of so many columns of a row: the best as one int64, or the greatest of a block,
 # which is shorter where more than 15 tokens are asked for, and a sum.
 CHOOSING = {"argmax": [(8, 4096)], "gumbel_argmax": [(8, 2048)], "top_tokens": [(4, 512), (4, 4096)]}
-FEW = 15
+FEW, SHORT = 15, {512: 128}
 COPYING = {
     "index_add",
     "index_copy",
@@ -155,7 +155,7 @@ class CountLaunches(TorchDispatchMode):
                 weakref.finalize(storage, self._free, storage.nbytes())
         scratch, kept = 0, CHOOSING.get(name.removeprefix(NAMESPACE), ())
         for size, columns in kept:
-            columns = 128 if columns == 512 and made[0].shape[-1] > FEW else columns
+            columns = SHORT.get(columns, columns) if made[0].shape[-1] > FEW else columns
             scratch += size * math.prod(given[0].shape[:-1]) * -(-given[0].shape[-1] // columns)
         self.peak = max(self.peak, self.alive + scratch)
         if self.part == "draft" and name in PRODUCTS and made[0].shape[-1] == self._vocab_size:

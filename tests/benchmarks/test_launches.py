@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from dflash_hf import ops
 from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.generation import step
-from dflash_kernels import keep_path
+from dflash_kernels import keep_path, top_tokens
 
 X = torch.ones(4, 6)
 WEIGHT = torch.ones(3, 6)
@@ -52,13 +52,21 @@ def test_the_rule(what: str) -> None:
 
 def test_what_choosing_takes_inside_is_counted() -> None:
     logits = torch.zeros(3, 2, 9000)
-    for name, columns in launch_count.CHOOSING.items():
+    for name, kept in launch_count.CHOOSING.items():
         kernel = pytest.importorskip("triton") and importlib.import_module(f"dflash_kernels.{name}.kernel")
-        assert columns == kernel.BLOCK_V
-    with torch.inference_mode(), CountLaunches(99) as count:
-        count.enter("decide")
-        ops.argmax(logits)
-    assert count.choosing == 8 * 6 * 3  # three chunks of six rows; what is returned is on a CPU
+        blocks = [(4, kernel.LONG), (4, kernel.CHUNK)] if name == "top_tokens" else [(8, kernel.BLOCK_V)]
+        assert kept == blocks
+        assert name != "top_tokens" or {kernel.LONG: kernel.SHORT} == launch_count.SHORT
+    cases: list[tuple[Callable[[], Any], int]] = [
+        (lambda: ops.argmax(logits), 8 * 6 * 3),  # three chunks of six rows; what is returned is on a CPU
+        (lambda: top_tokens(logits[:, :, None], 15), 4 * 6 * (18 + 3)),
+        (lambda: top_tokens(logits[:, :, None], 16), 4 * 6 * (71 + 3)),
+    ]
+    for choose, num_bytes in cases:
+        with torch.inference_mode(), CountLaunches(99) as count:
+            count.enter("decide")
+            choose()
+        assert count.choosing == num_bytes
 
 
 def test_a_path_is_moved_in_as_many_launches_as_it_takes() -> None:
