@@ -4,7 +4,8 @@ By themselves kernels run on CUDA devices of compute capability 8 and more, in f
 installed and can build them; everywhere else torch computes the same. Those that choose and count, and so are exact,
 also run in float32. Triton is imported when the first one is launched. One function each says whether a kernel is to
 be used: `attends`, `writes` (both that write caches), `fuses` (norms and activations), `picks` and `accepts`; `best`,
-`likeliest`, `commit` and those of trees ask by themselves. They read nothing on the host.
+`likeliest`, `commit` and those of trees ask by themselves. They read nothing on the
+host, but for what defines trees, which runs where their kernels do not.
 """
 
 from __future__ import annotations

@@ -50,7 +50,9 @@ class DraftTree:
         return DraftTree(self.parents.to(device), self.depths.to(device), self.ancestors.to(device))
 
     def follow(self, block_BN: Tensor, tokens_BN: Tensor, node_ids_BN: Tensor, path_BN: Tensor) -> None:
-        """Finds the path that the target goes: from the anchor on, always the child that it says. No host sync.
+        """Finds the path that the target goes: from the anchor on, always the child that it says.
+
+        By the kernel without a host sync; its definition reads.
 
         Args:
             block_BN, tokens_BN (`torch.Tensor` of shape `[B, N]`, int64): The nodes' tokens, of which siblings differ,
@@ -122,7 +124,7 @@ class TreeBuilder:
         candidates_BDC: Tensor | None = None,
         text: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> None:
-        """Builds the best tree of each row. No host sync.
+        """Builds the best tree of each row: by the kernels without a host sync; the definition reads.
 
         Args:
             scores (`torch.Tensor` of shape `[B, D, V]` or `[B, D, C, C]`): Log-probabilities of the next tokens, up to

@@ -31,7 +31,7 @@ from dflash_hf.target.reentry import outermost
 from dflash_hf.target.support import check_length
 from dflash_hf.tree import MAX_NODES, TreeBuilder
 
-# Times as many nodes as a chain has tokens: where verifying costs little more, twice as many bring most (docs/log.md).
+# Times as many nodes as a chain has tokens, at most, where the run chooses how many.
 MOST_NODES = 4
 
 
