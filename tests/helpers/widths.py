@@ -8,19 +8,27 @@ from collections.abc import Mapping
 import pytest
 
 from dflash_hf.generation import prefill
-from dflash_hf.generation.widths import WidthChooser
+from dflash_hf.generation.widths import CHAIN, WidthChooser
 
 
 class RandomWidths(WidthChooser):
-    """Any width; among captured ones any of these."""
+    """Any width, and the chain where that may stand in a tree's place; among captured ones any of these."""
 
-    def __init__(self, widest: int, seed: int) -> None:
-        super().__init__(widest)
+    def __init__(
+        self,
+        widest: int,
+        seed: int,
+        is_tree: bool = False,
+        first: int | None = None,
+        chain: int | None = None,
+    ) -> None:
+        super().__init__(widest, is_tree, first, chain)
         self.random = random.Random(seed)
         # What is captured: few, and none of those that the package would choose.
         self.widths = sorted({widest, max(widest * 2 // 3, 2), 1}, reverse=True)
         # Runs without a draft now and then.
         self.among = [*range(1, widest + 1), *[1] * (widest // 3)]
+        self.among += [CHAIN] * (0 if chain is None else widest // 2)
         self.left = 0
 
     def set_costs(self, costs: Mapping[int, float]) -> None:
@@ -34,15 +42,17 @@ class RandomWidths(WidthChooser):
         else:
             self.current = self.random.choice(self.among)
             self.left = self.random.choice([0, 0, 3, 9]) if self.current == 1 else 0
-        return self.current
+        return self.current or self.chain or 1
 
 
 def use_random_widths(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
     """Makes `verify_width="auto"` mean random widths."""
 
     class Seeded(RandomWidths):
-        def __init__(self, widest: int, is_tree: bool = False, first: int | None = None) -> None:
-            super().__init__(widest, seed)
+        def __init__(
+            self, widest: int, is_tree: bool = False, first: int | None = None, chain: int | None = None
+        ) -> None:
+            super().__init__(widest, seed, is_tree, first, chain)
 
     monkeypatch.setattr(prefill, "WidthChooser", Seeded)
 

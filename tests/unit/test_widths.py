@@ -332,6 +332,6 @@ def test_what_a_run_has_seen_is_kept_for_the_next_of_its_pair_and_rows() -> None
     del target
     gc.collect()
     give_chooser(WidthChooser(4), draft, other := nn.Linear(1, 1), 1)
-    assert list(_kept[draft]) == [(weakref.ref(other), 1, 4, False)], (
+    assert list(_kept[draft]) == [(weakref.ref(other), 1, 4, False, None)], (
         "what belongs to a target that is no more is dropped"
     )

@@ -165,7 +165,8 @@ class DFlashCandidateGenerator:
         self.cache.begin(self._on_draft(block))
         noise_embeds = draft.embed(state.draft_ids, self.target.embedding)
         hidden = draft.forward_block(noise_embeds.to(self.device, self.dtype), self.cache, self._context())
-        num = state.width - 1 if self.trees is None else self.num_proposals
+        trees = self.trees if state.tree is not None else None
+        num = state.width - 1 if trees is None else self.num_proposals
         slots = slice(1 - self.ahead, num + 1 - self.ahead)  # those that propose
         hidden = states = hidden[:, slots]
         if draft.lm_head is None:
@@ -174,8 +175,8 @@ class DFlashCandidateGenerator:
         logits = draft.compute_logits(states, self.target.head).to(device)
         self.logits = logits if self.keeps_logits else None
         positions = block.positions[:, slots] + self.ahead
-        if self.trees is not None:
-            self._propose_tree(self.trees, state, hidden, logits, positions)
+        if trees is not None:
+            self._propose_tree(trees, state, hidden, logits, positions)
             return
         if self.rule_of_user is not None:
             state.proposals.copy_(self.rule_of_user(logits, state.anchor))

@@ -274,9 +274,12 @@ def _chooser(generator: DFlashCandidateGenerator, state: DecodeState, keeps_buff
         asked = None if is_half or (state.is_sampled and generator.rule == "sample") else "auto"
     if asked != "auto" or width < 2:
         return None
-    is_tree = generator.trees is not None
-    kept = None if keeps_buffers else take_chooser(draft, target.model, state.ids.shape[0], width, is_tree)
-    return WidthChooser(width, is_tree, first=generator.num_proposals + 1) if kept is None else kept
+    is_tree, longest = generator.trees is not None, generator.num_proposals + 1
+    # A number asks for trees; captured, each choice would be a graph more.
+    may_be_chain = is_tree and options.num_tree_nodes in (None, "auto") and longest <= width and not keeps_buffers
+    chain, rows = longest if may_be_chain else None, state.ids.shape[0]
+    kept = None if keeps_buffers else take_chooser(draft, target.model, rows, width, is_tree, chain)
+    return WidthChooser(width, is_tree, longest, chain) if kept is None else kept
 
 
 def _limit(criteria: StoppingCriteriaList, generation_config: GenerationConfig, num_columns: int) -> int:

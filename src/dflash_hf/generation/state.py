@@ -120,6 +120,7 @@ class DecodeState:
         columns (`int`): Columns of the prompts in `ids`.
         limit (`int`): Tokens a row may generate.
         width (`int`): Tokens that the step verifies, at most `W`; each step may have its own.
+        is_chain (`bool`): Whether the step verifies a chain although the run has trees.
         has_eos, is_sampled (`bool`): Whether there are end-of-sequence ids, and whether tokens are sampled.
         draft_probs (`torch.Tensor` of shape `[B, width - 1, V]`, *optional*): Distribution of the proposals, for
             rejection. Of a tree `[B, width, V]`: the one that each node's children were drawn from.
@@ -145,6 +146,7 @@ class DecodeState:
     columns: int = 0
     limit: int = 0
     width: int = 1
+    is_chain: bool = False
     has_eos: bool = False
     is_sampled: bool = False
     draft_probs: Tensor | None = None
@@ -192,7 +194,7 @@ class DecodeState:
 
         The first commit, of the token that the prefill decides, makes that token the anchor.
         """
-        self.columns, self.limit, self.width = input_ids.shape[1], limit, 1
+        self.columns, self.limit, self.width, self.is_chain = input_ids.shape[1], limit, 1, False
         self.ids.zero_()[:, : self.columns] = input_ids
         self.cursor.fill_(self.columns)
         self.remaining.fill_(limit)
@@ -233,8 +235,8 @@ class DecodeState:
 
     @property
     def tree(self) -> DraftTree | None:
-        """The tree that this step verifies, if it is more than the anchor and none is a chain."""
-        if self.nodes is None or self.width == 1:
+        """The tree that this step verifies, if it is more than the anchor and no chain."""
+        if self.nodes is None or self.width == 1 or self.is_chain:
             return None
         return DraftTree(*self.nodes[:3, :, : self.width])
 
@@ -245,7 +247,8 @@ class DecodeState:
 
     def report_in(self, outcome: Tensor, width: int) -> TreeReport | None:
         """What the `outcome` of a step says of its tree of `width` tokens, if it verified one; views."""
-        return None if self.nodes is None or width == 1 else TreeReport(*self._parts_of_tree(outcome, width))
+        is_tree = self.nodes is not None and width > 1 and not self.is_chain
+        return TreeReport(*self._parts_of_tree(outcome, width)) if is_tree else None
 
     @property
     def report(self) -> TreeReport | None:

@@ -23,6 +23,7 @@ from dflash_hf.generation.buffers import buckets_between, reads_lengths_on_devic
 from dflash_hf.generation.compiled import compile_errors, compiled_layers
 from dflash_hf.generation.run import Run, has_room, make_room, tapped
 from dflash_hf.generation.state import NUM_REPORTED
+from dflash_hf.generation.widths import along_chain
 
 logger: Any = logging.get_logger(__name__)
 
@@ -42,11 +43,14 @@ def step(run: Run) -> tuple[Tensor, list[int]]:
 
 def begin(run: Run) -> None:
     """Sets the step's width and counts its two forwards; a block of one token is not drafted."""
-    if run.chooser is not None:
-        run.state.width = run.chooser.next_width()
-    run.state.width = run.ranks.meet(run.state.width)
+    state, chooser = run.state, run.chooser
+    if chooser is not None:
+        state.width, state.is_chain = chooser.next_width(), chooser.is_chain
+    # One number says both: a chain's is negative.
+    number = run.ranks.meet(-state.width if state.is_chain else state.width)
+    state.width, state.is_chain = abs(number), number < 0
     run.stats.num_target_forwards += 1
-    run.stats.num_draft_forwards += run.state.width > 1
+    run.stats.num_draft_forwards += state.width > 1
 
 
 def forwards(run: Run, bound: int | None = None) -> CausalLMOutputWithPast:
@@ -178,14 +182,18 @@ def finish(run: Run, outcome: Tensor, width: int) -> list[int]:
         stats.num_accepted[row].append(accepted[row])
     stats.verify_widths.append(width)
     kept: list[list[int]] | None = None
+    chains: list[tuple[int, int]] = []
     if tree is not None:
         path, sources = tree.path.tolist(), tree.sources.tolist()
         kept = [path[row][1 : accepted[row] + 1] for row in running]
         stats.count_nodes(width, kept, [sources[row] for row in running])
+        if run.chooser is not None and run.chooser.chain is not None:
+            parents = tree.parents.tolist()
+            chains = [along_chain(parents[row], path[row]) for row in running]
     if run.chooser is not None:
         # Without the rest: how long a streamer takes does not depend on the width.
         seconds = stats.draft_seconds + stats.verify_seconds + stats.accept_seconds
-        run.chooser.observe(width, [accepted[row] for row in running], seconds, kept)
+        run.chooser.observe(width, [accepted[row] for row in running], seconds, kept, chains)
         if run.finished and (verdict := run.chooser.verdict()) is not None:
             logger.warning_once(verdict)
     run.watch.lap("rest")

@@ -1,9 +1,10 @@
-"""How many tokens of a block the target verifies, where that follows the run (`verify_width="auto"`).
+"""How many tokens the target verifies, and whether as a tree, where that follows the run (`verify_width="auto"`).
 
 Before each step the width is chosen whose expected number of committed tokens per second is the greatest, by the share
 of verifies that accepted each proposal and by what steps of each width take. Width 1 is plain decoding, without a
-draft. A choice that is never left learns nothing about the others: the second best is tried now and then. The rule,
-and why it keeps text and distribution, is in docs/engines.md.
+draft. Where trees are verified, the chain of all proposals is one more choice: it costs less, and a draft that is
+sure of itself needs no branches. A choice that is never left learns nothing about the others: the second best is tried
+now and then. The rule, and why it keeps text and distribution, is in docs/engines.md.
 
 Nothing here touches a tensor or waits for a device: counts come from what the host reads of a step anyhow, times from
 its clock or, for captured steps, from replays before the first one.
@@ -20,7 +21,8 @@ from typing import ClassVar
 
 from torch import nn
 
-_Pair = tuple[weakref.ref[nn.Module], int, int, bool]  # target, rows, tokens verified at most, whether trees
+# Target, rows, tokens verified at most, whether trees, and tokens of the chain beside them.
+_Pair = tuple[weakref.ref[nn.Module], int, int, bool, int | None]
 # What a step has shown counts for half after 14 further ones with a draft: a text changes its nature within a few
 # sentences.
 FORGETTING = 0.95
@@ -38,6 +40,8 @@ TRYING, OPTIMISM = 0.005, 0.5
 MIN_SAVING = 0.05
 # Steps with a draft that show whether it pays.
 ENOUGH_DRAFTED = 3
+# Among widths: not a tree, but the chain of all proposals; as `num_tree_nodes=0` says it.
+CHAIN = 0
 
 
 def candidate_widths(widest: int) -> list[int]:
@@ -112,6 +116,58 @@ def fitted_costs(known: Mapping[int, float], widths: Sequence[int]) -> dict[int,
     return costs
 
 
+def along_chain(parents: Sequence[int], path: Sequence[int]) -> tuple[int, int]:
+    """Compares the path that the target went with the chain of the likeliest, each node's first child.
+
+    Args:
+        parents (sequence of `int`): The node that each one of a tree follows, the anchor's is itself.
+        path (sequence of `int`): The node at each depth, 0 behind the path's end.
+
+    Returns:
+        `tuple[int, int]`: How many proposals of the chain were accepted, and how many tried: one more where the target
+        left the chain, not where the tree had no more of it.
+    """
+    node, num = 0, 0
+    while node + 1 < len(parents):
+        try:
+            node = parents.index(node, node + 1)
+        except ValueError:
+            break
+        if num + 1 == len(path) or path[num + 1] != node:
+            return num, num + 1
+        num += 1
+    return num, num
+
+
+class _Counts:
+    """Of each proposal how many verifies tried it and how many accepted it, exponentially forgotten."""
+
+    def __init__(self, num: int) -> None:
+        self.tried, self.accepted = [0.0] * num, [0.0] * num
+
+    def add(self, index: int, tried: int, accepted: int) -> None:
+        """Counts what a step did with a proposal."""
+        self.tried[index] = self.tried[index] * FORGETTING + tried
+        self.accepted[index] = self.accepted[index] * FORGETTING + accepted
+
+    def add_chains(self, chains: Sequence[tuple[int, int]]) -> None:
+        """Counts, per row, how many proposals of a chain were accepted and how many tried."""
+        for index in range(len(self.tried)):
+            self.add(index, sum(tried > index for _, tried in chains), sum(kept > index for kept, _ in chains))
+
+    def shares(self, optimism: float = 0.0) -> list[float]:
+        """Returns the share of each proposal of a chain that is accepted where all before it are.
+
+        The less a position was tried lately, the nearer to the share of all positions together, so that a wider
+        verify is tried again in time.
+        """
+        pooled = (sum(self.accepted) + PRIOR_WEIGHT * PRIOR_SHARE) / (sum(self.tried) + PRIOR_WEIGHT)
+        return [
+            (accepted + PRIOR_WEIGHT * pooled + optimism) / (tried + PRIOR_WEIGHT + optimism)
+            for accepted, tried in zip(self.accepted, self.tried, strict=True)
+        ]
+
+
 class WidthChooser:
     """Follows a run and says how wide its next verify is.
 
@@ -122,16 +178,21 @@ class WidthChooser:
         widest (`int`): Widest verify, the anchor included; at least 2.
         is_tree (`bool`): Whether trees are verified, whose nodes are no proposals one behind the other.
         first (`int`, *optional*): Widest of the first verify, before anything is known; by default `widest`.
+        chain (`int`, *optional*): Tokens of the chain that may be verified instead of a tree.
     """
 
     # Whether a run whose `verify_width` is left out has one where it may. Tests see to it that it has none: what they
     # look at would depend on the machine.
     by_default: ClassVar[bool] = True
 
-    def __init__(self, widest: int, is_tree: bool = False, first: int | None = None) -> None:
+    def __init__(
+        self, widest: int, is_tree: bool = False, first: int | None = None, chain: int | None = None
+    ) -> None:
         self.is_tree = is_tree
         self.first = widest if first is None else first
+        self.chain, self._chains = chain, _Counts(0 if chain is None else chain - 1)
         self.widths = candidate_widths(widest)
+        # What was chosen for the step that was launched last: a width, or `CHAIN`.
         self.current = widest
         self._measured: dict[int, float] | None = None
         self._times: dict[int, deque[float]] = {}
@@ -140,9 +201,7 @@ class WidthChooser:
         # last verify brought more than steps without a draft had in its time.
         self._held = widest
         self._steps, self._hold, self._pays = 0, FIRST_HOLD, False
-        # Per proposal, exponentially forgotten: verifies that reached and tried it, and those that accepted it.
-        self._tried = [0.0] * (widest - 1)
-        self._accepted = [0.0] * (widest - 1)
+        self._counts = _Counts(widest - 1)
         # Steps, those with a draft, the rows that these have verified, and the tokens that came of it.
         self._num_steps = self._num_drafted = self._num_verifies = self._num_tokens = 0
 
@@ -152,36 +211,60 @@ class WidthChooser:
         How long a width has been held is counted on: many answers are shorter than a hold.
         """
         self._clock, self._pays = 0.0, False
-        self._hold = min(self._hold, FIRST_HOLD)
+        if self._held == 1:  # nothing is learned without a draft
+            self._hold = min(self._hold, FIRST_HOLD)
 
     def set_costs(self, costs: Mapping[int, float]) -> None:
         """Gives the costs of the only widths that may be chosen from now on; the run's own times count no more."""
         self._measured = dict(costs)
 
     def next_width(self) -> int:
-        """Returns the width of the next step, and keeps it in `current`."""
+        """Returns the width of the next step, and keeps what was chosen in `current`."""
+        self._choose()
+        return self.current or self.chain or 1
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether the step that was launched last verifies the chain instead of a tree."""
+        return self.current == CHAIN
+
+    def _choose(self) -> None:
         self._steps += 1
         if self._held == 1 and self._steps <= self._hold and not self._pays:
             self.current = 1  # at plain decoding's price
-            return 1
-        shares, costs = self.conditional_acceptance(), self.costs()
+            return
+        costs = self.costs()
         # The first verify is as wide as may be: it shows the most.
         allowed = [width for width in costs if width <= self.first] or [min(costs)]
-        best = choose_width(shares, costs) if self._num_steps else max(allowed)
+        best = self._best(costs) if self._num_steps else max(allowed)
         self.current = best
         if best != self._held:
-            self._held, self._steps, self._hold = best, 1, FIRST_HOLD if best > 1 else FIRST_PAUSE
+            self._held, self._steps, self._hold = best, 1, FIRST_HOLD if best != 1 else FIRST_PAUSE
         elif len(costs) > 1 and (self._steps > self._hold or (best == 1 and self._pays)):
-            shares = self.conditional_acceptance(OPTIMISM) if best == 1 else shares
-            self.current = choose_width(shares, {width: cost for width, cost in costs.items() if width != best})
+            others = {width: cost for width, cost in costs.items() if width != best}
+            self.current = self._best(others, OPTIMISM if best == 1 else 0.0)
             self._steps = 0
-            if not self._pays or best > 1:
+            if not self._pays or best != 1:
                 self._hold = min(2 * self._hold, LONGEST_HOLD)
         self._pays = False
-        return self.current
+
+    def _best(self, costs: Mapping[int, float], optimism: float = 0.0) -> int:
+        """Returns which of these brings the most tokens in its time, by [`choose_width`]; the chain only if more."""
+        shares, chain = self.conditional_acceptance(optimism), costs.get(CHAIN)
+        widths = {width: cost for width, cost in costs.items() if width != CHAIN}
+        if chain is None or self.chain is None:
+            return choose_width(shares, widths)
+        rate = expected_tokens(self._chains.shares(optimism), self.chain) / chain
+        best = choose_width(shares, widths) if widths else CHAIN
+        return CHAIN if best == CHAIN or rate > expected_tokens(shares, best) / costs[best] else best
 
     def observe(
-        self, width: int, accepted: Sequence[int], clock: float, nodes: Sequence[Sequence[int]] | None = None
+        self,
+        width: int,
+        accepted: Sequence[int],
+        clock: float,
+        nodes: Sequence[Sequence[int]] | None = None,
+        chains: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Takes in what a step did.
 
@@ -191,19 +274,21 @@ class WidthChooser:
             clock (`float`): Seconds that steps have taken so far. What has been added since the last call is booked
                 on `current`, the step that was launched last.
             nodes (sequence of sequences of `int`, *optional*): Which nodes those were, where a tree was verified.
+            chains (sequence of pairs of `int`): What [`along_chain`] says of each of its rows.
         """
         self._num_steps += 1
         self._times.setdefault(self.current, deque(maxlen=NUM_TIMES)).append(max(clock - self._clock, 1e-9))
         self._clock = clock
         if width == 1 or not accepted:
             return
-        for index in range(len(self._tried)):
-            if nodes is None:
-                reached, kept = sum(count >= index for count in accepted), sum(count > index for count in accepted)
-            else:
-                reached, kept = len(nodes), sum(index + 1 in row for row in nodes)
-            self._tried[index] = self._tried[index] * FORGETTING + (reached if index < width - 1 else 0)
-            self._accepted[index] = self._accepted[index] * FORGETTING + kept
+        if nodes is None:
+            counts = self._chains if self.is_tree else self._counts
+            counts.add_chains([(count, min(count + 1, width - 1)) for count in accepted])
+        else:
+            for index in range(len(self._counts.tried)):
+                kept = sum(index + 1 in row for row in nodes)
+                self._counts.add(index, len(nodes) if index < width - 1 else 0, kept)
+            self._chains.add_chains(chains)
         num_tokens = len(accepted) + sum(accepted)
         self._num_drafted += 1
         self._num_verifies, self._num_tokens = self._num_verifies + len(accepted), self._num_tokens + num_tokens
@@ -226,11 +311,16 @@ class WidthChooser:
         """Returns what a step of each width costs that may be chosen, as far as it is known."""
         if self._measured is not None:
             return self._measured
-        known = {width: min(times) for width, times in self._times.items()}
+        known = {width: min(times) for width, times in self._times.items() if width != CHAIN}
         # One slow step, such as a run's first, is no cost: the others say what it may be at most.
         sure = {width: cost for width, cost in known.items() if width == 1 or len(self._times[width]) > 1}
         most = fitted_costs(sure, self.widths)
-        return fitted_costs({width: min(cost, most.get(width, cost)) for width, cost in known.items()}, self.widths)
+        costs = fitted_costs({width: min(cost, most.get(width, cost)) for width, cost in known.items()}, self.widths)
+        if self.chain is not None:
+            # Nothing is built: not more than a tree of as many tokens.
+            most = min(cost for width, cost in costs.items() if width >= self.chain)
+            costs[CHAIN] = min([most, *self._times.get(CHAIN, ())])
+        return costs
 
     def conditional_acceptance(self, optimism: float = 0.0) -> list[float]:
         """Returns the share of each proposal that is accepted where all before it are.
@@ -238,20 +328,10 @@ class WidthChooser:
         Of a tree, by how much less often each node is accepted than the one before: the sum that `expected_tokens`
         forms is then the mean number of accepted nodes.
 
-        The less a position was tried lately, the nearer to the share of all positions together, so that a wider
-        verify is tried again in time.
-
         Args:
             optimism (`float`): How often each is taken to have been accepted beside what was seen.
         """
-        if self.is_tree:
-            return self._conditional_of_tree(optimism)
-        all_tried, all_accepted = sum(self._tried), sum(self._accepted)
-        pooled = (all_accepted + PRIOR_WEIGHT * PRIOR_SHARE) / (all_tried + PRIOR_WEIGHT)
-        return [
-            (accepted + PRIOR_WEIGHT * pooled + optimism) / (tried + PRIOR_WEIGHT + optimism)
-            for accepted, tried in zip(self._accepted, self._tried, strict=True)
-        ]
+        return self._conditional_of_tree(optimism) if self.is_tree else self._counts.shares(optimism)
 
     def _conditional_of_tree(self, optimism: float) -> list[float]:
         """Nodes are accepted the less often the further back they stand: the counts that say otherwise are averaged.
@@ -260,7 +340,7 @@ class WidthChooser:
         """
         runs = list[tuple[float, float, int]]()  # accepted, tried, and how many nodes are averaged
         before = 1.0
-        for index, (accepted, tried) in enumerate(zip(self._accepted, self._tried, strict=True)):
+        for index, (accepted, tried) in enumerate(zip(self._counts.accepted, self._counts.tried, strict=True)):
             likely = max(PRIOR_SHARE, index / (index + 1)) * before
             accepted, tried = accepted + PRIOR_WEIGHT * likely + optimism * before, tried + PRIOR_WEIGHT + optimism
             num, before = 1, accepted / tried
@@ -291,10 +371,10 @@ _kept: weakref.WeakKeyDictionary[nn.Module, dict[_Pair, WidthChooser]] = weakref
 
 
 def take_chooser(
-    draft: nn.Module, target: nn.Module, rows: int, widest: int, is_tree: bool = False
+    draft: nn.Module, target: nn.Module, rows: int, widest: int, is_tree: bool = False, chain: int | None = None
 ) -> WidthChooser | None:
     """Returns what an earlier run of this pair has left for one of as many rows and as wide verifies, if it has."""
-    chooser = _kept.get(draft, {}).pop((weakref.ref(target), rows, widest, is_tree), None)
+    chooser = _kept.get(draft, {}).pop((weakref.ref(target), rows, widest, is_tree, chain), None)
     if chooser is not None:
         chooser.begin()
     return chooser
@@ -305,11 +385,12 @@ def give_chooser(chooser: WidthChooser, draft: nn.Module, target: nn.Module, row
     held = _kept.setdefault(draft, {})
     for pair in [pair for pair in held if pair[0]() is None]:
         del held[pair]
-    held[weakref.ref(target), rows, chooser.widths[0], chooser.is_tree] = chooser
+    held[weakref.ref(target), rows, chooser.widths[0], chooser.is_tree, chooser.chain] = chooser
 
 
 __all__ = [
     "WidthChooser",
+    "along_chain",
     "candidate_widths",
     "choose_width",
     "expected_tokens",
