@@ -115,6 +115,16 @@ def fuses(*tensors: Tensor) -> bool:
     return bool(_Setting.enabled) or first.dtype in HALF
 
 
+def shortens(tensor: Tensor) -> bool:
+    """Returns True if modules are to run in fewer operations of torch's own: on a CPU, where no kernel does.
+
+    Args:
+        tensor (`torch.Tensor`): A weight.
+    """
+    is_bare = tensor.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    return _Setting.enabled is None and is_bare and not _wants_gradient(tensor)
+
+
 def picks(logits: Tensor) -> bool:
     """Returns True if [`argmax`], [`gumbel_argmax`] or [`top_tokens`] is to look at these logits, in float32 too."""
     return _uses_kernels(logits) and (bool(_Setting.enabled) or logits.dtype in (*HALF, torch.float32))
@@ -229,6 +239,7 @@ __all__ = [
     "num_paths",
     "picks",
     "rms_norm",
+    "shortens",
     "silu_mul",
     "writes",
 ]

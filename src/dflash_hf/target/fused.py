@@ -1,13 +1,16 @@
-"""Parts of the target by our own kernels during a verify: norms, gated activations, residual sums, what comes before
-attention. A layer of Qwen3 that launches 55 kernels launches 14 then.
+"""Parts of the target in fewer operations during a verify: norms, gated activations, residual sums, attention.
 
-No module is known by its name alone. What its class's forward computes is compared with what a kernel's reference
-does, once per class, on small random inputs on the CPU, in float32 and in 16 bits: bit for bit, or the module runs as
-it is. So does one that has a forward of its own, and one that a kernel would pass by while hooks hang on it.
+Where kernels run (`ops.fuses`) by our own: a layer of Qwen3 that launches 55 kernels launches 14 then. On a CPU
+(`ops.shortens`) norms and attention by fewer operations and module calls of torch's own, which are most of what a small
+model's layer takes.
+
+No module is known by its name alone. What its class's forward computes is compared with what takes its place, or
+with the kernel's reference, once per class, on small random inputs on the CPU, in float32 and in 16 bits: bit for bit,
+or the module runs as it is. So does one that has a forward of its own, and one that would be passed by while hooks
+hang on it.
 
 Nothing of the model is changed but for an attribute `forward` on these modules while a verify runs, which acts in the
-verifying thread only. Hooks are called outside of `forward`, so taps fire as ever. Where no kernels run (`ops.fuses`),
-nothing is done at all.
+verifying thread only. Hooks are called outside of `forward`, so taps fire as ever.
 """
 
 from __future__ import annotations
@@ -64,11 +67,13 @@ class _Plan(NamedTuple):
     Args:
         modules (list of weak references): Those of the target.
         dtype (`torch.dtype`): What was checked.
+        is_kernels (`bool`): Whether it is fused by kernels, else by torch.
         forwards (list of `(weak reference, callable)`): Modules and their forwards.
     """
 
     modules: list[weakref.ref[nn.Module]]
     dtype: torch.dtype
+    is_kernels: bool
     forwards: list[tuple[weakref.ref[nn.Module], Forward]]
 
 
@@ -81,16 +86,17 @@ _known: dict[object, bool] = {}
 
 @contextmanager
 def fused_modules(target: Target) -> Generator[None]:
-    """Runs modules of the target's decoder whose formula is known by kernels, in this thread only.
+    """Runs modules of the target's decoder whose formula is known in fewer operations, in this thread only.
 
     Args:
-        target (`Target`): The target; nothing happens unless its embedding is where kernels run.
+        target (`Target`): The target; nothing happens unless its embedding is on a CPU or where kernels run.
     """
     weight: Any = target.embedding.weight
-    if not ops.fuses(weight):
+    is_kernels = ops.fuses(weight)
+    if not is_kernels and not ops.shortens(weight):
         yield
         return
-    forwards, user, before = _plan(target, weight.dtype).forwards, object(), _here.is_on
+    forwards, user, before = _plan(target, weight.dtype, is_kernels).forwards, object(), _here.is_on
 
     def put_back() -> None:
         _here.is_on = before
@@ -118,22 +124,22 @@ def fused_modules(target: Target) -> Generator[None]:
 def fused_attention(target: Target) -> list[nn.Module]:
     """Returns the attention modules that a verify runs by kernels, in no order; none where no kernels run."""
     weight: Any = target.embedding.weight
-    modules = [module() for module, _ in _plan(target, weight.dtype).forwards] if ops.fuses(weight) else []
+    modules = [module() for module, _ in _plan(target, weight.dtype, True).forwards] if ops.fuses(weight) else []
     return [module for module in modules if module is not None and module._modules.keys() >= _ATTENTION]
 
 
-def _plan(target: Target, dtype: torch.dtype) -> _Plan:
+def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
     """What can be fused; found again when modules were replaced."""
-    plan = _plans.get(target.model)
-    if plan is None or plan.dtype != dtype or [module() for module in plan.modules] != target.modules:
+    plan, kind = _plans.get(target.model), (dtype, is_kernels)
+    if plan is None or plan[1:3] != kind or [module() for module in plan.modules] != target.modules:
         found = list[tuple[weakref.ref[nn.Module], Forward]]()
         # What torch.compile has traced is not to be traced again.
         is_compiled = any(module._compiled_call_impl is not None for module in target.modules)
         for module in [] if is_compiled else target.decoder.modules():
-            fused = _forward_of(module, dtype)
+            fused = _forward_of(module, dtype) if is_kernels else _short_forward_of(module, dtype)
             if fused is not None:
                 found.append((weakref.ref(module), _switched(module, fused)))
-        plan = _plans[target.model] = _Plan([weakref.ref(module) for module in target.modules], dtype, found)
+        plan = _plans[target.model] = _Plan([weakref.ref(module) for module in target.modules], *kind, found)
     return plan
 
 
@@ -155,15 +161,21 @@ def _forward_of(module: Any, dtype: torch.dtype) -> Forward | None:
         return functools.partial(_norm_forward, eps)
     if children - {"act_fn"} == _GATED and _is_gated(module, dtype):
         return _gated_forward
-    if children in (_ATTENTION, _ATTENTION | _HEAD_NORMS) and {"head_dim", "config"} <= vars(module).keys():
-        epsilons = {norm_eps(norm, dtype) for norm in _head_norms(module)} or {0.0}
-        eps = epsilons.pop()
-        if eps is not None and not epsilons and _is_attention(module, eps, dtype):
-            return functools.partial(_attention_forward, eps)
+    if (eps := _attention_eps(module, dtype, ops.rms_norm.reference, _attend_by_reference)) is not None:
+        return functools.partial(_attention_forward, eps)
     if children == _LAYER:
         eps = norm_eps(module.post_attention_layernorm, dtype)
         if eps is not None and _is_layer(module, eps, dtype):
             return functools.partial(_layer_forward, eps)
+    return None
+
+
+def _short_forward_of(module: Any, dtype: torch.dtype) -> Forward | None:
+    """The forward in fewer operations of torch of a module whose formula is known, else `None`."""
+    if (eps := norm_eps(module, dtype, _rms_norm)) is not None:
+        return functools.partial(_short_norm_forward, eps)
+    if (eps := _attention_eps(module, dtype, _rms_norm, _attend_by_torch)) is not None:
+        return functools.partial(_short_attention_forward, eps)
     return None
 
 
@@ -189,42 +201,90 @@ def _gated_forward(plain: Forward, module: Any, *args: Any, **kwargs: Any) -> An
     return module.down_proj(ops.silu_mul(gate, up) if ops.fuses(gate, up) else module.act_fn(gate) * up)
 
 
+def _short_norm_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs: Any) -> Any:
+    if len(args) != 1 or kwargs or args[0].dtype != module.weight.dtype:
+        return plain(module, *args, **kwargs)
+    return _rms_norm(args[0], module.weight, eps)
+
+
+def _rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """What `ops.rms_norm.reference` computes; in float32 torch's own operation rounds as it does."""
+    if states.dtype == torch.float32:
+        return nn.functional.rms_norm(states, weight.shape, weight, eps)
+    wide = states.to(torch.float32)
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(states.dtype)
+
+
 def _attention_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs: Any) -> Any:
-    hidden: Any = kwargs.get("hidden_states")
-    angles: Any = kwargs.get("position_embeddings")
-    cache: Any = kwargs.get(KEYWORD)
-    is_verify = isinstance(cache, RaggedCache) and cache is kwargs.get("past_key_values")
-    # Of heads that are rotated in part there are fewer angles.
-    if is_verify and not args and hidden is not None and angles is not None and angles[0].shape[-1] == module.head_dim:
+    if (cache := _cache_of_verify(module, args, kwargs)) is not None:
         buffers, norms = cache.buffers_of(module.layer_idx), _head_norms(module)
-        taken = [hidden, *(norm.weight for norm in norms), *angles]
+        taken = [kwargs["hidden_states"], *(norm.weight for norm in norms), *kwargs["position_embeddings"]]
         if all(map(_is_bare, norms)) and ops.writes(taken, buffers):
-            return _attend(module, eps, hidden, angles, cache, kwargs, ops.norm_rope_write)
+            return _attend_by(ops.norm_rope_write, module, eps, cache, kwargs)
     return plain(module, *args, **kwargs)
 
 
-def _attend(
-    module: Any,
-    eps: float,
-    hidden: Tensor,
-    angles: tuple[Tensor, Tensor],
-    cache: RaggedCache,
-    kwargs: dict[str, Any],
-    write: Callable[..., Tensor],
+def _short_attention_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs: Any) -> Any:
+    if (cache := _cache_of_verify(module, args, kwargs)) is not None and all(map(_is_bare, _head_norms(module))):
+        return _attend_by_torch(module, eps, cache, kwargs)
+    return plain(module, *args, **kwargs)
+
+
+def _cache_of_verify(module: Any, args: Any, kwargs: dict[str, Any]) -> RaggedCache | None:
+    """The ragged cache of a verify that calls an attention as [`_attend_by`] reads its keywords, else `None`."""
+    cache, angles = kwargs.get(KEYWORD), kwargs.get("position_embeddings")
+    is_verify = isinstance(cache, RaggedCache) and cache is kwargs.get("past_key_values") and not args
+    # Of heads that are rotated in part there are fewer angles.
+    if not is_verify or angles is None or angles[0].shape[-1] != module.head_dim or "hidden_states" not in kwargs:
+        return None
+    return cache
+
+
+def _attend_by(
+    write: Callable[..., Tensor], module: Any, eps: float, cache: RaggedCache, kwargs: dict[str, Any]
 ) -> tuple[Tensor, None]:
     """Attention over the ragged cache, its queries, keys and values by `norm_rope_write` or its reference."""
     assert cache.block is not None
-    shape, index = (*hidden.shape[:-1], -1, module.head_dim), module.layer_idx
+    hidden, index = kwargs["hidden_states"], module.layer_idx
+    shape = (*hidden.shape[:-1], -1, module.head_dim)
     heads = [project(hidden).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj)]
-    cos, sin = (part.expand(len(hidden), -1, -1) for part in angles)
+    cos, sin = (part.expand(len(hidden), -1, -1) for part in kwargs["position_embeddings"])
     buffers = cache.buffers_of(index)
     lengths = cache.block.on(hidden.device).lengths
     weights = [norm.weight for norm in _head_norms(module)] or [None, None]
     query = write(*heads, *weights, cos, sin, lengths, *buffers, eps)
+    return _attend(module, query, *cache.read(index), cache, kwargs)
+
+
+def _attend_by_reference(module: Any, eps: float, cache: RaggedCache, kwargs: dict[str, Any]) -> tuple[Tensor, None]:
+    return _attend_by(ops.norm_rope_write.reference, module, eps, cache, kwargs)
+
+
+def _attend_by_torch(module: Any, eps: float, cache: RaggedCache, kwargs: dict[str, Any]) -> tuple[Tensor, None]:
+    """Attention over the ragged cache; heads stay where the projections put them, nothing is transposed for RoPE."""
+    hidden, (cos, sin) = kwargs["hidden_states"], kwargs["position_embeddings"]
+    shape, cos, sin = (*hidden.shape[:-1], -1, module.head_dim), cos[:, :, None], sin[:, :, None]
+    query, key = module.q_proj(hidden).view(shape), module.k_proj(hidden).view(shape)
+    if norms := _head_norms(module):
+        query, key = _rms_norm(query, norms[0].weight, eps), _rms_norm(key, norms[1].weight, eps)
+    keys, values = cache.extend(module.layer_idx, _rotate(key, cos, sin), module.v_proj(hidden).view(shape))
+    return _attend(module, _rotate(query, cos, sin), keys, values, cache, kwargs)
+
+
+def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = states.chunk(2, dim=-1)
+    return states * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _attend(
+    module: Any, query: Tensor, keys: Tensor, values: Tensor, cache: RaggedCache, kwargs: dict[str, Any]
+) -> tuple[Tensor, None]:
+    """Attention with queries `[B, W, H, E]`, and the projection behind it."""
     out, _ = ragged_block(
         module,
         query.transpose(1, 2),
-        *cache.read(index),
+        keys,
+        values,
         kwargs.get("attention_mask"),
         module.scaling,
         module.attention_dropout if module.training else 0.0,
@@ -258,12 +318,15 @@ def _residuals(
 # ---- whether that is what a module computes
 
 
-def norm_eps(module: Any, dtype: torch.dtype) -> float | None:
-    """Returns the epsilon of a module that computes what `ops.rms_norm` does, else `None`.
+def norm_eps(
+    module: Any, dtype: torch.dtype, norm: Callable[..., Tensor] = ops.rms_norm.reference
+) -> float | None:
+    """Returns the epsilon of a module that computes what a norm does, else `None`.
 
     Args:
         module (`nn.Module`): Any.
         dtype (`torch.dtype`): Checked beside float32 and 16 bits.
+        norm (callable): Called with states, weight and epsilon.
     """
     numbers = [value for value in vars(module).values() if isinstance(value, float)]
     if module._modules or module._buffers or list(module._parameters) != ["weight"] or len(numbers) != 1:
@@ -275,9 +338,9 @@ def norm_eps(module: Any, dtype: torch.dtype) -> float | None:
 
     def both(draw: Draw) -> tuple[Any, Any]:
         clone, states = _clone(module, weight=draw(size)), draw(2, 3, size)
-        return type(module).forward(clone, states), ops.rms_norm.reference(states, clone.weight, eps)
+        return type(module).forward(clone, states), norm(states, clone.weight, eps)
 
-    return eps if _agrees(("norm", size, *_facts(module)), dtype, both) else None
+    return eps if _agrees((norm, size, *_facts(module)), dtype, both) else None
 
 
 def _is_gated(module: Any, dtype: torch.dtype) -> bool:
@@ -291,7 +354,19 @@ def _is_gated(module: Any, dtype: torch.dtype) -> bool:
     return _agrees(("gated", kind, *_facts(module)), dtype, both)
 
 
-def _is_attention(module: Any, eps: float, dtype: torch.dtype) -> bool:
+def _attention_eps(
+    module: Any, dtype: torch.dtype, norm: Callable[..., Tensor], attend: Callable[..., Any]
+) -> float | None:
+    """Returns the epsilon of an attention's norms, 0 without any, if its heads' are `norm`'s and the rest `attend`'s."""
+    if module._modules.keys() not in (_ATTENTION, _ATTENTION | _HEAD_NORMS):
+        return None
+    epsilons = {norm_eps(part, dtype, norm) for part in _head_norms(module)} or {0.0}
+    eps = epsilons.pop()
+    is_known = eps is not None and not epsilons and {"head_dim", "config"} <= vars(module).keys()
+    return eps if is_known and eps is not None and _is_attention(module, eps, dtype, attend) else None
+
+
+def _is_attention(module: Any, eps: float, dtype: torch.dtype, attend: Callable[..., Any]) -> bool:
     size, width, groups = module.head_dim, 4, 2
 
     def both(draw: Draw) -> tuple[Any, Any]:
@@ -316,17 +391,13 @@ def _is_attention(module: Any, eps: float, dtype: torch.dtype) -> bool:
             cache = RaggedCache(shapes, batch=2, max_length=12, block=width, dtype=hidden.dtype, device=device)
             cache.begin(RaggedBlock(lengths[:, None] + torch.arange(width, device="cpu")))
             given: dict[str, Any] = {"attention_mask": None, "past_key_values": cache, KEYWORD: cache}
-            if is_ours:
-                write = ops.norm_rope_write.reference
-                out, shares = _attend(clone, eps, hidden, angles, cache, given, write)
-            else:
-                given |= {"hidden_states": hidden, "position_embeddings": angles, "use_cache": True}
-                out, shares = type(module).forward(clone, **given)
+            given |= {"hidden_states": hidden, "position_embeddings": angles, "use_cache": True}
+            out, shares = attend(clone, eps, cache, given) if is_ours else type(module).forward(clone, **given)
             cache.check_passed()
             found.append((out, shares, *cache.buffers_of(0)))
         return found[0], found[1]
 
-    return _agrees(("attention", size, eps, *_facts(module), *_facts(module.config)), dtype, both)
+    return _agrees((attend, size, eps, *_facts(module), *_facts(module.config)), dtype, both)
 
 
 def _is_layer(module: Any, eps: float, dtype: torch.dtype) -> bool:
