@@ -1,0 +1,139 @@
+"""Norms and attention of a verify in fewer operations, on a CPU: which are known, and bit for bit what modules compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RMSNorm
+
+from dflash_hf import iterate, ops
+from dflash_hf.target import fused
+from dflash_hf.target.fused import _short_forward_of, fused_modules
+from dflash_hf.target.parts import find_target
+from helpers.static import tensor_oracle
+from tiny import prompts, tiny_target, truth_of
+
+NEW = 16
+FAMILIES = [
+    ("qwen3", {"Qwen3RMSNorm", "Qwen3Attention"}),
+    ("qwen3-sliding", {"Qwen3RMSNorm", "Qwen3Attention"}),
+    ("llama3-rope", {"LlamaRMSNorm", "LlamaAttention"}),
+    ("mistral", {"MistralRMSNorm", "MistralAttention"}),
+    ("qwen2", {"Qwen2RMSNorm", "Qwen2Attention"}),
+    ("phi3", {"Phi3RMSNorm"}),
+    ("gemma3", set[str]()),  # its norms add one to their weights
+    ("gpt-oss", set[str]()),  # its norms multiply in float32, its scores have sinks
+]
+
+
+@pytest.fixture(autouse=True)
+def afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of any class yet."""
+    monkeypatch.setattr(fused, "_known", {})
+
+
+@pytest.mark.parametrize(("family", "wanted"), FAMILIES)
+def test_modules_are_known_by_what_they_compute(family: str, wanted: set[str]) -> None:
+    modules = list(tiny_target(family).modules())
+    for dtype in (torch.float32, torch.float64):
+        assert {type(m).__name__ for m in modules if _short_forward_of(m, dtype) is not None} == wanted
+
+
+class AnotherNorm(Qwen3RMSNorm):
+    """Rounds after the weight instead of before: the same in float32."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        wide = hidden_states.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight * wide).to(hidden_states.dtype)
+
+
+class AnotherAttention(Qwen3Attention):
+    """Rotates by twice the sine."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, *args: Any, **kwargs: Any) -> Any:
+        cos, sin = position_embeddings
+        return super().forward(hidden_states, (cos, 2 * sin), *args, **kwargs)
+
+
+class ScaledAttention(LlamaAttention):
+    """Caps its scores."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs, softcap=50.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("qwen3", AnotherNorm), ("qwen3", AnotherAttention), ("llama", ScaledAttention)]
+)
+def test_modules_that_compute_something_else_are_not(family: str, kind: type[nn.Module]) -> None:
+    module: Any = next(m for m in tiny_target(family).modules() if type(m) is kind.__mro__[1])
+    assert _short_forward_of(module, torch.float32) is not None
+    module.__class__ = kind
+    assert _short_forward_of(module, torch.float32) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "llama3-rope", "mistral", "qwen2", "phi3"])
+@pytest.mark.parametrize("lengths", [[9], [4, 11, 7]], ids=str)
+def test_logits_are_the_same_bit_for_bit(
+    family: str, dtype: torch.dtype, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_target(family).to(dtype)
+    inputs = prompts(lengths, 2)
+    wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = tensor_oracle(target, truth_of(inputs, wanted), 2, 6)
+    used = list[bool]()
+    for name in ("_rms_norm", "_attend_by_torch"):
+        plain = getattr(fused, name)
+        monkeypatch.setattr(fused, name, lambda *args, plain=plain: used.append(True) or plain(*args))
+    found = list[list[Tensor]]()
+    for enabled in (False, None):
+        assert not used
+        with ops.kernels(enabled):
+            steps = list(iterate(target, draft, **inputs, max_new_tokens=NEW, do_sample=False, output_logits=True))
+        found.append([step.logits for step in steps if step.logits is not None])
+    assert used
+    assert len(found[0]) == len(found[1]) > 2
+    assert all(map(torch.equal, *found))
+
+
+def attached(target: nn.Module) -> list[str]:
+    """Modules with a forward of their own."""
+    return [name for name, module in target.named_modules() if "forward" in vars(module)]
+
+
+def test_it_ends_with_the_verify_and_stays_away_where_gradients_or_autocast_are() -> None:
+    target = tiny_target("qwen3")
+    found = find_target(target)
+    with fused_modules(found):
+        assert not attached(target)
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16), fused_modules(found):
+            assert not attached(target)
+        with fused_modules(found):
+            assert attached(target)
+    assert not attached(target)
+
+
+def test_a_forward_of_the_users_stays_and_hooks_are_not_passed_by() -> None:
+    target = tiny_target("qwen3")
+    layer: Any = target.model.layers[1]
+    plain = layer.input_layernorm.forward
+    layer.input_layernorm.forward = own = lambda *args, **kwargs: plain(*args, **kwargs)  # as accelerate does
+    fired = list[str]()
+    names = ("self_attn.k_norm", "self_attn.q_proj", "post_attention_layernorm", "self_attn", "input_layernorm")
+    for name in names:
+        layer.get_submodule(name).register_forward_hook(lambda *args, name=name: fired.append(name))
+    inputs = prompts([5, 9], 1)
+    wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = tensor_oracle(target, truth_of(inputs, wanted), 2, 6)
+    fired.clear()
+    out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+    assert torch.equal(out, wanted)
+    assert layer.input_layernorm.forward is own
+    assert {name: fired.count(name) for name in fired} == dict.fromkeys(names, draft.last_stats.num_target_forwards)
