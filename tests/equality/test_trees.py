@@ -18,6 +18,7 @@ from dflash_hf.tree import TreeBuilder
 from fuzz.targets import Oracle, arm
 from helpers.static import set_engine, use_tapes
 from helpers.vision import vision_prompts, vision_target
+from helpers.widths import RandomWidths, use_random_widths
 from tiny import DFLASH2, FAMILIES, draft_config, prompts, randomise_dflash2, tiny_draft, tiny_target, truth_of
 
 NEW = 24
@@ -236,9 +237,9 @@ def test_a_width_that_follows_the_run_takes_the_first_nodes(engine: Any, monkeyp
     widths, seen = iter([16, 1, 1, 1, 4, 2, 1, 12, 3] * 10), list[bool]()
     observe = WidthChooser.observe
 
-    def noted(self: WidthChooser, width: int, accepted: Any, clock: float, nodes: Any = None) -> None:
+    def noted(self: WidthChooser, width: int, accepted: Any, clock: float, nodes: Any, chains: Any) -> None:
         seen.append((width == 1 and nodes is None) or [len(row) for row in nodes] == list(accepted))
-        observe(self, width, accepted, clock, nodes)
+        observe(self, width, accepted, clock, nodes, chains)
 
     monkeypatch.setattr(WidthChooser, "observe", noted)
     monkeypatch.setattr(
@@ -273,6 +274,45 @@ def test_a_tree_may_be_larger_than_the_chain(engine: Any, monkeypatch: pytest.Mo
     assert widths[0] == 6
     assert max(widths) == 24
     assert len(draft.last_stats.num_tried_by_node) == 23
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "anchor"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"do_sample": False},
+        {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+        {"do_sample": True, "temperature": 0.7, "top_k": 10},
+    ],
+    ids=["greedy", "by-position", "sampled"],
+)
+def test_steps_of_chains_and_of_trees_in_one_run(
+    kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever size is verified next, as a tree or as the chain of all proposals."""
+    target, build = target_of("qwen3-sliding"), TreeBuilder.build
+    options = {"dflash2": DFLASH2, "anchor": {"sample_from_anchor": True}}.get(kind, {})
+    settings = {"max_new_tokens": 60, "eos_token_id": 1, **settings}
+    is_chain, built = list[bool](), list[bool]()
+    monkeypatch.setattr(TreeBuilder, "build", lambda *args: built.append(True) or build(*args))
+    monkeypatch.setattr(RandomWidths, "observe", lambda self, *args: is_chain.append(self.is_chain))
+    for seed, lengths in enumerate(([9], [4, 11, 7])):
+        inputs = prompts(lengths, seed)
+        draft = tiny_draft(target, 16, **options)
+        draft.generation_config.block_size = 1
+        torch.manual_seed(11)
+        ref = target.generate(**inputs, **settings, assistant_model=draft)
+        draft = branching(target, truth_of(inputs, ref), seed, 8, **options)
+        draft.generation_config.block_size, draft.generation_config.num_tree_nodes = 6, "auto"
+        use_random_widths(monkeypatch, seed)
+        is_chain.clear()
+        built.clear()
+        torch.manual_seed(11)
+        assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
+        num_drafted = sum(width > 1 for width in draft.last_stats.verify_widths)
+        assert len(built) == num_drafted - sum(is_chain) > 1
+        assert any(is_chain)
+        assert draft.last_stats.acceptance_length > 1
 
 
 def test_what_chains_have_shown_says_nothing_of_trees() -> None:

@@ -28,7 +28,7 @@ from transformers.distributed import DistributedConfig
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, iterate
-from dflash_hf.generation.widths import WidthChooser
+from dflash_hf.generation.widths import CHAIN, WidthChooser
 from helpers.static import tensor_oracle
 from helpers.vision import vision_prompts, vision_target
 from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
@@ -194,7 +194,15 @@ def widths(rank: Rank) -> int:
         rank.check(shared.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     assert draft.last_stats is not None
     assert set(draft.last_stats.verify_widths) == {8}
-    return 1
+    # So is whether a step verifies a tree: the first one's are chains.
+    draft.generation_config.verify_width, draft.generation_config.num_tree_nodes = None, "auto"
+    with pytest.MonkeyPatch.context() as patch:
+        chosen = (CHAIN, 8)[rank.number]
+        patch.setattr(WidthChooser, "_choose", lambda chooser: setattr(chooser, "current", chosen))
+        rank.check(shared.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    assert set(draft.last_stats.verify_widths) == {16}
+    assert not draft.last_stats.num_tried_by_node
+    return 2
 
 
 def clocks(rank: Rank) -> int:
@@ -207,11 +215,11 @@ def clocks(rank: Rank) -> int:
         draft.generation_config.verify_width = setting
         seconds, mine = 0.0, list[int]()
 
-        def observed(chooser: WidthChooser, width: int, accepted: Sequence[int], clock: float, nodes: Any) -> None:
+        def observed(chooser: WidthChooser, width: int, accepted: Sequence[int], clock: float, *trees: Any) -> None:
             nonlocal seconds
             seconds += 1.0 if width == 1 else (1.1, 50.0)[rank.number]
             mine.append(chooser.current)  # noqa: B023
-            observe(chooser, width, accepted, seconds, nodes)
+            observe(chooser, width, accepted, seconds, *trees)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(WidthChooser, "observe", observed)

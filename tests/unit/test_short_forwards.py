@@ -1,4 +1,4 @@
-"""Norms and attention of a verify in fewer operations, on a CPU: which are known, and bit for bit what modules compute."""
+"""Norms and attention of a verify in fewer operations, on a CPU: which are known, bit for bit what modules compute."""
 
 from __future__ import annotations
 

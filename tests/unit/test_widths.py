@@ -18,6 +18,7 @@ from dflash_hf.generation.widths import (
     MIN_SAVING,
     WidthChooser,
     _kept,
+    along_chain,
     candidate_widths,
     choose_width,
     expected_tokens,
@@ -184,6 +185,59 @@ def test_a_tree_grows_beyond_the_chain_where_that_costs_little(slope: float, low
         chooser.observe(width, [len(row) for row in nodes], clock, nodes)
     assert widths[0] == 16
     assert low <= statistics.median(widths[150:]) <= high
+
+
+def follow(parents: list[int], kept: set[int]) -> list[int]:
+    """The path, 0 behind its end, of a target that agrees with these nodes."""
+    path = [0]
+    while (child := next((n for n in kept if n and parents[n] == path[-1]), None)) is not None:
+        path.append(child)
+    return path + [0] * (len(parents) - len(path))
+
+
+def test_the_chain_in_a_tree_is_counted_as_far_as_the_tree_has_it() -> None:
+    chain = [0, 0, 1, 2, 3]
+    assert along_chain(chain, follow(chain, {1, 2, 3, 4})) == (4, 4)
+    assert along_chain(chain, follow(chain, {1, 2})) == (2, 3)
+    assert along_chain(chain, follow(chain, set())) == (0, 1)
+    #   0 -> 1 -> 3, 0 -> 2 -> 4: behind 3 the tree has no more
+    tree = [0, 0, 0, 1, 2]
+    assert along_chain(tree, follow(tree, {1, 3})) == (2, 2)
+    assert along_chain(tree, follow(tree, {1})) == (1, 2)
+    assert along_chain(tree, follow(tree, {2, 4})) == (0, 1), "the target went another way"
+    assert along_chain([0, 0], [0, 1]) == (1, 1)
+
+
+@pytest.mark.parametrize("saving", [0.0, 0.05])
+@pytest.mark.parametrize(("share", "second"), [(0.97, 0.01), (0.6, 0.3), (0.3, 0.2)])
+def test_a_chain_is_verified_where_branches_bring_less_than_they_cost(
+    share: float, second: float, saving: float
+) -> None:
+    """A tree of two chains of 8, whose first tokens are right with these chances; a chain of 15 may cost less."""
+    parents = [0, 0, *range(1, 8), 0, *range(9, 15)]
+    for seed in range(4):
+        draw, chooser, clock, seen = random.Random(seed), WidthChooser(16, True, chain=16), 0.0, list[bool]()
+        tokens = {True: 0, False: 0}
+        for _ in range(400):
+            width, right = chooser.next_width(), [draw.random() < share for _ in range(15)]
+            is_second = not right[0] and draw.random() < second / (1 - share)
+            length = next((i for i, is_right in enumerate(right) if not is_right), 15)
+            if chooser.is_chain:
+                assert width == 16
+                clock += 1.0 - saving
+                chooser.observe(width, [length], clock)
+            else:
+                first = 9 if is_second else 1
+                depth = 1 + next((i for i in range(7) if not right[i + 1]), 7) if is_second else min(length, 8)
+                path = [n for n in range(first, first + depth) if n < width]
+                clock += 0.6 + 0.4 * width / 16 if width > 1 else 0.4
+                chains = [along_chain(parents[:width], follow(parents[:width], set(path)))]
+                chooser.observe(width, [len(path)], clock, [path], chains)
+                length = len(path)
+            seen.append(chooser.is_chain)
+            tokens[chooser.is_chain] += 1 + length
+        late = sum(seen[100:]) / 300
+        assert late > 0.8 if share > 0.9 else late < 0.2, (late, tokens)
 
 
 @pytest.mark.parametrize("seed", range(5))

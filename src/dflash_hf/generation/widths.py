@@ -185,9 +185,7 @@ class WidthChooser:
     # look at would depend on the machine.
     by_default: ClassVar[bool] = True
 
-    def __init__(
-        self, widest: int, is_tree: bool = False, first: int | None = None, chain: int | None = None
-    ) -> None:
+    def __init__(self, widest: int, is_tree: bool = False, first: int | None = None, chain: int | None = None) -> None:
         self.is_tree = is_tree
         self.first = widest if first is None else first
         self.chain, self._chains = chain, _Counts(0 if chain is None else chain - 1)

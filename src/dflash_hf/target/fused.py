@@ -1,8 +1,7 @@
 """Parts of the target in fewer operations during a verify: norms, gated activations, residual sums, attention.
 
 Where kernels run (`ops.fuses`) by our own: a layer of Qwen3 that launches 55 kernels launches 14 then. On a CPU
-(`ops.shortens`) norms and attention by fewer operations and module calls of torch's own, which are most of what a small
-model's layer takes.
+(`ops.shortens`) norms and attention by fewer operations of torch's own.
 
 No module is known by its name alone. What its class's forward computes is compared with what takes its place, or
 with the kernel's reference, once per class, on small random inputs on the CPU, in float32 and in 16 bits: bit for bit,
@@ -318,9 +317,7 @@ def _residuals(
 # ---- whether that is what a module computes
 
 
-def norm_eps(
-    module: Any, dtype: torch.dtype, norm: Callable[..., Tensor] = ops.rms_norm.reference
-) -> float | None:
+def norm_eps(module: Any, dtype: torch.dtype, norm: Callable[..., Tensor] = ops.rms_norm.reference) -> float | None:
     """Returns the epsilon of a module that computes what a norm does, else `None`.
 
     Args:
@@ -357,7 +354,7 @@ def _is_gated(module: Any, dtype: torch.dtype) -> bool:
 def _attention_eps(
     module: Any, dtype: torch.dtype, norm: Callable[..., Tensor], attend: Callable[..., Any]
 ) -> float | None:
-    """Returns the epsilon of an attention's norms, 0 without any, if its heads' are `norm`'s and the rest `attend`'s."""
+    """Returns the epsilon of an attention's norms, 0 without any, if they compute `norm` and all of it `attend`."""
     if module._modules.keys() not in (_ATTENTION, _ATTENTION | _HEAD_NORMS):
         return None
     epsilons = {norm_eps(part, dtype, norm) for part in _head_norms(module)} or {0.0}
