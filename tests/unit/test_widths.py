@@ -14,6 +14,7 @@ import pytest
 from torch import nn
 
 from dflash_hf.generation.widths import (
+    CHAIN,
     FIRST_HOLD,
     MIN_SAVING,
     WidthChooser,
@@ -238,6 +239,20 @@ def test_a_chain_is_verified_where_branches_bring_less_than_they_cost(
             tokens[chooser.is_chain] += 1 + length
         late = sum(seen[100:]) / 300
         assert late > 0.8 if share > 0.9 else late < 0.2, (late, tokens)
+
+
+def test_a_chain_may_be_what_is_tried_where_no_draft_pays() -> None:
+    """Of a length that no tree has, and cheaper than any of them."""
+    chooser, clock, tried = WidthChooser(40, True, first=10, chain=10), 0.0, list[int]()
+    for right in [9] * 60 + [0] * 400:
+        width = chooser.next_width()
+        tried.append(chooser.current)
+        clock += 1.0 if width == 1 else 1.2 if chooser.is_chain else 3.0
+        is_tree = width > 1 and not chooser.is_chain
+        path = list(range(1, min(right + 1, width)))
+        chooser.observe(width, [len(path)], clock, [path] if is_tree else None, [(right, min(right + 1, 9))] * is_tree)
+    assert tried[-300:].count(1) > 250
+    assert CHAIN in tried[-300:]
 
 
 @pytest.mark.parametrize("seed", range(5))

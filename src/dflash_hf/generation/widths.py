@@ -279,8 +279,9 @@ class WidthChooser:
         self._clock = clock
         if width == 1 or not accepted:
             return
+        is_chain = nodes is None and self.is_tree
         if nodes is None:
-            counts = self._chains if self.is_tree else self._counts
+            counts = self._chains if is_chain else self._counts
             counts.add_chains([(count, min(count + 1, width - 1)) for count in accepted])
         else:
             for index in range(len(self._counts.tried)):
@@ -291,15 +292,15 @@ class WidthChooser:
         self._num_drafted += 1
         self._num_verifies, self._num_tokens = self._num_verifies + len(accepted), self._num_tokens + num_tokens
         if self._held == 1:
-            self._judge(width, num_tokens / len(accepted))
+            self._judge(CHAIN if is_chain else width, num_tokens / len(accepted))
 
-    def _judge(self, width: int, num_tokens: float) -> None:
-        """Decides from a try of `width` that gave so many tokens a row when the next one comes."""
+    def _judge(self, tried: int, num_tokens: float) -> None:
+        """Decides from a try that gave so many tokens a row when the next one comes."""
         costs = self.costs()
         if 1 not in costs:
             return
+        self._pays = num_tokens > costs[tried] / costs[1]
         drafted = {other: cost / costs[1] for other, cost in costs.items() if other > 1}
-        self._pays = num_tokens > drafted[width]
         shares = self.conditional_acceptance(OPTIMISM)
         best = choose_width(shares, drafted)
         loss = drafted[best] - expected_tokens(shares, best)
@@ -318,6 +319,8 @@ class WidthChooser:
             # Nothing is built: not more than a tree of as many tokens.
             most = min(cost for width, cost in costs.items() if width >= self.chain)
             costs[CHAIN] = min([most, *self._times.get(CHAIN, ())])
+            if 1 not in known:
+                costs[1] = min(costs[1], costs[CHAIN] / 2)
         return costs
 
     def conditional_acceptance(self, optimism: float = 0.0) -> list[float]:
