@@ -207,7 +207,7 @@ def test_nothing_that_was_tried_is_markup() -> None:
 
 def test_where_guesses_came_from_is_said_at_the_end_and_of_trees_only() -> None:
     tried = Tried(branches=[], num_more=0, num_off_branch=2)
-    stats = SpeculativeStats(num_accepted_by_node=[6, 3], num_tried_by_node=[9, 9], num_accepted_from_text=1)
+    stats = SpeculativeStats(num_accepted=[[5, 4]], num_tried_by_node=[9, 9], num_accepted_from_text=1)
     assert "guesses taken: 4 first choice, 4 off a branch, 1 from the text before" in shown(tried, stats=stats)
     assert "guesses taken" not in shown(tried)
     assert "guesses taken" not in shown(None, stats=SpeculativeStats())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as everywhere
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RMSNorm
 
@@ -118,6 +120,54 @@ def test_it_ends_with_the_verify_and_stays_away_where_gradients_or_autocast_are(
         with fused_modules(found):
             assert attached(target)
     assert not attached(target)
+
+
+def decoded(target: Any) -> None:
+    """Text with a draft is plain `generate`'s."""
+    inputs = prompts([5, 9], 1)
+    wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = tensor_oracle(target, truth_of(inputs, wanted), 2, 6)
+    out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+    assert torch.equal(out, wanted)
+
+
+def test_what_a_class_computes_may_change_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As liger's patches and ablations do."""
+    target = tiny_target("qwen3")
+    decoded(target)
+    for kind, scale in ((Qwen3RMSNorm, -1.0), (Qwen3Attention, 0.5)):
+        plain = kind.forward
+
+        def forward(self: Any, *args: Any, plain: Any = plain, scale: float = scale, **kwargs: Any) -> Any:
+            out = plain(self, *args, **kwargs)
+            return (out[0] * scale, *out[1:]) if isinstance(out, tuple) else out * scale
+
+        monkeypatch.setattr(kind, "forward", forward)
+        decoded(target)
+
+
+def test_hooks_on_all_modules_are_not_passed_by() -> None:
+    target = tiny_target("qwen3")
+    norms = [layer.self_attn.q_norm for layer in cast(Any, target).model.layers]
+    hook = everywhere.register_module_forward_hook(
+        lambda module, args, out: -out if any(module is norm for norm in norms) else None
+    )
+    try:
+        decoded(target)
+    finally:
+        hook.remove()
+
+
+def test_a_copy_that_is_made_meanwhile_is_a_model_of_its_own() -> None:
+    target, ids = tiny_target("qwen3"), torch.arange(1, 9)[None]
+    with torch.no_grad(), fused_modules(find_target(target)):
+        made = copy.deepcopy(target)
+    wanted = target(ids).logits
+    with torch.no_grad():
+        for norm in (module for module in target.modules() if isinstance(module, Qwen3RMSNorm)):
+            norm.weight.zero_()
+    del target
+    assert torch.equal(made(ids).logits, wanted)
 
 
 def test_a_forward_of_the_users_stays_and_hooks_are_not_passed_by() -> None:

@@ -309,6 +309,17 @@ def test_the_verdict() -> None:
     assert good is None
 
 
+def test_a_chain_that_pays_is_no_draft_that_slows_down() -> None:
+    chooser, clock = WidthChooser(8, True, chain=8), 0.0
+    for _ in range(200):
+        width = chooser.next_width()
+        clock += 1.0 if width == 1 else 1.3 if chooser.is_chain else 2.1
+        is_tree = width > 1 and not chooser.is_chain
+        chooser.observe(width, [min(1, width - 1)], clock, [[1]] if is_tree else None, [(1, 2)] * is_tree)
+    assert chooser.current == CHAIN
+    assert chooser.verdict() is None
+
+
 def test_a_run_follows_a_text_that_changes() -> None:
     costs = knee_at(6.0)
     chooser = WidthChooser(16)

@@ -247,6 +247,7 @@ class DecodeState:
 
     def report_in(self, outcome: Tensor, width: int) -> TreeReport | None:
         """What the `outcome` of a step says of its tree of `width` tokens, if it verified one; views."""
+        # Of this step or, where the host is one behind, of one before: such runs verify no chains beside trees.
         is_tree = self.nodes is not None and width > 1 and not self.is_chain
         return TreeReport(*self._parts_of_tree(outcome, width)) if is_tree else None
 

@@ -190,7 +190,7 @@ class WidthChooser:
         self.first = widest if first is None else first
         self.chain, self._chains = chain, _Counts(0 if chain is None else chain - 1)
         self.widths = candidate_widths(widest)
-        # What was chosen for the step that was launched last: a width, or `CHAIN`.
+        # What was chosen for the step that was launched last: a width of `widths`, or `CHAIN`.
         self.current = widest
         self._measured: dict[int, float] | None = None
         self._times: dict[int, deque[float]] = {}
@@ -219,7 +219,7 @@ class WidthChooser:
     def next_width(self) -> int:
         """Returns the width of the next step, and keeps what was chosen in `current`."""
         self._choose()
-        return self.current or self.chain or 1
+        return self.current if self.chain is None or not self.is_chain else self.chain
 
     @property
     def is_chain(self) -> bool:
@@ -248,13 +248,18 @@ class WidthChooser:
 
     def _best(self, costs: Mapping[int, float], optimism: float = 0.0) -> int:
         """Returns which of these brings the most tokens in its time, by [`choose_width`]; the chain only if more."""
-        shares, chain = self.conditional_acceptance(optimism), costs.get(CHAIN)
         widths = {width: cost for width, cost in costs.items() if width != CHAIN}
-        if chain is None or self.chain is None:
-            return choose_width(shares, widths)
-        rate = expected_tokens(self._chains.shares(optimism), self.chain) / chain
-        best = choose_width(shares, widths) if widths else CHAIN
-        return CHAIN if best == CHAIN or rate > expected_tokens(shares, best) / costs[best] else best
+        best = choose_width(self.conditional_acceptance(optimism), widths) if widths else CHAIN
+        if CHAIN not in costs or best == CHAIN:
+            return best
+        rates = [self._tokens(chosen, optimism) / costs[chosen] for chosen in (CHAIN, best)]
+        return CHAIN if rates[0] > rates[1] else best
+
+    def _tokens(self, chosen: int, optimism: float) -> float:
+        """Expected tokens of a verify."""
+        if chosen == CHAIN and self.chain is not None:
+            return expected_tokens(self._chains.shares(optimism), self.chain)
+        return expected_tokens(self.conditional_acceptance(optimism), chosen)
 
     def observe(
         self,
@@ -300,10 +305,8 @@ class WidthChooser:
         if 1 not in costs:
             return
         self._pays = num_tokens > costs[tried] / costs[1]
-        drafted = {other: cost / costs[1] for other, cost in costs.items() if other > 1}
-        shares = self.conditional_acceptance(OPTIMISM)
-        best = choose_width(shares, drafted)
-        loss = drafted[best] - expected_tokens(shares, best)
+        best = self._best({other: cost for other, cost in costs.items() if other != 1}, OPTIMISM)
+        loss = costs[best] / costs[1] - self._tokens(best, OPTIMISM)
         self._hold = max(min(self._hold, int(loss / TRYING)), FIRST_PAUSE)
 
     def costs(self) -> dict[int, float]:
@@ -317,8 +320,8 @@ class WidthChooser:
         costs = fitted_costs({width: min(cost, most.get(width, cost)) for width, cost in known.items()}, self.widths)
         if self.chain is not None:
             # Nothing is built: not more than a tree of as many tokens.
-            most = min(cost for width, cost in costs.items() if width >= self.chain)
-            costs[CHAIN] = min([most, *self._times.get(CHAIN, ())])
+            as_tree = min(cost for width, cost in costs.items() if width >= self.chain)
+            costs[CHAIN] = min([as_tree, *self._times.get(CHAIN, ())])
             if 1 not in known:
                 costs[1] = min(costs[1], costs[CHAIN] / 2)
         return costs
@@ -359,7 +362,7 @@ class WidthChooser:
         if self._num_drafted < ENOUGH_DRAFTED or len(costs) < 2 or 1 not in costs:
             return None
         mean = self._num_tokens / self._num_verifies
-        if mean * costs[1] > min(cost for width, cost in costs.items() if width > 1):
+        if mean * costs[1] > min(cost for width, cost in costs.items() if width != 1):
             return None
         return (
             f"{mean:.1f} tokens per verify: this draft slows you down, so most tokens were decoded without it; see "

@@ -21,10 +21,12 @@ import threading
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as everywhere
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
@@ -67,12 +69,14 @@ class _Plan(NamedTuple):
         modules (list of weak references): Those of the target.
         dtype (`torch.dtype`): What was checked.
         is_kernels (`bool`): Whether it is fused by kernels, else by torch.
+        classes (`dict`): The forward that each class of module had.
         forwards (list of `(weak reference, callable)`): Modules and their forwards.
     """
 
     modules: list[weakref.ref[nn.Module]]
     dtype: torch.dtype
     is_kernels: bool
+    classes: dict[type, Forward]
     forwards: list[tuple[weakref.ref[nn.Module], Forward]]
 
 
@@ -115,7 +119,8 @@ def fused_modules(target: Target) -> Generator[None]:
             for weak, forward in forwards:
                 module = weak()
                 if module is not None and module not in traced:
-                    vars(module).setdefault("forward", forward)  # one that is there already stays
+                    # One that is there already stays. Bound, so that a copy of the module has its own.
+                    vars(module).setdefault("forward", MethodType(forward, module))
         _here.is_on = True
         yield
 
@@ -128,9 +133,14 @@ def fused_attention(target: Target) -> list[nn.Module]:
 
 
 def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
-    """What can be fused; found again when modules were replaced."""
+    """What can be fused; found again when modules were replaced, or what their classes compute."""
     plan, kind = _plans.get(target.model), (dtype, is_kernels)
-    if plan is None or plan[1:3] != kind or [module() for module in plan.modules] != target.modules:
+    if (
+        plan is None
+        or plan[1:3] != kind
+        or any(known.forward is not forward for known, forward in plan.classes.items())
+        or [module() for module in plan.modules] != target.modules
+    ):
         found = list[tuple[weakref.ref[nn.Module], Forward]]()
         # What torch.compile has traced is not to be traced again.
         is_compiled = any(module._compiled_call_impl is not None for module in target.modules)
@@ -138,16 +148,18 @@ def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
             fused = _forward_of(module, dtype) if is_kernels else _short_forward_of(module, dtype)
             if fused is not None:
                 found.append((weakref.ref(module), _switched(module, fused)))
-        plan = _plans[target.model] = _Plan([weakref.ref(module) for module in target.modules], *kind, found)
+        classes: dict[type, Forward] = {type(module): type(module).forward for module in target.modules}
+        plan = _Plan([weakref.ref(module) for module in target.modules], *kind, classes, found)
+        _plans[target.model] = plan
     return plan
 
 
 def _switched(module: nn.Module, fused: Forward) -> Forward:
-    """A forward for one module: the fused one in a verifying thread, elsewhere its class's."""
-    plain, weak = type(module).forward, weakref.ref(module)
+    """A forward for a module, to be bound: the fused one in a verifying thread, elsewhere its class's."""
+    plain = type(module).forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return fused(plain, weak(), *args, **kwargs) if _here.is_on else plain(weak(), *args, **kwargs)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return fused(plain, self, *args, **kwargs) if _here.is_on else plain(self, *args, **kwargs)
 
     setattr(forward, _MARK, True)
     return forward
@@ -181,7 +193,8 @@ def _short_forward_of(module: Any, dtype: torch.dtype) -> Forward | None:
 def _is_bare(module: Any) -> bool:
     """Returns True if a call of a module is a call of its class's forward, or of ours: nothing is lost without it."""
     own = vars(module).get("forward")
-    return (own is None or hasattr(own, _MARK)) and not (module._forward_hooks or module._forward_pre_hooks)
+    hooks = module._forward_hooks or module._forward_pre_hooks or everywhere._global_forward_hooks
+    return (own is None or hasattr(own, _MARK)) and not (hooks or everywhere._global_forward_pre_hooks)
 
 
 # ---- what runs instead
@@ -201,7 +214,7 @@ def _gated_forward(plain: Forward, module: Any, *args: Any, **kwargs: Any) -> An
 
 
 def _short_norm_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs: Any) -> Any:
-    if len(args) != 1 or kwargs or args[0].dtype != module.weight.dtype:
+    if len(args) != 1 or kwargs or args[0].dtype != module.weight.dtype or args[0].device.type != "cpu":
         return plain(module, *args, **kwargs)
     return _rms_norm(args[0], module.weight, eps)
 
@@ -224,8 +237,11 @@ def _attention_forward(eps: float, plain: Forward, module: Any, *args: Any, **kw
 
 
 def _short_attention_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs: Any) -> Any:
-    if (cache := _cache_of_verify(module, args, kwargs)) is not None and all(map(_is_bare, _head_norms(module))):
-        return _attend_by_torch(module, eps, cache, kwargs)
+    if (cache := _cache_of_verify(module, args, kwargs)) is not None:
+        hidden, norms = kwargs["hidden_states"], _head_norms(module)
+        is_alike = hidden.device.type == "cpu" and all(norm.weight.dtype == hidden.dtype for norm in norms)
+        if is_alike and all(map(_is_bare, norms)):
+            return _attend_by_torch(module, eps, cache, kwargs)
     return plain(module, *args, **kwargs)
 
 
@@ -456,7 +472,7 @@ def _facts(module: object) -> tuple[object, ...]:
     """A class, and the settings of a module or a config that a forward may look at."""
     plain = (bool, int, float, str, type(None))
     settings = {n: v for n, v in vars(module).items() if isinstance(v, plain) and n not in ("layer_idx", "training")}
-    return type(module), *sorted(settings.items())
+    return type(module), getattr(type(module), "forward", None), *sorted(settings.items())
 
 
 def _clone(module: Any, **parts: Any) -> Any:
