@@ -102,6 +102,12 @@ def test_a_run_is_killed_goes_on_and_leaves_everything(done: tuple[Path, str]) -
         assert all(value.equal(again[key]) for key, value in draft.state_dict().items())
 
 
+def test_only_checkpoints_have_pickles(done: tuple[Path, str]) -> None:
+    pickles = {path.relative_to(done[0]) for path in done[0].rglob("*") if path.suffix in (".bin", ".pt", ".pkl")}
+    assert Path("run/checkpoint-4/training_args.bin") in pickles
+    assert {path.parts[0] for path in pickles} == {"run"}
+
+
 def test_a_finished_run_is_not_run_again(done: tuple[Path, str]) -> None:
     out, _ = done
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != "settings.yaml"}

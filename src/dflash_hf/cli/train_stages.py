@@ -160,6 +160,7 @@ def _regenerate(settings: TrainSettings, state: RunState) -> dict[str, Any]:
 
 def _train(settings: TrainSettings, state: RunState) -> dict[str, Any]:
     import torch
+    from transformers.trainer import TRAINING_ARGS_NAME
 
     from dflash_hf.evaluation.loading import load_target
     from dflash_hf.training.prepare import read_examples
@@ -190,6 +191,7 @@ def _train(settings: TrainSettings, state: RunState) -> dict[str, Any]:
     # What is served is of the target's dtype; the float32 weights are in run/.
     served: Any = load_draft_from(fresh, target.dtype)
     served.save_pretrained(fresh)
+    (fresh / TRAINING_ARGS_NAME).unlink()  # a pickle, which only the checkpoints in run/ need
     _put(fresh, state.folder("run"))
     return facts | ({"acceptance_length": round(best[-1], 3)} if best else {})
 
