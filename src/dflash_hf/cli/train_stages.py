@@ -81,7 +81,11 @@ def _prepare(settings: TrainSettings, state: RunState) -> dict[str, Any]:
         from dflash_hf.training.prompts import PromptSettings, write_prompts
 
         target, processor = load_target(settings.target, settings.dtype, settings.device)
-        written = PromptSettings(output=folder / SELF_PROMPTS, num_prompts=settings.self_prompts)
+        written = PromptSettings(
+            output=folder / SELF_PROMPTS,
+            num_prompts=settings.self_prompts,
+            chat_template_kwargs=settings.chat_template_kwargs,
+        )
         write_prompts(written, target, processor)
         datasets.append(str(written.output))
     found = prepare(
@@ -91,6 +95,10 @@ def _prepare(settings: TrainSettings, state: RunState) -> dict[str, Any]:
             turns="none" if settings.answers == "target" else settings.turns,
             max_length=settings.max_length,
             num_rows=settings.num_prompts,
+            template=settings.template,
+            streaming=settings.streaming,
+            skip_bad_rows=settings.skip_bad_rows,
+            chat_template_kwargs=settings.chat_template_kwargs,
         ),
         load_processor(settings.target),
     )
@@ -229,6 +237,7 @@ def _bench(settings: TrainSettings, state: RunState) -> dict[str, Any]:
             target=settings.target,
             draft=str(state.folder("run")),
             max_new_tokens=(settings.max_new_tokens,),
+            template_options=settings.chat_template_kwargs,
             dtype=(settings.dtype,),
             device=settings.device,
             threads=settings.threads,
@@ -359,6 +368,8 @@ def _card_facts(settings: TrainSettings, state: RunState) -> Any:
         answers += "greedy" if settings.temperature == 0 else f"at temperature {settings.temperature:g}"
     training = {"answers": answers, **({"begun from": settings.draft} if settings.draft else {})}
     training |= {name.replace("_", " "): value for name, value in facts.items() if name != "answers"}
+    if settings.chat_template_kwargs:
+        training["chat template reads"] = json.dumps(settings.chat_template_kwargs)
     training |= {name: value for name, value in settings.made_from("run").items() if name in settings.arguments}
     return CardFacts(
         target=settings.target,

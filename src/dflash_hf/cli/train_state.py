@@ -61,7 +61,9 @@ class RunState:
             if record is None:
                 continue
             now: dict[str, Any] = json.loads(json.dumps(self.settings.made_from(stage)))
-            before: dict[str, Any] = record["made_from"]
+            # What an option is by default is what it was before there was one.
+            unsaid = json.loads(json.dumps(TrainSettings(target="", output_dir=self.path).made_from(stage)))
+            before: dict[str, Any] = {**unsaid, **record["made_from"]}
             differing = sorted(name for name in now | before if before.get(name) != now.get(name))
             if differing:
                 told = [f"{name} was {shown(before.get(name))} and is {shown(now.get(name))}" for name in differing]
