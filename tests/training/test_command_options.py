@@ -142,8 +142,50 @@ def test_a_folder_begun_before_an_option_was_there_goes_on(tmp_path: Path) -> No
     assert "whose skip_bad_rows was False and is True" in said(result)
 
 
+class Hub:
+    """In place of the Hub's client: notes what it is asked."""
+
+    asked: list[tuple[str, dict[str, Any]]] = []  # noqa: RUF012
+
+    def create_repo(self, repo: str, **kwargs: Any) -> None:
+        self.asked.append((repo, kwargs))
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        files = {str(file.relative_to(folder_path)): file.read_bytes() for file in folder_path.rglob("*.*")}
+        self.asked.append((repo_id, files))
+
+
+def test_the_draft_is_uploaded_behind_the_last_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `dflash-hf push` does it; the trainer, whose argument it is, uploads nothing in between."""
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    Hub.asked = []
+    data, out = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
+    hub = ["--push-to-hub", "--hub-model-id", "my-org/my-draft", "--hub-private-repo", "true"]
+    words = ["--dataset", data, "--output-dir", out, *SMALL, "--formats", "zlab", *hub]
+    assert train(*words, "--stages", "prepare").exit_code == 0
+    assert Hub.asked == [], "there is no draft yet"
+    result = train(*words)
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1] == "https://huggingface.co/my-org/my-draft"
+    (made, options), (written, files) = Hub.asked
+    assert (made, options, written) == (made, {"private": True, "exist_ok": True}, "my-org/my-draft")
+    left = {name: (out / "draft" / name).read_bytes() for name in ("config.json", "model.safetensors")}
+    assert {name: files[name] for name in left} == left
+    assert files.keys() - left.keys() <= {"README.md", "generation_config.json", "custom_generate/generate.py"}
+    own = (out / "draft" / "README.md").read_text().replace(str(out / "draft"), "my-org/my-draft")
+    assert files["README.md"].decode().startswith(own.rstrip("\n")), "the card of export"
+    # Begun without it, and gone on with it.
+    result = train("--output-dir", out, "--hub-model-id", "my-org/another")
+    assert [repo for repo, _ in Hub.asked[2:]] == ["my-org/another"] * 2
+    train("--output-dir", out, "--push-to-hub", "false")
+    assert len(Hub.asked) == 4
+
+
 REFUSED: dict[str, tuple[list[object], str]] = {
     "no object": (["--chat-template-kwargs", "thinking"], "expected a JSON object as --chat-template-kwargs"),
+    "no repository": (["--push-to-hub"], "expected --hub-model-id with --push-to-hub, an id such as my-org/my-draft"),
+    "no id": (["--push-to-hub", "--hub-model-id", "mine"], "an id such as my-org/my-draft, got 'mine'"),
+    "token": (["--hub-token", "x"], "hub_model_id, hub_private_repo alone, got 'hub_token'; leave it out"),
     "template": (["--template", "{q}", "--self-prompts", 2], "expected --template without --self-prompts"),
 }
 

@@ -19,6 +19,7 @@ from dflash_hf.cli.train_settings import (
     Stage,
     TrainSettings,
     as_words,
+    check_upload,
     read_arguments,
     read_options,
     read_yaml,
@@ -146,7 +147,9 @@ def read_settings(given: Mapping[str, Any], words: list[str]) -> TrainSettings:
         output_dir=Path(given["output_dir"]),
     )
     settings.check()
-    return replace(settings, arguments=read_arguments(words))
+    settings = replace(settings, arguments=read_arguments(words))
+    check_upload(settings.arguments)
+    return settings
 
 
 def _stages(text: str) -> list[Stage]:

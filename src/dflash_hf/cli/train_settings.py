@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-from dflash_hf.errors import one_line, require, shown
+from dflash_hf.errors import listed, one_line, require, shown
 from dflash_hf.evaluation.loading import check_place
 from dflash_hf.formats import FormatName
 
@@ -188,6 +188,7 @@ HOW_IT_IS_RUN = (
 # What is measured in between is looked at, unless the best draft so far is the one that is kept.
 WHEN_IT_IS_MEASURED = ("eval_", "per_device_eval_")
 OURS = frozenset(item.name for item in fields(TrainSettings)) - {"arguments"}
+UPLOAD = ("hub_model_id", "hub_private_repo")
 SWITCHES = ("skip_bad_rows", "streaming")  # of ours, those that are on or off
 
 
@@ -282,6 +283,24 @@ def arguments_class() -> Any:
     return DFlashTrainingArguments
 
 
+def check_upload(arguments: Mapping[str, Any]) -> None:
+    """Refuses `--push-to-hub` that would not do what it says, before anything is run.
+
+    Raises:
+        ValueError: If no repository is named, or an option says how the trainer would upload, which uploads nothing.
+    """
+    ignored = [name for name in arguments if name.startswith("hub_") and name not in UPLOAD]
+    what = f"of options hub_... {listed(UPLOAD)} alone"
+    require(not ignored, what, listed(ignored), "leave it out; hf auth login keeps a token")
+    if not arguments.get("push_to_hub"):
+        return
+    from dflash_hf.training.export import is_hub_id
+
+    repo = arguments.get("hub_model_id")
+    what = "--hub-model-id with --push-to-hub, an id such as my-org/my-draft"
+    require(repo is not None and is_hub_id(repo), what, repo, "name the draft's repository")
+
+
 def read_options(text: str, option: str) -> dict[str, Any]:
     """Reads a JSON object of an option.
 
@@ -313,6 +332,7 @@ __all__ = [
     "TrainSettings",
     "arguments_class",
     "as_words",
+    "check_upload",
     "read_arguments",
     "read_options",
     "read_yaml",

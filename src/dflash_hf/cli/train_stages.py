@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from dflash_hf.cli.train_settings import STAGES, Stage, TrainSettings, arguments_class
@@ -69,6 +70,19 @@ def run_stages(settings: TrainSettings, stages: Sequence[Stage], tell: Tell) -> 
             state.end(stage, {**facts, "seconds": round(time.perf_counter() - began, 1)})
         told = ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in facts.items())
         tell(f"{stage}: {told or 'done'}, {state.folder(stage)}")
+    if rank == 0 and settings.arguments.get("push_to_hub") and state.is_done("run"):
+        tell(f"https://huggingface.co/{_upload(settings, state.folder('run'))}")
+
+
+def _upload(settings: TrainSettings, draft: Path) -> str:
+    """Does what `dflash-hf push` does, and returns the draft's id."""
+    from dflash_hf.cli.push import upload, write_repository
+
+    repo: str = settings.arguments["hub_model_id"]
+    with TemporaryDirectory(prefix="dflash-push-") as made:
+        write_repository(str(draft), Path(made), repo, settings.target, settings.license)
+        upload(Path(made), repo, settings.arguments.get("hub_private_repo"))
+    return repo
 
 
 def _prepare(settings: TrainSettings, state: RunState) -> dict[str, Any]:
@@ -289,6 +303,7 @@ def make_arguments(settings: TrainSettings, **others: Any) -> Any:
 
     # Without it Transformers takes bfloat16 for a request for a GPU.
     given = {"use_cpu": not torch.accelerator.is_available(), **settings.arguments, **others}
+    given["push_to_hub"] = False  # the trainer would upload `run`; the draft is, behind the last stage
     return arguments_class()(output_dir=str(settings.output_dir / "run"), **given)
 
 
