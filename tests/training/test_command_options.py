@@ -181,6 +181,15 @@ def test_the_draft_is_uploaded_behind_the_last_stage(tmp_path: Path, monkeypatch
     assert len(Hub.asked) == 4
 
 
+def test_a_process_killed_while_it_wrote_the_settings_goes_on(tmp_path: Path) -> None:
+    """What it was writing is no folder of something else; nor is what another process of the run is writing now."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".settings.yaml.part").write_text("targ")
+    words = ["--dataset", write_rows(tmp_path / "rows.jsonl"), *SMALL, "--stages", "prepare"]
+    result = train(*words, "--output-dir", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+
+
 REFUSED: dict[str, tuple[list[object], str]] = {
     "no object": (["--chat-template-kwargs", "thinking"], "expected a JSON object as --chat-template-kwargs"),
     "no repository": (["--push-to-hub"], "expected --hub-model-id with --push-to-hub, an id such as my-org/my-draft"),

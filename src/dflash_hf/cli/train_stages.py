@@ -234,13 +234,17 @@ def _bench(settings: TrainSettings, state: RunState) -> dict[str, Any]:
     from dflash_hf.bench.run import run
 
     folder, questions = state.folder("bench"), state.folder("prepare") / QUESTIONS
-    data = settings.bench_data
+    data, left_out = settings.bench_data, dict[str, int]()
     if not data:
         path = state.folder("prepare") / HELD_OUT
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
         if not rows:
             return {"questions": 0}
-        write_whole(questions, "".join(json.dumps(_question(row), ensure_ascii=False) + "\n" for row in rows))
+        asked = [question for row in rows if (question := _question(row, path.parent)) is not None]
+        left_out = {"left_out": len(rows) - len(asked)} if len(asked) < len(rows) else {}
+        if not asked:
+            return {"questions": 0, **left_out}
+        write_whole(questions, "".join(json.dumps(question, ensure_ascii=False) + "\n" for question in asked))
         data = (str(questions),)
     run(
         RunSettings(
@@ -262,7 +266,7 @@ def _bench(settings: TrainSettings, state: RunState) -> dict[str, Any]:
     require(drafted["failed"] is None, "answers with the draft", drafted["failed"], "see the bench's folder")
     whole = drafted["all"]
     speedup = whole["speedup"]["ratio"] if whole["speedup"] else None
-    return {"acceptance_length": round(whole["acceptance"]["acceptance_length"], 3), "speedup": speedup}
+    return {"acceptance_length": round(whole["acceptance"]["acceptance_length"], 3), "speedup": speedup, **left_out}
 
 
 def _export(settings: TrainSettings, state: RunState) -> dict[str, Any]:
@@ -335,15 +339,29 @@ def fresh_draft(settings: TrainSettings, target: Any, tokenizer: Any, **fields: 
     return DFlashDraftModel.from_target(target, tokenizer=tokenizer, **{**options, **settings.draft_options, **fields})
 
 
-def _question(row: dict[str, Any]) -> dict[str, Any]:
-    """A held-out conversation as a question of a bench: all up to the user's last turn."""
-    messages = row["messages"]
+def _question(row: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    """A held-out conversation as a question of a bench: all up to the user's last turn, each image in its turn.
+
+    `None` where an image is no file: a bench reads nothing else.
+    """
+    from dflash_hf.training.conversations import resolved
+    from dflash_hf.training.messages import prepare_multimodal_messages
+
+    found = resolved(row, folder)
+    messages, images = found["messages"], found.pop("images", ())
     last = max((at for at, turn in enumerate(messages) if turn["role"] == "user"), default=len(messages) - 1)
+    messages = messages[: last + 1]
+    if images or any(isinstance(turn["content"], list) for turn in messages):
+        messages = prepare_multimodal_messages(messages, images)
+        for block in (block for turn in messages for block in turn["content"] if block["type"] == "image"):
+            block["path"] = block.pop("image")
+            if block["path"].startswith(("http://", "https://", "data:")):
+                return None
     return {
-        **row,
+        **found,
         "question_id": row["id"],
         "category": row.get("category") or "held out",
-        "messages": messages[: last + 1],
+        "messages": messages,
     }
 
 

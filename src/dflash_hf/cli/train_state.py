@@ -51,7 +51,9 @@ class RunState:
             ValueError: If it has other files, a stage was begun with other settings or with a target whose files have
                 changed since, or what a stage needs is neither there nor asked for.
         """
-        found = sorted(file.name for file in self.path.iterdir()) if self.path.is_dir() else []
+        # Parts of files are those of a process that was killed, or of another one's that is writing now.
+        names = (file.name for file in self.path.iterdir() if file.suffix != ".part") if self.path.is_dir() else ()
+        found = sorted(names)
         is_ours = not found or STAGES_FILE in found or set(found) <= {SETTINGS_FILE}
         require(is_ours, "a new folder or that of a run as --output-dir", str(self.path), "name another")
         self.target = fingerprint(self.settings.target)
