@@ -44,7 +44,7 @@ def run_stages(settings: TrainSettings, stages: Sequence[Stage], tell: Tell) -> 
         import torch
 
         torch.set_num_threads(settings.threads)
-    rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    rank, size = _place()
     tell = tell if rank == 0 else _quiet
     make_arguments(settings)  # it refuses what is out of range
     state = RunState(settings)
@@ -64,7 +64,7 @@ def run_stages(settings: TrainSettings, stages: Sequence[Stage], tell: Tell) -> 
                 facts = RUNNERS[stage](settings, state)
         except (OSError, RuntimeError) as error:
             raise _explained(error, settings, stage) from error
-        if size > 1 and stage != "export":
+        if size > 1 and stage not in ("bench", "export"):  # a bench waits itself, and leaves the group
             _wait()
         if rank == 0:
             state.end(stage, {**facts, "seconds": round(time.perf_counter() - began, 1)})
@@ -235,6 +235,8 @@ def _bench(settings: TrainSettings, state: RunState) -> dict[str, Any]:
 
     folder, questions = state.folder("bench"), state.folder("prepare") / QUESTIONS
     data, left_out = settings.bench_data, dict[str, int]()
+    rank, size = _place()
+    resume = folder.is_dir() and any(folder.iterdir())  # asked before the first process can write there
     if not data:
         path = state.folder("prepare") / HELD_OUT
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
@@ -244,8 +246,12 @@ def _bench(settings: TrainSettings, state: RunState) -> dict[str, Any]:
         left_out = {"left_out": len(rows) - len(asked)} if len(asked) < len(rows) else {}
         if not asked:
             return {"questions": 0, **left_out}
-        write_whole(questions, "".join(json.dumps(question, ensure_ascii=False) + "\n" for question in asked))
+        text = "".join(json.dumps(question, ensure_ascii=False) + "\n" for question in asked)
+        if rank == 0:
+            write_whole(questions, text)
         data = (str(questions),)
+    if size > 1:
+        _wait()
     run(
         RunSettings(
             out=folder,
@@ -259,9 +265,11 @@ def _bench(settings: TrainSettings, state: RunState) -> dict[str, Any]:
             dtype=(settings.dtype,),
             device=settings.device,
             threads=settings.threads,
-            resume=any(folder.iterdir()),
+            resume=resume,
         )
     )
+    if rank != 0:  # the first one writes what was measured
+        return {}
     (drafted,) = (m for m in _summary(folder)["methods"] if m["method"] == "dflash")
     require(drafted["failed"] is None, "answers with the draft", drafted["failed"], "see the bench's folder")
     whole = drafted["all"]
@@ -420,6 +428,11 @@ def _put(fresh: Path, place: Path) -> None:
     if place.exists():
         shutil.rmtree(place)
     fresh.rename(place)
+
+
+def _place() -> tuple[int, int]:
+    """Which of how many processes of `accelerate launch` this is."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _wait() -> None:
