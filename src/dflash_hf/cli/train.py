@@ -135,7 +135,7 @@ def read_settings(given: Mapping[str, Any], words: list[str]) -> TrainSettings:
     for name, action in (("target", "give its folder or Hub id"), ("output_dir", "name a new folder")):
         require(given[name] is not None, f"--{name.replace('_', '-')}", None, action)
     lists: dict[str, Any] = {name: _values(given[name]) for name in ("dataset", "bench_data", "formats")}
-    objects = {
+    objects: dict[str, Any] = {
         name: read_options(given[name], f"--{name.replace('_', '-')}")
         for name in ("draft_options", "chat_template_kwargs")
     }
