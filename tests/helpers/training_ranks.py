@@ -6,6 +6,7 @@ which accumulates what the two do at once. Everything is in float64.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ from dflash_hf.training import DFlashTrainer
 from helpers.training import draws, options, records
 from tiny import DFLASH2, tiny_draft, tiny_target
 
+ADAPTED = ["fc", "q_proj", "v_proj", "down_proj"]
 STEPS, BATCHES = 8, 4  # of one row, in a step
 
 
@@ -29,11 +31,12 @@ def make(folder: Path, kind: str, seed: int = 1) -> DFlashTrainer:
 
     Args:
         folder (`Path`): Of the run.
-        kind (`str`): `"plain"` or `"fsdp"`, a DFlash 2 draft under either; `"muon"`.
-        seed (`int`): Of the draft.
+        kind (`str`): `"plain"` or `"fsdp"`, a DFlash 2 draft under either; `"muon"`; `"lora"` or `"lora-fsdp"`, PEFT's
+            adapter on such a draft.
+        seed (`int`): Of the draft, or of its adapter.
     """
     target = tiny_target("qwen3")
-    changes: dict[str, Any] = {} if kind != "fsdp" else {"fsdp": True, "fsdp_config": {"version": 2}}
+    changes: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2}} if "fsdp" in kind else {}
     world = int(os.environ.get("WORLD_SIZE", "1"))
     args = options(
         folder,
@@ -47,7 +50,12 @@ def make(folder: Path, kind: str, seed: int = 1) -> DFlashTrainer:
         use_cpu=True,
         **changes,
     )
-    draft = tiny_draft(target, seed=seed, **DFLASH2)
+    draft: Any = tiny_draft(target, seed=1 if "lora" in kind else seed, **DFLASH2)
+    if "lora" in kind:
+        import peft
+
+        torch.manual_seed(seed)
+        draft = peft.get_peft_model(draft, peft.LoraConfig(r=2, target_modules=ADAPTED)).double()
     return DFlashTrainer(model=draft, target=target, args=args, train_dataset=draws(9), eval_dataset=draws(5))
 
 
@@ -64,6 +72,7 @@ def train(folder: Path, kind: str) -> None:
         (folder / "records.json").write_text(json.dumps(told))
 
 
+@functools.cache
 def allow_fsdp_on_cpu() -> None:
     """accelerate turns FSDP on for the devices in a list of its own, which has no CPU; gloo runs the same code."""
     whole = AcceleratorState.__init__
@@ -81,7 +90,7 @@ def main(folder: Path, kinds: list[str]) -> None:
     """Runs each kind; sharded ones come last, as they change accelerate."""
     torch.set_num_threads(1)
     for kind in kinds:
-        if kind == "fsdp":
+        if "fsdp" in kind:
             allow_fsdp_on_cpu()
         train(folder / kind, kind)
     distributed.destroy_process_group()

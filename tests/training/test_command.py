@@ -11,40 +11,19 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
 
 import dflash_hf.cli.train_stages as stages
 from dflash_hf import load_draft
-from dflash_hf.cli.main import app
 from dflash_hf.cli.train_settings import STAGES, TrainSettings, as_words, read_arguments
 from dflash_hf.cli.train_state import fingerprint
 from helpers.source_tree import ROOT
-
-TOY = ROOT / "demos" / "toy"
-SMALL: list[object] = [
-    *("--target", TOY / "target", "--threads", 1, "--license", "apache-2.0"),
-    *("--num-eval", 2, "--max-new-tokens", 12, "--num_hidden_layers", 1, "--block-size", 4),
-    *("--draft-options", '{"num_taps": 2}', "--bench-prompts", 1, "--disable-tqdm", "true"),
-    *("--max_steps", 4, "--per_device_train_batch_size", 2, "--num_anchors", 4, "--save-steps", 2),
-]
-
-
-def train(*words: object) -> Result:
-    return CliRunner().invoke(app, ["train", *map(str, words)])
-
-
-def said(result: Result) -> str:
-    """What was written, as one line."""
-    return " ".join(result.output.split())
+from helpers.training_command import SMALL, TOY, said, train, write_rows
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ten conversations."""
-    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    lines = (TOY / "held_out.jsonl").read_text(encoding="utf-8").splitlines()[:10]
-    path.write_text("".join(f"{json.dumps({'messages': json.loads(line)['messages']})}\n" for line in lines))
-    return path
+    return write_rows(tmp_path_factory.mktemp("data") / "rows.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +79,12 @@ def test_a_run_is_killed_goes_on_and_leaves_everything(done: tuple[Path, str]) -
     for name in ("zlab", "speculators", "muse"):
         again = load_draft(out / "export" / name).state_dict()
         assert all(value.equal(again[key]) for key, value in draft.state_dict().items())
+
+
+def test_only_checkpoints_have_pickles(done: tuple[Path, str]) -> None:
+    pickles = {path.relative_to(done[0]) for path in done[0].rglob("*") if path.suffix in (".bin", ".pt", ".pkl")}
+    assert Path("run/checkpoint-4/training_args.bin") in pickles
+    assert {path.parts[0] for path in pickles} == {"run"}
 
 
 def test_a_finished_run_is_not_run_again(done: tuple[Path, str]) -> None:
@@ -277,7 +262,7 @@ def test_flags_and_yaml_are_read_by_one_reader() -> None:
 
 def test_every_setting_but_the_machines_is_what_some_stage_is_made_from() -> None:
     made = TrainSettings(target="org/x", output_dir=Path("x"), arguments={"num_anchors": 3, "logging_steps": 1})
-    left_out = {"output_dir", "answer_batch", "bench_data_dir", "device", "threads", "logging_steps"}
+    left_out = {"output_dir", "answer_batch", "streaming", "bench_data_dir", "device", "threads", "logging_steps"}
     every = set().union(*(made.made_from(stage) for stage in STAGES))
     assert set(made.plain()) - every == left_out
 

@@ -1,5 +1,6 @@
 """The target's own answers: its own whatever is in between, the same after a kill, refused once the target changed."""
 
+import copy
 import json
 import random
 import threading
@@ -405,6 +406,19 @@ def test_the_target_writes_prompts_and_answers_them(tmp_path: Path, target: Any,
     answered = asked(tmp_path)
     assert regenerate(answered, target, tokenizer).num_answers == 11
     assert [row["messages"] for row in rows_of(made.output)] == [row["messages"] for row in rows_of(settings.output)]
+
+
+def test_the_template_of_written_prompts_is_told_what_it_reads(tmp_path: Path, target: Any, tokenizer: Any) -> None:
+    told, knows = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
+    told.chat_template = "{%- if mood is defined %}{{ 'Be ' + mood }}{% endif %}" + tokenizer.chat_template
+    knows.chat_template = "{{ 'Be brief' }}" + tokenizer.chat_template
+    options: dict[str, Any] = {"num_prompts": 3, "max_new_tokens": 24, "batch_size": 6}
+    for name, given in (("told", {"mood": "brief"}), ("untold", {})):
+        write_prompts(PromptSettings(output=tmp_path / name, chat_template_kwargs=given, **options), target, told)
+    write_prompts(PromptSettings(output=tmp_path / "knows", **options), target, knows)
+    expected = (tmp_path / "knows").read_bytes()
+    assert (tmp_path / "told").read_bytes() == expected
+    assert (tmp_path / "untold").read_bytes() != expected
 
 
 def test_prompts_that_come_to_no_end_are_given_up(tmp_path: Path, target: Any, tokenizer: Any) -> None:

@@ -130,7 +130,7 @@ def card_for(draft: str, format: FormatName, place: str, target: str, license: s
     return text if heading in text else text.rstrip("\n") + "\n" + ON_CARD.format(place=place)
 
 
-def upload(folder: Path, repo: str, private: bool) -> None:
+def upload(folder: Path, repo: str, private: bool | None) -> None:
     """Makes the repository on the Hub where it is not there, and uploads a folder as one commit.
 
     Raises:

@@ -15,9 +15,11 @@ from dflash_hf.cli.train_settings import (
     FORMATS,
     OURS,
     STAGES,
+    SWITCHES,
     Stage,
     TrainSettings,
     as_words,
+    check_upload,
     read_arguments,
     read_options,
     read_yaml,
@@ -39,7 +41,7 @@ class TrainCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Puts the settings of `--config`, or those that the run in `--output-dir` was begun with, in front."""
-        known = {flag for parameter in self.params for flag in parameter.opts}
+        known = {flag for parameter in self.params for flag in (*parameter.opts, *parameter.secondary_opts)}
         words = [_dashed(word, known) for word in args]
         path = _value_of(words, "--config")
         folder = _value_of(words, "--output-dir")
@@ -52,7 +54,9 @@ class TrainCommand(TyperCommand):
         # Lists of ours have commas, as the other commands take them.
         ours = {name: _with_commas(value) for name, value in ours.items()}
         theirs = {name: value for name, value in given.items() if name not in OURS}
-        front = [_dashed(word, known) for word in (*as_words(ours), *as_words(theirs))]
+        switched = {name: ours.pop(name) for name in SWITCHES if isinstance(ours.get(name), bool)}
+        switches = [f"--{name}" if is_on else f"--no-{name}" for name, is_on in switched.items()]
+        front = [_dashed(word, known) for word in (*switches, *as_words(ours), *as_words(theirs))]
         return super().parse_args(ctx, [*front, *words])
 
 
@@ -69,6 +73,12 @@ def train(
     num_eval: Annotated[int, _data("Conversations that are held out.")] = 64,
     max_length: Annotated[int, _data("Longest example, prompt and answer, in tokens.")] = 3072,
     turns: Annotated[str, _data("Train on the last answer of a conversation, or all.")] = "last",
+    chat_template_kwargs: Annotated[
+        str, _data("What else the chat template reads, everywhere, as JSON: {'enable_thinking': false}.")
+    ] = "{}",
+    template: Annotated[str | None, _data("What the user says, of rows of other columns: '{question}'.")] = None,
+    skip_bad_rows: Annotated[bool, _data("Leave malformed rows out instead of refusing the first.")] = False,
+    streaming: Annotated[bool, _data("Fetch sets of the Hub row by row, and keep none.")] = False,
     answers: Annotated[
         str, _answers("target: it answers anew. data: those in the data are its own already.")
     ] = "target",
@@ -125,15 +135,21 @@ def read_settings(given: Mapping[str, Any], words: list[str]) -> TrainSettings:
     for name, action in (("target", "give its folder or Hub id"), ("output_dir", "name a new folder")):
         require(given[name] is not None, f"--{name.replace('_', '-')}", None, action)
     lists: dict[str, Any] = {name: _values(given[name]) for name in ("dataset", "bench_data", "formats")}
-    others: dict[str, Any] = {name: given[name] for name in OURS - lists.keys() - {"output_dir", "draft_options"}}
+    objects: dict[str, Any] = {
+        name: read_options(given[name], f"--{name.replace('_', '-')}")
+        for name in ("draft_options", "chat_template_kwargs")
+    }
+    others: dict[str, Any] = {name: given[name] for name in OURS - lists.keys() - objects.keys() - {"output_dir"}}
     settings = TrainSettings(
         **others,
         **lists,
+        **objects,
         output_dir=Path(given["output_dir"]),
-        draft_options=read_options(given["draft_options"], "--draft-options"),
     )
     settings.check()
-    return replace(settings, arguments=read_arguments(words))
+    settings = replace(settings, arguments=read_arguments(words))
+    check_upload(settings.arguments)
+    return settings
 
 
 def _stages(text: str) -> list[Stage]:

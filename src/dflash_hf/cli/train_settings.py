@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-from dflash_hf.errors import one_line, require, shown
+from dflash_hf.errors import listed, one_line, require, shown
 from dflash_hf.evaluation.loading import check_place
 from dflash_hf.formats import FormatName
 
@@ -35,6 +35,10 @@ class TrainSettings:
         num_eval (`int`): Conversations that are held out: for evaluation while training, and for `bench`.
         max_length (`int`): Longest example in tokens, prompt and answer.
         turns (`str`): `"last"` or `"all"`: which turns of the assistant are trained on.
+        chat_template_kwargs (mapping): What else the chat template reads, wherever it is applied.
+        template (`str`, *optional*): What the user says, of rows of other columns: `"{question}"`.
+        skip_bad_rows (`bool`): Leave malformed rows out, and say how many, instead of refusing the first.
+        streaming (`bool`): Fetch sets of the Hub row by row, and keep none.
         answers (`str`): `"target"`, which writes them anew, or `"data"`, where they are the target's own already.
         max_new_tokens, temperature, top_p: How the target answers.
         answer_batch (`int`): Prompts that it answers at once.
@@ -61,6 +65,10 @@ class TrainSettings:
     num_eval: int = 64
     max_length: int = 3072
     turns: Literal["last", "all"] = "last"
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    template: str | None = None
+    skip_bad_rows: bool = False
+    streaming: bool = False
     answers: Literal["target", "data"] = "target"
     max_new_tokens: int = 1024
     temperature: float = 0.0
@@ -99,6 +107,9 @@ class TrainSettings:
             None,
             "give files or a Hub id, or let the target write its own prompts with --self-prompts 10000",
         )
+        alone = self.template is None or not self.self_prompts
+        what = "--template without --self-prompts, whose rows have no other columns"
+        require(alone, what, self.template, "prepare rows as messages, or leave one out")
         is_file = self.output_dir.exists() and not self.output_dir.is_dir()
         require(not is_file, "a folder as --output-dir", str(self.output_dir), "name another")
         for name, smallest in (("num_prompts", 1), ("self_prompts", 0), ("num_eval", 0), ("max_length", 2)):
@@ -151,7 +162,10 @@ class TrainSettings:
 
 
 _MADE_FROM: dict[Stage, tuple[str, ...]] = {
-    "prepare": ("target", "dataset", "num_prompts", "self_prompts", "num_eval", "max_length", "turns"),
+    "prepare": (
+        *("target", "dataset", "num_prompts", "self_prompts", "num_eval", "max_length", "turns"),
+        *("chat_template_kwargs", "template", "skip_bad_rows"),
+    ),
     "regenerate": ("answers", "max_new_tokens", "temperature", "top_p", "server", "server_model"),
     "run": ("draft", "num_hidden_layers", "block_size", "draft_options", "dtype"),
     "bench": ("bench_data", "bench_prompts"),
@@ -174,6 +188,8 @@ HOW_IT_IS_RUN = (
 # What is measured in between is looked at, unless the best draft so far is the one that is kept.
 WHEN_IT_IS_MEASURED = ("eval_", "per_device_eval_")
 OURS = frozenset(item.name for item in fields(TrainSettings)) - {"arguments"}
+UPLOAD = ("hub_model_id", "hub_private_repo")
+SWITCHES = ("skip_bad_rows", "streaming")  # of ours, those that are on or off
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -267,6 +283,24 @@ def arguments_class() -> Any:
     return DFlashTrainingArguments
 
 
+def check_upload(arguments: Mapping[str, Any]) -> None:
+    """Refuses `--push-to-hub` that would not do what it says, before anything is run.
+
+    Raises:
+        ValueError: If no repository is named, or an option says how the trainer would upload, which uploads nothing.
+    """
+    ignored = [name for name in arguments if name.startswith("hub_") and name not in UPLOAD]
+    what = f"of options hub_... {listed(UPLOAD)} alone"
+    require(not ignored, what, listed(ignored), "leave it out; hf auth login keeps a token")
+    if not arguments.get("push_to_hub"):
+        return
+    from dflash_hf.training.export import is_hub_id
+
+    repo = arguments.get("hub_model_id")
+    what = "--hub-model-id with --push-to-hub, an id such as my-org/my-draft"
+    require(repo is not None and is_hub_id(repo), what, repo, "name the draft's repository")
+
+
 def read_options(text: str, option: str) -> dict[str, Any]:
     """Reads a JSON object of an option.
 
@@ -293,10 +327,12 @@ __all__ = [
     "HOW_IT_IS_RUN",
     "OURS",
     "STAGES",
+    "SWITCHES",
     "Stage",
     "TrainSettings",
     "arguments_class",
     "as_words",
+    "check_upload",
     "read_arguments",
     "read_options",
     "read_yaml",

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from dflash_hf.cli.train_settings import STAGES, Stage, TrainSettings, arguments_class
@@ -43,7 +44,7 @@ def run_stages(settings: TrainSettings, stages: Sequence[Stage], tell: Tell) -> 
         import torch
 
         torch.set_num_threads(settings.threads)
-    rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    rank, size = _place()
     tell = tell if rank == 0 else _quiet
     make_arguments(settings)  # it refuses what is out of range
     state = RunState(settings)
@@ -63,12 +64,25 @@ def run_stages(settings: TrainSettings, stages: Sequence[Stage], tell: Tell) -> 
                 facts = RUNNERS[stage](settings, state)
         except (OSError, RuntimeError) as error:
             raise _explained(error, settings, stage) from error
-        if size > 1 and stage != "export":
+        if size > 1 and stage not in ("bench", "export"):  # a bench waits itself, and leaves the group
             _wait()
         if rank == 0:
             state.end(stage, {**facts, "seconds": round(time.perf_counter() - began, 1)})
         told = ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in facts.items())
         tell(f"{stage}: {told or 'done'}, {state.folder(stage)}")
+    if rank == 0 and settings.arguments.get("push_to_hub") and state.is_done("run"):
+        tell(f"https://huggingface.co/{_upload(settings, state.folder('run'))}")
+
+
+def _upload(settings: TrainSettings, draft: Path) -> str:
+    """Does what `dflash-hf push` does, and returns the draft's id."""
+    from dflash_hf.cli.push import upload, write_repository
+
+    repo: str = settings.arguments["hub_model_id"]
+    with TemporaryDirectory(prefix="dflash-push-") as made:
+        write_repository(str(draft), Path(made), repo, settings.target, settings.license)
+        upload(Path(made), repo, settings.arguments.get("hub_private_repo"))
+    return repo
 
 
 def _prepare(settings: TrainSettings, state: RunState) -> dict[str, Any]:
@@ -81,7 +95,11 @@ def _prepare(settings: TrainSettings, state: RunState) -> dict[str, Any]:
         from dflash_hf.training.prompts import PromptSettings, write_prompts
 
         target, processor = load_target(settings.target, settings.dtype, settings.device)
-        written = PromptSettings(output=folder / SELF_PROMPTS, num_prompts=settings.self_prompts)
+        written = PromptSettings(
+            output=folder / SELF_PROMPTS,
+            num_prompts=settings.self_prompts,
+            chat_template_kwargs=settings.chat_template_kwargs,
+        )
         write_prompts(written, target, processor)
         datasets.append(str(written.output))
     found = prepare(
@@ -91,6 +109,10 @@ def _prepare(settings: TrainSettings, state: RunState) -> dict[str, Any]:
             turns="none" if settings.answers == "target" else settings.turns,
             max_length=settings.max_length,
             num_rows=settings.num_prompts,
+            template=settings.template,
+            streaming=settings.streaming,
+            skip_bad_rows=settings.skip_bad_rows,
+            chat_template_kwargs=settings.chat_template_kwargs,
         ),
         load_processor(settings.target),
     )
@@ -160,6 +182,7 @@ def _regenerate(settings: TrainSettings, state: RunState) -> dict[str, Any]:
 
 def _train(settings: TrainSettings, state: RunState) -> dict[str, Any]:
     import torch
+    from transformers.trainer import TRAINING_ARGS_NAME
 
     from dflash_hf.evaluation.loading import load_target
     from dflash_hf.training.prepare import read_examples
@@ -190,6 +213,7 @@ def _train(settings: TrainSettings, state: RunState) -> dict[str, Any]:
     # What is served is of the target's dtype; the float32 weights are in run/.
     served: Any = load_draft_from(fresh, target.dtype)
     served.save_pretrained(fresh)
+    (fresh / TRAINING_ARGS_NAME).unlink()  # a pickle, which only the checkpoints in run/ need
     _put(fresh, state.folder("run"))
     return facts | ({"acceptance_length": round(best[-1], 3)} if best else {})
 
@@ -210,14 +234,24 @@ def _bench(settings: TrainSettings, state: RunState) -> dict[str, Any]:
     from dflash_hf.bench.run import run
 
     folder, questions = state.folder("bench"), state.folder("prepare") / QUESTIONS
-    data = settings.bench_data
+    data, left_out = settings.bench_data, dict[str, int]()
+    rank, size = _place()
+    resume = folder.is_dir() and any(folder.iterdir())  # asked before the first process can write there
     if not data:
         path = state.folder("prepare") / HELD_OUT
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
         if not rows:
             return {"questions": 0}
-        write_whole(questions, "".join(json.dumps(_question(row), ensure_ascii=False) + "\n" for row in rows))
+        asked = [question for row in rows if (question := _question(row, path.parent)) is not None]
+        left_out = {"left_out": len(rows) - len(asked)} if len(asked) < len(rows) else {}
+        if not asked:
+            return {"questions": 0, **left_out}
+        text = "".join(json.dumps(question, ensure_ascii=False) + "\n" for question in asked)
+        if rank == 0:
+            write_whole(questions, text)
         data = (str(questions),)
+    if size > 1:
+        _wait()
     run(
         RunSettings(
             out=folder,
@@ -227,17 +261,20 @@ def _bench(settings: TrainSettings, state: RunState) -> dict[str, Any]:
             target=settings.target,
             draft=str(state.folder("run")),
             max_new_tokens=(settings.max_new_tokens,),
+            template_options=settings.chat_template_kwargs,
             dtype=(settings.dtype,),
             device=settings.device,
             threads=settings.threads,
-            resume=any(folder.iterdir()),
+            resume=resume,
         )
     )
+    if rank != 0:  # the first one writes what was measured
+        return {}
     (drafted,) = (m for m in _summary(folder)["methods"] if m["method"] == "dflash")
     require(drafted["failed"] is None, "answers with the draft", drafted["failed"], "see the bench's folder")
     whole = drafted["all"]
     speedup = whole["speedup"]["ratio"] if whole["speedup"] else None
-    return {"acceptance_length": round(whole["acceptance"]["acceptance_length"], 3), "speedup": speedup}
+    return {"acceptance_length": round(whole["acceptance"]["acceptance_length"], 3), "speedup": speedup, **left_out}
 
 
 def _export(settings: TrainSettings, state: RunState) -> dict[str, Any]:
@@ -278,6 +315,7 @@ def make_arguments(settings: TrainSettings, **others: Any) -> Any:
 
     # Without it Transformers takes bfloat16 for a request for a GPU.
     given = {"use_cpu": not torch.accelerator.is_available(), **settings.arguments, **others}
+    given["push_to_hub"] = False  # the trainer would upload `run`; the draft is, behind the last stage
     return arguments_class()(output_dir=str(settings.output_dir / "run"), **given)
 
 
@@ -309,15 +347,29 @@ def fresh_draft(settings: TrainSettings, target: Any, tokenizer: Any, **fields: 
     return DFlashDraftModel.from_target(target, tokenizer=tokenizer, **{**options, **settings.draft_options, **fields})
 
 
-def _question(row: dict[str, Any]) -> dict[str, Any]:
-    """A held-out conversation as a question of a bench: all up to the user's last turn."""
-    messages = row["messages"]
+def _question(row: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    """A held-out conversation as a question of a bench: all up to the user's last turn, each image in its turn.
+
+    `None` where an image is no file: a bench reads nothing else.
+    """
+    from dflash_hf.training.conversations import resolved
+    from dflash_hf.training.messages import prepare_multimodal_messages
+
+    found = resolved(row, folder)
+    messages, images = found["messages"], found.pop("images", ())
     last = max((at for at, turn in enumerate(messages) if turn["role"] == "user"), default=len(messages) - 1)
+    messages = messages[: last + 1]
+    if images or any(isinstance(turn["content"], list) for turn in messages):
+        messages = prepare_multimodal_messages(messages, images)
+        for block in (block for turn in messages for block in turn["content"] if block["type"] == "image"):
+            block["path"] = block.pop("image")
+            if block["path"].startswith(("http://", "https://", "data:")):
+                return None
     return {
-        **row,
+        **found,
         "question_id": row["id"],
         "category": row.get("category") or "held out",
-        "messages": messages[: last + 1],
+        "messages": messages,
     }
 
 
@@ -357,6 +409,8 @@ def _card_facts(settings: TrainSettings, state: RunState) -> Any:
         answers += "greedy" if settings.temperature == 0 else f"at temperature {settings.temperature:g}"
     training = {"answers": answers, **({"begun from": settings.draft} if settings.draft else {})}
     training |= {name.replace("_", " "): value for name, value in facts.items() if name != "answers"}
+    if settings.chat_template_kwargs:
+        training["chat template reads"] = json.dumps(settings.chat_template_kwargs)
     training |= {name: value for name, value in settings.made_from("run").items() if name in settings.arguments}
     return CardFacts(
         target=settings.target,
@@ -374,6 +428,11 @@ def _put(fresh: Path, place: Path) -> None:
     if place.exists():
         shutil.rmtree(place)
     fresh.rename(place)
+
+
+def _place() -> tuple[int, int]:
+    """Which of how many processes of `accelerate launch` this is."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _wait() -> None:

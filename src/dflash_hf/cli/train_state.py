@@ -51,7 +51,9 @@ class RunState:
             ValueError: If it has other files, a stage was begun with other settings or with a target whose files have
                 changed since, or what a stage needs is neither there nor asked for.
         """
-        found = sorted(file.name for file in self.path.iterdir()) if self.path.is_dir() else []
+        # Parts of files are those of a process that was killed, or of another one's that is writing now.
+        names = (file.name for file in self.path.iterdir() if file.suffix != ".part") if self.path.is_dir() else ()
+        found = sorted(names)
         is_ours = not found or STAGES_FILE in found or set(found) <= {SETTINGS_FILE}
         require(is_ours, "a new folder or that of a run as --output-dir", str(self.path), "name another")
         self.target = fingerprint(self.settings.target)
@@ -61,7 +63,9 @@ class RunState:
             if record is None:
                 continue
             now: dict[str, Any] = json.loads(json.dumps(self.settings.made_from(stage)))
-            before: dict[str, Any] = record["made_from"]
+            # What an option is by default is what it was before there was one.
+            unsaid = json.loads(json.dumps(TrainSettings(target="", output_dir=self.path).made_from(stage)))
+            before: dict[str, Any] = {**unsaid, **record["made_from"]}
             differing = sorted(name for name in now | before if before.get(name) != now.get(name))
             if differing:
                 told = [f"{name} was {shown(before.get(name))} and is {shown(now.get(name))}" for name in differing]

@@ -107,13 +107,17 @@ def prepare(settings: PrepareSettings, processing_class: Processing) -> Prepared
         processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): The target's.
 
     Raises:
-        ValueError: If a set or row cannot be read (naming it), it cannot be told what the assistant writes, no row is
-            left, or the file is there and was written with other settings. Nothing is written then.
+        ValueError: If a set or row cannot be read (naming it), it cannot be told what the assistant writes, the chat
+            template reads no such keyword, no row is left, or the file is there and was written with other settings.
+            Nothing is written then.
     """
     what = "none of turns, all, last"
     require(settings.turns in ("all", "last", "none"), what, settings.turns, "choose one of them")
     require(bool(settings.datasets), "data sets to prepare", list(settings.datasets), "name one")
     template = ChatTemplate(processing_class, settings.chat_template_kwargs)
+    for name in settings.chat_template_kwargs:  # Jinja takes a name that is misspelt without a word
+        what = "chat_template_kwargs that the chat template reads"
+        require(name in template.text, what, name, "correct the name, or leave it out")
     asked = _asked_for(settings, template)
     meta = meta_path(settings.output)
     if settings.output.exists():

@@ -7,7 +7,8 @@ random numbers of its own, so that a run that was killed ends as one that was no
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class PromptSettings:
         batch_size (`int`): How many are written at once.
         temperature, top_p (`float`): How they are sampled.
         seed (`int`): Of the samples.
+        chat_template_kwargs (mapping): What else the chat template reads.
     """
 
     output: Path
@@ -49,6 +51,7 @@ class PromptSettings:
     temperature: float = 1.0
     top_p: float = 0.95
     seed: int = 0
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def check(self) -> None:
         """Refuses settings that cannot be run.
@@ -80,7 +83,7 @@ def write_prompts(settings: PromptSettings, target: PreTrainedModel, processing_
         ValueError: If the chat template writes no turns of the user's, the target writes none, or the disk is full.
     """
     settings.check()
-    template = ChatTemplate(processing_class)
+    template = ChatTemplate(processing_class, settings.chat_template_kwargs)
     tokenizer: Any = template.tokenizer
     before, _ = template.around("user")
     ends = template.end_of_turn("user")[:1]

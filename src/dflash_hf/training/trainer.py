@@ -7,6 +7,7 @@ anchors follow from the seed and the step, so a resumed run continues bit for bi
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -339,6 +340,9 @@ class DFlashTrainer(Trainer):
         if not any(isinstance(value, DTensor) for value in state.values()):
             return draft
         whole: Any = DFlashDraftModel(draft.config)
+        wrapped: Any = self.accelerator.unwrap_model(self.model)
+        if wrapped is not draft:  # PEFT's, of which the draft has modules within
+            type(wrapped)(whole, copy.deepcopy(wrapped.active_peft_config), wrapped.active_adapter)
         whole = whole.to(self.args.device, draft.dtype)
         whole.load_state_dict({n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()})
         return whole

@@ -1,0 +1,36 @@
+"""`dflash-hf train` on the bundled target, as small as it goes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+from dflash_hf.cli.main import app
+from helpers.source_tree import ROOT
+
+TOY = ROOT / "demos" / "toy"
+SMALL: list[object] = [
+    *("--target", TOY / "target", "--threads", 1, "--license", "apache-2.0"),
+    *("--num-eval", 2, "--max-new-tokens", 12, "--num_hidden_layers", 1, "--block-size", 4),
+    *("--draft-options", '{"num_taps": 2}', "--bench-prompts", 1, "--disable-tqdm", "true"),
+    *("--max_steps", 4, "--per_device_train_batch_size", 2, "--num_anchors", 4, "--save-steps", 2),
+]
+
+
+def train(*words: object) -> Result:
+    """Runs the command."""
+    return CliRunner().invoke(app, ["train", *map(str, words)])
+
+
+def said(result: Result) -> str:
+    """What was written, as one line."""
+    return " ".join(result.output.split())
+
+
+def write_rows(path: Path, count: int = 10) -> Path:
+    """Writes conversations of the bundled target's."""
+    lines = (TOY / "held_out.jsonl").read_text(encoding="utf-8").splitlines()[:count]
+    path.write_text("".join(f"{json.dumps({'messages': json.loads(line)['messages']})}\n" for line in lines))
+    return path

@@ -1,0 +1,79 @@
+"""`dflash-hf train` for a target that sees: rows with images and of text in every stage; questions of a bench."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dflash_hf.cli.train_stages as stages
+from dflash_hf.bench.sets import load_questions
+from helpers.training_command import SMALL, TOY, train
+
+PICTURES = TOY / "vision" / "pictures"
+
+
+def ask(text: str, *images: object) -> dict[str, Any]:
+    return {"role": "user", "content": [*({"type": "image", "path": str(one)} for one in images), block(text)]}
+
+
+def block(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def test_rows_with_images_and_of_text_go_through_every_stage(tmp_path: Path) -> None:
+    (tmp_path / "pictures").symlink_to(PICTURES)
+    rows = [
+        {"messages": [ask("What is in this picture?", "pictures/describe-0.png")]},
+        {"messages": [{"role": "user", "content": "How many objects are there?"}], "images": ["pictures/count-0.png"]},
+        {"messages": [{"role": "user", "content": "Good morning, I am Yuri."}]},
+        {"messages": [ask("Which has more objects?", "pictures/compare-0a.png", "pictures/compare-0b.png")]},
+        {"messages": [ask("What is written here?", "pictures/read-0.png")]},
+        {"messages": [{"role": "user", "content": "What is in this picture?"}], "images": "pictures/describe-1.png"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [*SMALL, "--target", TOY / "vision" / "target", "--num-eval", 1, "--max-steps", 2]
+    result = train("--dataset", tmp_path / "rows.jsonl", "--output-dir", tmp_path / "out", *words)
+    assert result.exit_code == 0, result.output
+    answered = [json.loads(line) for line in (tmp_path / "out" / "answered" / "train.jsonl").read_text().splitlines()]
+    assert len(answered) == 5
+    (answer,) = (tmp_path / "out" / "bench" / "answers-dflash.jsonl").read_text().splitlines()
+    asked = json.loads(answer)["choices"][0]
+    (held_out,) = (tmp_path / "out" / "answered" / "held_out.jsonl").read_text().splitlines()
+    known = json.loads(held_out)
+    assert asked["prompt_tokens"] == [known["num_tokens"] - len(known["answer_ids"])], "with its image"
+    assert asked["token_ids"] == [known["answer_ids"]], "what the target said while it was asked for training"
+
+
+QUESTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "in its turn": ({"messages": [ask("What?", "images/a.png")]}, ["a.png"]),
+    "beside the messages": (
+        {"messages": [{"role": "user", "content": "What?"}], "images": ["images/a.png"]},
+        ["a.png"],
+    ),
+    "text": ({"messages": [{"role": "user", "content": "What?"}]}, []),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_prepared_row_is_a_question(name: str, tmp_path: Path) -> None:
+    row, images = QUESTIONS[name]
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes((PICTURES / "read-0.png").read_bytes())
+    for turn in row["messages"]:  # as `prepare` writes them
+        for part in turn["content"] if isinstance(turn["content"], list) else ():
+            part |= {"image": part.pop("path")} if "path" in part else {}
+    question = stages._question({"id": "x", **row}, tmp_path)
+    (tmp_path / "questions.jsonl").write_text(json.dumps(question) + "\n")
+    (found,) = load_questions(str(tmp_path / "questions.jsonl"), data_dir=None, num_prompts=None, seed=0)
+    assert found.turns == ("What?",)
+    assert [Path(path).name for path in found.images] == images
+    assert all(Path(path).is_file() for path in found.images)
+
+
+def test_an_image_that_is_no_file_is_no_question(tmp_path: Path) -> None:
+    for place in ("https://example.org/a.png", "data:image/png;base64,AAAA"):
+        row = {"id": "x", "messages": [{"role": "user", "content": "What?"}], "images": [place]}
+        assert stages._question(row, tmp_path) is None

@@ -1,0 +1,208 @@
+"""Options of `dflash-hf train`: which rows are read and how, what the chat template is told, where the draft goes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from dflash_hf import load_draft
+from helpers.training_command import SMALL, TOY, said, train, write_rows
+
+MOOD = "{%- if mood is defined -%}{{- '<|im_start|>system\\nBe ' + mood + '.<|im_end|>\\n' -}}{%- endif -%}"
+TOLD = ["--chat-template-kwargs", '{"mood": "brief"}']
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled target, whose template can be told something; and beside it one whose template knows it."""
+    folder = tmp_path_factory.mktemp("targets")
+    text = (TOY / "target" / "chat_template.jinja").read_text(encoding="utf-8")
+    for name, before in (("told", ""), ("knows", "{%- set mood = 'brief' -%}")):
+        shutil.copytree(TOY / "target", folder / name)
+        (folder / name / "chat_template.jinja").write_text(before + MOOD + text, encoding="utf-8")
+    return folder / "told"
+
+
+def lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_what_the_chat_template_is_told_comes_to_every_stage(target: Path, tmp_path: Path) -> None:
+    """A template that is told something is one that knows it: the same prompts, answers, weights and bench."""
+    data = write_rows(tmp_path / "rows.jsonl")
+    outs = [tmp_path / name for name in ("told", "knows")]
+    for out, more in zip(outs, (TOLD, []), strict=True):
+        words = [*SMALL, "--target", target.with_name(out.name), *more, "--formats", "zlab"]
+        result = train("--dataset", data, "--output-dir", out, *words)
+        assert result.exit_code == 0, result.output
+    rows, same = (lines(out / "answered" / "train.jsonl") for out in outs)
+    assert {json.dumps(row["chat_template_kwargs"]) for row in rows} == {'{"mood": "brief"}'}
+    for name in ("messages", "answer_ids", "num_tokens"):
+        assert [row[name] for row in rows] == [row[name] for row in same]
+    tokenizer: Any = AutoTokenizer.from_pretrained(target)
+    untold = [
+        tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, tokenize=False) for row in rows
+    ]
+    sizes = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in untold]
+    told = [row["num_tokens"] - len(row["answer_ids"]) for row in rows]
+    assert all(size < longer for size, longer in zip(sizes, told, strict=True)), "it shows"
+    ours, theirs = (load_draft(out / "draft").state_dict() for out in outs)
+    assert all(value.equal(theirs[name]) for name, value in ours.items())
+    (asked,), (known,) = (lines(out / "bench" / "answers-dflash.jsonl") for out in outs)
+    for name in ("prompt_tokens", "token_ids", "committed"):
+        assert asked["choices"][0][name] == known["choices"][0][name]
+    assert '| chat template reads | {"mood": "brief"} |' in (outs[0] / "draft" / "README.md").read_text()
+    result = train("--output-dir", outs[0], "--chat-template-kwargs", '{"mood": "long"}')
+    assert result.exit_code == 2
+    assert "whose chat_template_kwargs was {'mood': 'brief'} and is {'mood': 'long'}" in said(result)
+
+
+def test_prompts_that_the_target_writes_are_told_too(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What [`write_prompts`] makes of it is in test_regenerate.py."""
+    asked: list[Any] = []
+    monkeypatch.setattr("dflash_hf.training.prompts.write_prompts", lambda settings, *rest: asked.append(settings))
+    data = write_rows(tmp_path / "rows.jsonl")
+    words = [*SMALL, "--target", target, *TOLD, "--stages", "prepare", "--self-prompts", 3, "--dataset", data]
+    train(*words, "--output-dir", tmp_path / "out")
+    assert [settings.chat_template_kwargs for settings in asked] == [{"mood": "brief"}]
+
+
+def test_a_name_that_the_template_does_not_read_is_refused(target: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl")
+    words = ["--dataset", data, "--output-dir", tmp_path / "out", *SMALL, "--target", target, "--stages", "prepare"]
+    result = train(*words, "--chat-template-kwargs", '{"moood": "brief"}')
+    assert result.exit_code == 2
+    assert "expected chat_template_kwargs that the chat template reads, got 'moood'" in said(result)
+
+
+def test_bad_rows_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl")
+    text = data.read_text()
+    data.write_text(text + '{"messages": [{"role": "nobody", "content": "x"}]}\n')
+    words = ["--dataset", data, *SMALL, "--stages", "prepare"]
+    result = train(*words, "--output-dir", tmp_path / "all")
+    assert result.exit_code == 2
+    assert "expected a role in turn 0 of line 11 of" in said(result)
+    result = train(*words, "--output-dir", tmp_path / "good", "--skip-bad-rows")
+    assert result.exit_code == 0, result.output
+    assert "left out 1" in result.output
+    # The folder's settings say it on, and a YAML off; a flag wins over either.
+    assert train("--output-dir", tmp_path / "good", "--stages", "prepare").exit_code == 0
+    result = train("--output-dir", tmp_path / "good", "--stages", "prepare", "--no-skip-bad-rows")
+    assert "whose skip_bad_rows was True and is False" in said(result)
+    settings = (tmp_path / "good" / "settings.yaml").read_text()
+    (tmp_path / "off.yaml").write_text(settings.replace("skip_bad_rows: true", "skip_bad_rows: false"))
+    words = ["--config", tmp_path / "off.yaml", "--stages", "prepare"]
+    assert train(*words, "--output-dir", tmp_path / "off").exit_code == 2
+    assert train(*words, "--output-dir", tmp_path / "on", "--skip-bad-rows").exit_code == 0
+
+
+@pytest.mark.parametrize("streaming", [[], ["--streaming"]])
+def test_sets_of_other_columns_are_read_and_streamed(
+    streaming: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder stands for a set of the Hub: `datasets` loads both."""
+    import datasets
+
+    asked: list[Any] = []
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **named: asked.append(named) or load(*a, **named))
+    (tmp_path / "set").mkdir()
+    with (tmp_path / "set" / "train.jsonl").open("w") as file:
+        file.writelines(json.dumps({"question": f"Compute {number} + 1."}) + "\n" for number in range(6))
+    words = ["--dataset", tmp_path / "set", *SMALL, "--num-eval", 0, "--num-prompts", 5, "--stages", "prepare"]
+    result = train(*words, "--output-dir", tmp_path / "out", "--template", "{question} Think.", *streaming)
+    assert result.exit_code == 0, result.output
+    rows = lines(tmp_path / "out" / "prepared" / "train.jsonl")
+    assert [row["messages"][0]["content"] for row in rows] == [f"Compute {n} + 1. Think." for n in range(5)]
+    assert [call.get("streaming", False) for call in asked] == [bool(streaming)]
+    # How the rows came is not what they are.
+    assert "done before" in train("--output-dir", tmp_path / "out", "--stages", "prepare", "--no-streaming").output
+    result = train("--output-dir", tmp_path / "out", "--stages", "prepare", "--template", "{question}")
+    assert "whose template was '{question} Think.' and is '{question}'" in said(result)
+
+
+def test_a_folder_begun_before_an_option_was_there_goes_on(tmp_path: Path) -> None:
+    words = ["--dataset", write_rows(tmp_path / "rows.jsonl"), *SMALL, "--stages", "prepare"]
+    assert train(*words, "--output-dir", tmp_path / "out").exit_code == 0
+    state = json.loads((tmp_path / "out" / "stages.json").read_text())
+    for name in ("chat_template_kwargs", "template", "skip_bad_rows"):
+        del state["prepare"]["made_from"][name]
+    (tmp_path / "out" / "stages.json").write_text(json.dumps(state))
+    result = train("--output-dir", tmp_path / "out", "--stages", "prepare")
+    assert "prepare: done before" in result.output
+    result = train("--output-dir", tmp_path / "out", "--stages", "prepare", "--skip-bad-rows")
+    assert "whose skip_bad_rows was False and is True" in said(result)
+
+
+class Hub:
+    """In place of the Hub's client: notes what it is asked."""
+
+    asked: list[tuple[str, dict[str, Any]]] = []  # noqa: RUF012
+
+    def create_repo(self, repo: str, **kwargs: Any) -> None:
+        self.asked.append((repo, kwargs))
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        files = {str(file.relative_to(folder_path)): file.read_bytes() for file in folder_path.rglob("*.*")}
+        self.asked.append((repo_id, files))
+
+
+def test_the_draft_is_uploaded_behind_the_last_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `dflash-hf push` does it; the trainer, whose argument it is, uploads nothing in between."""
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    Hub.asked = []
+    data, out = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
+    hub = ["--push-to-hub", "--hub-model-id", "my-org/my-draft", "--hub-private-repo", "true"]
+    words = ["--dataset", data, "--output-dir", out, *SMALL, "--formats", "zlab", *hub]
+    assert train(*words, "--stages", "prepare").exit_code == 0
+    assert Hub.asked == [], "there is no draft yet"
+    result = train(*words)
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1] == "https://huggingface.co/my-org/my-draft"
+    (made, options), (written, files) = Hub.asked
+    assert (made, options, written) == (made, {"private": True, "exist_ok": True}, "my-org/my-draft")
+    left = {name: (out / "draft" / name).read_bytes() for name in ("config.json", "model.safetensors")}
+    assert {name: files[name] for name in left} == left
+    assert files.keys() - left.keys() <= {"README.md", "generation_config.json", "custom_generate/generate.py"}
+    own = (out / "draft" / "README.md").read_text().replace(str(out / "draft"), "my-org/my-draft")
+    assert files["README.md"].decode().startswith(own.rstrip("\n")), "the card of export"
+    # Begun without it, and gone on with it.
+    result = train("--output-dir", out, "--hub-model-id", "my-org/another")
+    assert [repo for repo, _ in Hub.asked[2:]] == ["my-org/another"] * 2
+    train("--output-dir", out, "--push-to-hub", "false")
+    assert len(Hub.asked) == 4
+
+
+def test_a_process_killed_while_it_wrote_the_settings_goes_on(tmp_path: Path) -> None:
+    """What it was writing is no folder of something else; nor is what another process of the run is writing now."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".settings.yaml.part").write_text("targ")
+    words = ["--dataset", write_rows(tmp_path / "rows.jsonl"), *SMALL, "--stages", "prepare"]
+    result = train(*words, "--output-dir", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+
+
+REFUSED: dict[str, tuple[list[object], str]] = {
+    "no object": (["--chat-template-kwargs", "thinking"], "expected a JSON object as --chat-template-kwargs"),
+    "no repository": (["--push-to-hub"], "expected --hub-model-id with --push-to-hub, an id such as my-org/my-draft"),
+    "no id": (["--push-to-hub", "--hub-model-id", "mine"], "an id such as my-org/my-draft, got 'mine'"),
+    "token": (["--hub-token", "x"], "hub_model_id, hub_private_repo alone, got 'hub_token'; leave it out"),
+    "template": (["--template", "{q}", "--self-prompts", 2], "expected --template without --self-prompts"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_run_is_a_sentence_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+    words, sentence = REFUSED[name]
+    result = train("--dataset", TOY / "held_out.jsonl", "--output-dir", tmp_path / "out", *SMALL, *words)
+    assert result.exit_code == 2, result.output
+    assert sentence in said(result)
+    assert list(tmp_path.iterdir()) == []
