@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +77,7 @@ def draft_config(settings: TrainSettings, target: Any) -> Any:
         form = detect_format(raw)
         ours = {form.weights.get(name, name) for name in stored_tensors(settings.draft)}
         return make_config(form.read_config(raw, frozenset(ours)))
-    options = {"num_taps": 5, "target_layer_ids": None, "draft_token_ids": None, "init_layers": None}
-    options = {name: value for name, value in options.items() if name in signature(fresh_config).parameters}
+    options = {"num_taps": 5, "target_layer_ids": None, "draft_token_ids": None}
     given = {name: settings.draft_options.get(name, value) for name, value in options.items()}
     fields = {name: value for name, value in settings.draft_options.items() if name not in options}
     return fresh_config(

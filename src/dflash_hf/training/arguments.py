@@ -35,9 +35,10 @@ class DFlashTrainingArguments(TrainingArguments):
     """How a draft is trained: `transformers.TrainingArguments` and what only a draft has.
 
     The defaults are the paper's (arXiv 2602.06036, section 4): AdamW at 6e-4, 4 % of the steps warm-up, a cosine to
-    zero, 6 epochs, gradients of norm 1 at most, 512 anchors. `optim="muon"` is Muon for the matrices of the layers and
-    AdamW for the rest (torch >= 2.9); every optimizer of Transformers works too. With `load_best_model_at_end`
-    the best draft is the one with the largest `eval_acceptance_length`.
+    zero, 6 epochs, gradients of norm 1 at most, 512 anchors; but for the loss, which is D-PACE's: at equal steps its
+    drafts accept more (docs/log.md). `optim="muon"` is Muon for the matrices of the layers and AdamW for the rest
+    (torch >= 2.9); every optimizer of Transformers works too. With `load_best_model_at_end` the best draft is the one
+    with the largest `eval_acceptance_length`.
 
     Args:
         num_anchors, block_size, gamma, loss, labels, chunk_blocks, attention: See their `help`.
@@ -68,11 +69,12 @@ class DFlashTrainingArguments(TrainingArguments):
     num_anchors: int = field(default=512, metadata={"help": "Most blocks per sequence, drawn anew at each step."})
     block_size: int | None = field(default=None, metadata={"help": "Slots per block; None takes the draft's."})
     gamma: float | None = field(
-        default=None, metadata={"help": "Decay of the loss over slots, exp(-(k-1)/gamma); None follows the block."}
+        default=None,
+        metadata={"help": "Decay over slots, exp(-(k-1)/gamma), but for D-PACE; None follows the block."},
     )
     loss: Objective = field(
-        default="cross_entropy",
-        metadata={"help": "Cross entropy under a decay, D-PACE's weights, or KL to the target's likely tokens."},
+        default="dpace",
+        metadata={"help": "D-PACE's weights, cross entropy under a decay, or KL to the target's likely tokens."},
     )
     labels: Literal["tokens", "target"] = field(
         default="tokens", metadata={"help": "Learn the data's tokens, or the target's argmax at each position."}
