@@ -1,6 +1,7 @@
 """What a step has tried is seen by pointing at it, by tapping it, and with the keyboard alone."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page
 
+from dflash_hf import DFlashGenerationConfig
 from dflash_hf.cli.pair import BUNDLED
 from helpers.browser import Chat, Server, free_port, start, stop
 from helpers.source_tree import ROOT
@@ -21,10 +23,16 @@ ELSEWHERE = ".df-header b"
 
 @pytest.fixture(scope="module")
 def text_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The chat on the bundled pair that reads text, whose trees are those of every user."""
-    port = free_port()
-    log = tmp_path_factory.mktemp("text") / "log"
-    server = start([str(ROOT / "demos" / "app.py"), "--pair", "text", "--port", str(port)], log, BUNDLED, port)
+    """The chat on the bundled pair that reads text, told to verify trees: it would choose chains as soon as these pay."""
+    port, pair = free_port(), tmp_path_factory.mktemp("text") / "pair"
+    shutil.copytree(BUNDLED / "draft", pair / "draft")
+    (pair / "held_out.jsonl").symlink_to(BUNDLED / "held_out.jsonl")
+    options = DFlashGenerationConfig.from_pretrained(pair / "draft")
+    options.num_tree_nodes = 16
+    options.save_pretrained(pair / "draft")
+    models = ["--target", str(BUNDLED / "target"), "--draft", str(pair / "draft")]
+    command = [str(ROOT / "demos" / "app.py"), *models, "--port", str(port)]
+    server = start(command, pair.with_name("log"), pair, port)
     yield server
     stop(server)
 
