@@ -23,7 +23,7 @@ ELSEWHERE = ".df-header b"
 
 @pytest.fixture(scope="module")
 def text_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The chat on the bundled pair that reads text, told to verify trees: it would choose chains as soon as these pay."""
+    """The chat on the bundled pair that reads text, told to verify trees: left alone it finds that chains pay more."""
     port, pair = free_port(), tmp_path_factory.mktemp("text") / "pair"
     shutil.copytree(BUNDLED / "draft", pair / "draft")
     (pair / "held_out.jsonl").symlink_to(BUNDLED / "held_out.jsonl")
