@@ -119,7 +119,7 @@ toy-hybrid: $(VENV)/.stamp-dev  ## train a hybrid pair like the bundled one from
 	$(BIN)/python demos/toy/train_target.py --pair hybrid --steps 320 --pool 24 --micro 12 --warmup 20 \
 	  --out build/toy/hybrid/target
 	$(BIN)/python demos/toy/train_draft.py --pair hybrid --prompts 1000 --steps 1100 --batch 4 --anchors 24 \
-	  --no-bf16 --target build/toy/hybrid/target \
+	  --no-bf16 --loss dpace --target build/toy/hybrid/target \
 	  --out build/toy/hybrid/draft
 	$(BIN)/python demos/toy/make_prompts.py --pair hybrid --out build/toy/hybrid/held_out.jsonl
 

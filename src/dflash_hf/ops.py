@@ -38,6 +38,7 @@ from dflash_kernels._dispatch import has_triton
 from dflash_kernels.block_attention import covers
 from dflash_kernels.build_tree import MAX_NODES, num_paths
 from dflash_kernels.gumbel_argmax import exponential_noise
+from dflash_kernels.rotary import norm_and_rotate
 
 logger = logging.getLogger(__name__)
 # What kernels are for by themselves, where they sum or round: float32 keeps torch's own results.
@@ -235,6 +236,7 @@ __all__ = [
     "kernels",
     "likeliest",
     "move_path",
+    "norm_and_rotate",
     "norm_rope_write",
     "num_paths",
     "picks",

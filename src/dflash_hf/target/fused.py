@@ -223,8 +223,7 @@ def _rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """What `ops.rms_norm.reference` computes; in float32 torch's own operation rounds as it does."""
     if states.dtype == torch.float32:
         return nn.functional.rms_norm(states, weight.shape, weight, eps)
-    wide = states.to(torch.float32)
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(states.dtype)
+    return ops.rms_norm.reference(states, weight, eps)
 
 
 def _attention_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -282,13 +281,9 @@ def _attend_by_torch(module: Any, eps: float, cache: RaggedCache, kwargs: dict[s
     query, key = module.q_proj(hidden).view(shape), module.k_proj(hidden).view(shape)
     if norms := _head_norms(module):
         query, key = _rms_norm(query, norms[0].weight, eps), _rms_norm(key, norms[1].weight, eps)
-    keys, values = cache.extend(module.layer_idx, _rotate(key, cos, sin), module.v_proj(hidden).view(shape))
-    return _attend(module, _rotate(query, cos, sin), keys, values, cache, kwargs)
-
-
-def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = states.chunk(2, dim=-1)
-    return states * cos + torch.cat((-second, first), dim=-1) * sin
+    query, key = (ops.norm_and_rotate(states, None, cos, sin, eps) for states in (query, key))
+    keys, values = cache.extend(module.layer_idx, key, module.v_proj(hidden).view(shape))
+    return _attend(module, query, keys, values, cache, kwargs)
 
 
 def _attend(
