@@ -54,7 +54,7 @@ from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.run import Call, Run
 from dflash_hf.generation.step import StaticStep
-from dflash_hf.target import fused
+from dflash_hf.target import formulas
 from dflash_hf.target.parts import find_target
 
 PROMPT = 64
@@ -121,7 +121,7 @@ def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Generator[None]:
         patch.setattr(prefill_module, "_commit_first", _commit_nothing)
         # Weights without numbers are of a class of their own, which would count as quantised.
         patch.setattr(context, "_is_its_weight", lambda module: module.bias is None)
-        patch.setattr(fused, "_is_plain", lambda weight: True)
+        patch.setattr(formulas, "_is_plain", lambda weight: True)
         yield
     ops._is_recent.cache_clear()
     ops._can_launch.cache_clear()

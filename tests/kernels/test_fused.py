@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 
 import dflash_kernels
 from dflash_hf import ops
-from dflash_hf.target import fused
+from dflash_hf.target import formulas
 from dflash_hf.target.fused import _forward_of, fused_modules
 from dflash_hf.target.parts import find_target
 from helpers.kernel_checks import OPERATIONS, POINTWISE, Calls
@@ -34,7 +34,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known of any class yet; all by references, in the interpreter too (kernels: `test_decode`)."""
-    monkeypatch.setattr(fused, "_known", {})
+    monkeypatch.setattr(formulas, "_known", {})
     for name in (*OPERATIONS, *POINTWISE):
         monkeypatch.setattr(getattr(dflash_kernels, name), "_covers", lambda *args: False)
 

@@ -1,4 +1,4 @@
-"""Norms and attention of a verify in fewer operations, on a CPU: which are known, bit for bit what modules compute."""
+"""Layers of a verify in fewer operations, on a CPU: which are known, bit for bit what modules compute."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RMSNorm
 
 from dflash_hf import iterate, ops
-from dflash_hf.target import fused
-from dflash_hf.target.fused import _short_forward_of, fused_modules
+from dflash_hf.target import formulas, short_forwards
+from dflash_hf.target.fused import fused_modules
 from dflash_hf.target.parts import find_target
+from dflash_hf.target.short_forwards import short_forward_of
 from helpers.static import tensor_oracle
 from tiny import prompts, tiny_target, truth_of
 
 NEW = 16
 FAMILIES = [
-    ("qwen3", {"Qwen3RMSNorm", "Qwen3Attention"}),
-    ("qwen3-sliding", {"Qwen3RMSNorm", "Qwen3Attention"}),
-    ("llama3-rope", {"LlamaRMSNorm", "LlamaAttention"}),
-    ("mistral", {"MistralRMSNorm", "MistralAttention"}),
-    ("qwen2", {"Qwen2RMSNorm", "Qwen2Attention"}),
+    ("qwen3", {"Qwen3RMSNorm", "Qwen3Attention", "Qwen3DecoderLayer"}),
+    ("qwen3-sliding", {"Qwen3RMSNorm", "Qwen3Attention", "Qwen3DecoderLayer"}),
+    ("llama3-rope", {"LlamaRMSNorm", "LlamaAttention", "LlamaDecoderLayer"}),
+    ("mistral", {"MistralRMSNorm", "MistralAttention", "MistralDecoderLayer"}),
+    ("qwen2", {"Qwen2RMSNorm", "Qwen2Attention", "Qwen2DecoderLayer"}),
     ("phi3", {"Phi3RMSNorm"}),
     ("gemma3", set[str]()),  # its norms add one to their weights
     ("gpt-oss", set[str]()),  # its norms multiply in float32, its scores have sinks
@@ -35,14 +36,14 @@ FAMILIES = [
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known of any class yet."""
-    monkeypatch.setattr(fused, "_known", {})
+    monkeypatch.setattr(formulas, "_known", {})
 
 
 @pytest.mark.parametrize(("family", "wanted"), FAMILIES)
 def test_modules_are_known_by_what_they_compute(family: str, wanted: set[str]) -> None:
     modules = list(tiny_target(family).modules())
     for dtype in (torch.float32, torch.float64):
-        assert {type(m).__name__ for m in modules if _short_forward_of(m, dtype) is not None} == wanted
+        assert {type(m).__name__ for m in modules if short_forward_of(m, dtype) is not None} == wanted
 
 
 class AnotherNorm(Qwen3RMSNorm):
@@ -74,9 +75,9 @@ class ScaledAttention(LlamaAttention):
 )
 def test_modules_that_compute_something_else_are_not(family: str, kind: type[nn.Module]) -> None:
     module: Any = next(m for m in tiny_target(family).modules() if type(m) is kind.__mro__[1])
-    assert _short_forward_of(module, torch.float32) is not None
+    assert short_forward_of(module, torch.float32) is not None
     module.__class__ = kind
-    assert _short_forward_of(module, torch.float32) is None
+    assert short_forward_of(module, torch.float32) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -90,9 +91,9 @@ def test_logits_are_the_same_bit_for_bit(
     wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     draft = tensor_oracle(target, truth_of(inputs, wanted), 2, 6)
     used = list[bool]()
-    for name in ("_rms_norm", "_attend_by_torch"):
-        plain = getattr(fused, name)
-        monkeypatch.setattr(fused, name, lambda *args, plain=plain: used.append(True) or plain(*args))
+    for name in ("rms_norm", "_attend", "_run_layer"):
+        plain = getattr(short_forwards, name)
+        monkeypatch.setattr(short_forwards, name, lambda *args, plain=plain: used.append(True) or plain(*args))
     found = list[list[Tensor]]()
     for enabled in (False, None):
         assert not used
