@@ -46,7 +46,7 @@ from dflash_hf.target.formulas import (
 )
 from dflash_hf.target.parts import Target
 from dflash_hf.target.reentry import KEYWORD
-from dflash_hf.target.short_forwards import Forward, attend_ragged, cache_of_verify, short_forward_of
+from dflash_hf.target.short_forwards import Forward, ShortLayer, attend_ragged, cache_of_verify, short_forward_of
 
 # On a forward that is compiled: what torch.compile traces is its classes' own.
 COMPILED = "_dflash_compiled"
@@ -67,6 +67,7 @@ class _Plan(NamedTuple):
         is_kernels (`bool`): Whether it is fused by kernels, else by torch.
         classes (`dict`): The forward that each class of module had.
         forwards (list of `(weak reference, callable)`): Modules and their forwards.
+        layers (list of `(weak reference, ShortLayer)`): Those that have to be prepared.
     """
 
     modules: list[weakref.ref[nn.Module]]
@@ -74,6 +75,7 @@ class _Plan(NamedTuple):
     is_kernels: bool
     classes: dict[type, Forward]
     forwards: list[tuple[weakref.ref[nn.Module], Forward]]
+    layers: list[tuple[weakref.ref[nn.Module], ShortLayer]]
 
 
 _here = _Here()
@@ -94,7 +96,7 @@ def fused_modules(target: Target) -> Generator[None]:
     if not is_kernels and not ops.shortens(weight):
         yield
         return
-    forwards, user, before = _plan(target, weight.dtype, is_kernels).forwards, object(), _here.is_on
+    plan, user, before = _plan(target, weight.dtype, is_kernels), object(), _here.is_on
 
     def put_back() -> None:
         _here.is_on = before
@@ -104,6 +106,8 @@ def fused_modules(target: Target) -> Generator[None]:
             for module in [] if users else target.modules:
                 if hasattr(vars(module).get("forward"), MARK):
                     del module.forward
+            for _, short in [] if users else plan.layers:
+                short.forget()
 
     with undoing(put_back):
         with _patching:
@@ -111,11 +115,14 @@ def fused_modules(target: Target) -> Generator[None]:
             users.add(user)
             compiled = [layer for layer in target.layers if hasattr(vars(layer).get("forward"), COMPILED)]
             traced = {part for layer in compiled for part in layer.modules()}
-            for weak, forward in forwards:
+            for weak, forward in plan.forwards:
                 module = weak()
                 if module is not None and module not in traced:
                     # One that is there already stays. Bound, so that a copy of the module has its own.
                     vars(module).setdefault("forward", MethodType(forward, module))
+            for weak, short in plan.layers:
+                if (module := weak()) is not None:
+                    short.prepare(module)
         _here.is_on = True
         yield
 
@@ -137,6 +144,7 @@ def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
         or [module() for module in plan.modules] != target.modules
     ):
         found = list[tuple[weakref.ref[nn.Module], Forward]]()
+        layers = list[tuple[weakref.ref[nn.Module], ShortLayer]]()
         # What torch.compile has traced is not to be traced again.
         is_compiled = any(module._compiled_call_impl is not None for module in target.modules)
         forward_of, within = _forward_of if is_kernels else short_forward_of, set[nn.Module]()
@@ -144,10 +152,12 @@ def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
             if module in within or (fused := forward_of(module, dtype)) is None:
                 continue
             found.append((weakref.ref(module), _switched(module, fused)))
+            if isinstance(fused, ShortLayer):
+                layers.append((weakref.ref(module), fused))
             # Kernels' layers call their parts, short ones do what these would.
             within |= set() if is_kernels else set(module.modules())
         classes: dict[type, Forward] = {type(module): type(module).forward for module in target.modules}
-        plan = _Plan([weakref.ref(module) for module in target.modules], *kind, classes, found)
+        plan = _Plan([weakref.ref(module) for module in target.modules], *kind, classes, found, layers)
         _plans[target.model] = plan
     return plan
 

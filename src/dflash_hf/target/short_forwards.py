@@ -1,20 +1,22 @@
 """Layers of the target in fewer operations on a CPU, where calls cost as much as what they compute.
 
 A known decoder layer runs as one function: torch's own norm instead of six operations, heads that stay where the
-projections put them, and no call of a module within it. Projections that are no plain `nn.Linear`, adapters and
-quantised ones, are called as ever; hooks and forwards of the user's within a layer leave it to its class.
+projections put them, and no call of a module within it. What it is made of is looked up once per run, not in every
+step. Projections that are no plain `nn.Linear`, adapters and quantised ones, are called as ever; hooks and forwards of
+the user's within a layer leave it to its class.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dflash_hf import ops
+from dflash_hf.attention import attend
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.target.formulas import (
     GATED,
@@ -38,13 +40,16 @@ from dflash_hf.target.reentry import KEYWORD, ragged_block
 
 # The class's forward, the module, and what it is called with.
 Forward = Callable[..., Any]
+# From states to states.
+Run = Callable[[Tensor], Tensor]
 _LINEAR = nn.Linear.forward
 
 
 def short_forward_of(module: Any, dtype: torch.dtype) -> Forward | None:
     """Returns the forward in fewer operations of torch of a module whose formula is known, else `None`.
 
-    It is called with the class's forward, the module, and what the module is called with.
+    It is called with the class's forward, the module, and what the module is called with. A [`ShortLayer`] has to be
+    prepared before it is.
 
     Args:
         module (`nn.Module`): A norm, an attention, or a layer of both and an MLP.
@@ -52,9 +57,9 @@ def short_forward_of(module: Any, dtype: torch.dtype) -> Forward | None:
     """
     if (eps := norm_eps(module, dtype, rms_norm)) is not None:
         return functools.partial(_norm_forward, eps)
-    if (eps := attention_eps(module, dtype, rms_norm, _attend)) is not None:
+    if (eps := attention_eps(module, dtype, rms_norm, _attend_by_parts)) is not None:
         return functools.partial(_attention_forward, eps)
-    return _layer_forward_of(module, dtype) if module._modules.keys() == LAYER else None
+    return ShortLayer.of(module, dtype) if module._modules.keys() == LAYER else None
 
 
 def cache_of_verify(attention: Any, kwargs: dict[str, Any]) -> RaggedCache | None:
@@ -81,15 +86,7 @@ def attend_ragged(
         getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
         ragged=cache,
     )
-    return project(module._modules["o_proj"], out.flatten(2)), None
-
-
-def project(linear: Any, states: Tensor) -> Tensor:
-    """Calls a projection; torch's own is not worth a call of a module."""
-    if type(linear) is not nn.Linear or nn.Linear.forward is not _LINEAR or not is_bare(linear):
-        return linear(states)
-    parameters = linear._parameters
-    return nn.functional.linear(states, parameters["weight"], parameters["bias"])  # pyright: ignore[reportArgumentType]
+    return module.o_proj(out.flatten(2)), None
 
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -107,99 +104,171 @@ def _norm_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs:
 
 def _attention_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs: Any) -> Any:
     cache, states = cache_of_verify(module, kwargs), kwargs.get("hidden_states")
-    if args or cache is None or states is None or not _are_bare(states, *head_norms(module)):
+    if args or cache is None or states is None or kwargs.get("attention_mask") is not None:
         return plain(module, *args, **kwargs)
-    return _attend(module, eps, cache, states, kwargs)
+    if not all(is_bare(norm) and _is_alike(states, norm) for norm in head_norms(module)):
+        return plain(module, *args, **kwargs)
+    return _attend_by_parts(module, eps, cache, states, kwargs)
 
 
-def _attend(
+def _attend_by_parts(
     module: Any, eps: float, cache: RaggedCache, states: Tensor, kwargs: dict[str, Any]
 ) -> tuple[Tensor, None]:
-    """Attention over the ragged cache; heads stay where the projections put them, nothing is transposed for RoPE."""
-    (cos, sin), parts = kwargs["position_embeddings"], module._modules
-    shape, cos, sin = (*states.shape[:-1], -1, module.head_dim), cos[:, :, None], sin[:, :, None]
-    query, key, value = (project(parts[name], states).view(shape) for name in ("q_proj", "k_proj", "v_proj"))
-    if norms := head_norms(module):
-        query, key = rms_norm(query, norms[0].weight, eps), rms_norm(key, norms[1].weight, eps)
-    query, key = (ops.norm_and_rotate(heads, None, cos, sin, eps) for heads in (query, key))
-    keys, values = cache.extend(module.layer_idx, key, value)
-    return attend_ragged(module, query, keys, values, cache, kwargs)
+    return _Attention.of(module, eps).run(states, cache, kwargs["position_embeddings"]), None
 
 
-def _layer_forward_of(module: Any, dtype: torch.dtype) -> Forward | None:
-    """[`short_forward_of`] for a layer with the parts of Llama's and Qwen3's."""
-    norms, attention, mlp = _norms(module), module.self_attn, module.mlp
-    epsilons = (
-        *(norm_eps(norm, dtype, rms_norm) for norm in norms),
-        attention_eps(attention, dtype, rms_norm, _attend),
-    )
-    if None in epsilons:
+class _Attention(NamedTuple):
+    """An attention: its projections, the weights of its norms, if it has any, and settings."""
+
+    module: Any
+    query: Run
+    key: Run
+    value: Run
+    out: Run
+    norms: list[Tensor]
+    eps: float
+    size: int
+    scaling: float
+    window: int | None
+    dropout: float
+
+    @classmethod
+    def of(cls, module: Any, eps: float) -> _Attention:
+        """Looks up what a module is made of."""
+        return cls(
+            module,
+            *(_projection(module._modules[name]) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+            norms=[norm.weight for norm in head_norms(module)],
+            eps=eps,
+            size=module.head_dim,
+            scaling=module.scaling,
+            window=getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
+            dropout=module.attention_dropout if module.training else 0.0,
+        )
+
+    def run(self, states: Tensor, cache: RaggedCache, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Attends over the ragged cache; heads stay where the projections put them, nothing is transposed for RoPE."""
+        shape, module = (*states.shape[:-1], -1, self.size), self.module
+        cos, sin = angles[0].unsqueeze(2), angles[1].unsqueeze(2)
+        query, key = self.query(states).view(shape), self.key(states).view(shape)
+        if self.norms:
+            query, key = rms_norm(query, self.norms[0], self.eps), rms_norm(key, self.norms[1], self.eps)
+        query = ops.norm_and_rotate(query, None, cos, sin, self.eps)
+        key = ops.norm_and_rotate(key, None, cos, sin, self.eps)
+        keys, values = cache.extend(module.layer_idx, key, self.value(states).view(shape))
+        block, window = cache.attended_by(module)
+        window = window if self.window is None else self.window
+        mask = block.on(keys.device).mask(keys.shape[2], window, True, 1, query.dtype)
+        out = attend(query.transpose(1, 2), keys, values, mask, self.scaling, dropout=self.dropout)
+        return self.out(out.flatten(2))
+
+
+class _Layer(NamedTuple):
+    """A layer with pre-norms: the weights of its norms, its attention, its MLP, and the epsilons of its norms."""
+
+    module: Any
+    first: Tensor
+    second: Tensor
+    attention: _Attention
+    mlp: Run
+    epsilons: Sequence[float]
+
+    @classmethod
+    def of(cls, module: Any, epsilons: Sequence[float], is_gated: bool) -> _Layer:
+        """Looks up what a module is made of; `epsilons` are of its two norms and of its attention's."""
+        parts = module._modules
+        mlp = functools.partial(_run_gated, *map(_projection, _gated(parts["mlp"]))) if is_gated else parts["mlp"]
+        attention = _Attention.of(parts["self_attn"], epsilons[2])
+        first, second = _norms(module)
+        return cls(module, first.weight, second.weight, attention, mlp, epsilons)
+
+    def run(self, states: Tensor, cache: RaggedCache, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Returns the states `[B, W, D]` behind the layer."""
+        normed = rms_norm(states, self.first, self.epsilons[0])
+        states = states + self.attention.run(normed, cache, angles)
+        return states + self.mlp(rms_norm(states, self.second, self.epsilons[1]))
+
+
+class ShortLayer:
+    """The forward of a layer with the parts of Llama's and Qwen3's, as one function.
+
+    Args:
+        epsilons (sequence of `float`): Of its two norms and of its attention's.
+        is_gated (`bool`): Whether its MLP is `down(silu(gate(x)) * up(x))`; any other is called.
+    """
+
+    def __init__(self, epsilons: Sequence[float], is_gated: bool) -> None:
+        self.epsilons, self.is_gated = epsilons, is_gated
+        self._layer: _Layer | None = None
+
+    @classmethod
+    def of(cls, module: Any, dtype: torch.dtype) -> ShortLayer | None:
+        """Returns one if a module computes this."""
+        norms, attention, mlp = _norms(module), module.self_attn, module.mlp
+        found = [norm_eps(norm, dtype, rms_norm) for norm in norms]
+        found.append(attention_eps(attention, dtype, rms_norm, _attend_by_parts))
+        epsilons = [eps for eps in found if eps is not None]
+        if len(epsilons) < len(found):
+            return None
+        for is_gated in [True, False] if mlp._modules.keys() - {"act_fn"} == GATED else [False]:
+
+            def both(draw: Draw, is_gated: bool = is_gated) -> tuple[Any, Any]:
+                names = ("input_layernorm", "post_attention_layernorm")
+                parts = {name: copied(norm, weight=draw(HIDDEN)) for name, norm in zip(names, norms, strict=True)}
+                parts |= {"self_attn": attention_like(attention, draw)}
+                like = copied(module, **parts, mlp=gated_like(mlp, draw) if is_gated else _Other())
+                return over_caches(
+                    like.self_attn,
+                    draw,
+                    lambda states, cache, given: type(module).forward(like, states, **given),
+                    lambda states, cache, given: _Layer.of(like, epsilons, is_gated).run(
+                        states, cache, given["position_embeddings"]
+                    ),
+                )
+
+            key = (cls, is_gated, *epsilons, *facts(module), *map(type, norms), *attention_facts(attention))
+            if agrees((*key, *(gated_facts(mlp) if is_gated else ())), dtype, both):
+                return cls(epsilons, is_gated)
         return None
-    # A gated MLP is known with its layer or called as it is.
-    runs = [_run_gated] if mlp._modules.keys() - {"act_fn"} == GATED else []
-    for run_mlp in (*runs, _call):
 
-        def both(draw: Draw, run_mlp: Callable[[Any, Tensor], Tensor] = run_mlp) -> tuple[Any, Any]:
-            names = ("input_layernorm", "post_attention_layernorm")
-            parts = {name: copied(norm, weight=draw(HIDDEN)) for name, norm in zip(names, norms, strict=True)}
-            parts |= {"self_attn": attention_like(attention, draw), "mlp": _Shifted()}
-            if run_mlp is _run_gated:
-                parts["mlp"] = gated_like(mlp, draw)
-            like = copied(module, **parts)
-            return over_caches(
-                like.self_attn,
-                draw,
-                lambda states, cache, given: type(module).forward(like, states, **given),
-                lambda states, cache, given: _run_layer(epsilons, run_mlp, like, cache, states, given),
-            )
+    def prepare(self, module: Any) -> None:
+        """Looks up what the layer is made of; as its class does it, if hooks or forwards of the user's are within."""
+        attention, mlp = module._modules["self_attn"], module._modules["mlp"]
+        norms = [*_norms(module), *head_norms(attention)]
+        parts = [*norms, attention, *((mlp, *_activation(mlp)) if self.is_gated else ())]
+        kinds = {(norm.weight.dtype, norm.weight.device.type) for norm in norms}
+        is_known = all(map(is_bare, parts)) and len(kinds) == 1 and kinds.pop()[1] == "cpu"
+        self._layer = _Layer.of(module, self.epsilons, self.is_gated) if is_known else None
 
-        key = (_run_layer, run_mlp, *epsilons, *facts(module), *map(type, norms), *attention_facts(attention))
-        if agrees((*key, *(gated_facts(mlp) if run_mlp is _run_gated else ())), dtype, both):
-            return functools.partial(_layer_forward, epsilons, run_mlp)
-    return None
+    def forget(self) -> None:
+        """Lets go of the layer."""
+        self._layer = None
 
-
-def _layer_forward(
-    epsilons: Any, run_mlp: Callable[[Any, Tensor], Tensor], plain: Forward, module: Any, *args: Any, **kwargs: Any
-) -> Any:
-    parts = module._modules
-    attention, mlp = parts["self_attn"], parts["mlp"]
-    cache = cache_of_verify(attention, kwargs)
-    if len(args) != 1 or cache is None or not _are_bare(args[0], *_norms(module), *head_norms(attention)):
+    def __call__(self, plain: Forward, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs the layer, by its class where this is no verify or it is not the one that was prepared."""
+        layer = self._layer
+        if layer is not None and layer.module is module and len(args) == 1:
+            cache = cache_of_verify(layer.attention.module, kwargs)
+            states = args[0]
+            is_alike = states.dtype == layer.first.dtype and states.device.type == "cpu"
+            if cache is not None and is_alike and kwargs.get("attention_mask") is None:
+                return layer.run(states, cache, kwargs["position_embeddings"])
         return plain(module, *args, **kwargs)
-    if not is_bare(attention) or (run_mlp is _run_gated and not all(map(is_bare, (mlp, *_activation(mlp))))):
-        return plain(module, *args, **kwargs)
-    return _run_layer(epsilons, run_mlp, module, cache, args[0], kwargs)
 
 
-def _run_layer(
-    epsilons: Any,
-    run_mlp: Callable[[Any, Tensor], Tensor],
-    module: Any,
-    cache: RaggedCache,
-    states: Tensor,
-    kwargs: dict[str, Any],
-) -> Tensor:
-    """A layer with pre-norms; `epsilons` are of its two norms and of its attention's."""
-    first, second = _norms(module)
-    normed = rms_norm(states, first.weight, epsilons[0])
-    states = states + _attend(module._modules["self_attn"], epsilons[2], cache, normed, kwargs)[0]
-    return states + run_mlp(module._modules["mlp"], rms_norm(states, second.weight, epsilons[1]))
+def _projection(linear: Any) -> Run:
+    """A projection to be called: torch's own is not worth a call of a module."""
+    if type(linear) is not nn.Linear or nn.Linear.forward is not _LINEAR or not is_bare(linear):
+        return linear
+    return functools.partial(nn.functional.linear, weight=linear.weight, bias=linear.bias)
 
 
-def _run_gated(mlp: Any, states: Tensor) -> Tensor:
+def _run_gated(gate: Run, up: Run, down: Run, states: Tensor) -> Tensor:
     """`down(silu(gate(x)) * up(x))`."""
-    parts = mlp._modules
-    gate, up = project(parts["gate_proj"], states), project(parts["up_proj"], states)
-    return project(parts["down_proj"], nn.functional.silu(gate) * up)
+    return down(nn.functional.silu(gate(states)) * up(states))
 
 
-def _call(mlp: Any, states: Tensor) -> Tensor:
-    """Whatever the MLP is."""
-    return mlp(states)
-
-
-class _Shifted(nn.Module):
+class _Other(nn.Module):
     """Stands for an MLP that is called as it is."""
 
     def forward(self, states: Tensor) -> Tensor:
@@ -211,24 +280,17 @@ def _norms(layer: Any) -> tuple[Any, Any]:
     return layer._modules["input_layernorm"], layer._modules["post_attention_layernorm"]
 
 
+def _gated(mlp: Any) -> list[Any]:
+    return [mlp._modules[name] for name in ("gate_proj", "up_proj", "down_proj")]
+
+
 def _activation(mlp: Any) -> list[Any]:
     return [mlp._modules["act_fn"]] if "act_fn" in mlp._modules else []
 
 
 def _is_alike(states: Tensor, norm: Any) -> bool:
     """Returns True if a norm's weight has the dtype of states on a CPU: what was checked."""
-    return states.device.type == "cpu" and states.dtype == norm._parameters["weight"].dtype
+    return states.device.type == "cpu" and states.dtype == norm.weight.dtype
 
 
-def _are_bare(states: Tensor, *norms: Any) -> bool:
-    return all(is_bare(norm) and _is_alike(states, norm) for norm in norms)
-
-
-__all__ = [
-    "Forward",
-    "attend_ragged",
-    "cache_of_verify",
-    "project",
-    "rms_norm",
-    "short_forward_of",
-]
+__all__ = ["Forward", "ShortLayer", "attend_ragged", "cache_of_verify", "rms_norm", "short_forward_of"]
