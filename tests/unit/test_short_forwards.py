@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any, cast
 
 import pytest
@@ -10,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as everywhere
 from transformers.models.llama.modeling_llama import LlamaAttention
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
 
 from dflash_hf import iterate, ops
 from dflash_hf.target import formulas, short_forwards
 from dflash_hf.target.fused import fused_modules
 from dflash_hf.target.parts import find_target
-from dflash_hf.target.short_forwards import short_forward_of
+from dflash_hf.target.short_forwards import ShortLayer, short_forward_of
 from helpers.static import tensor_oracle
 from tiny import prompts, tiny_target, truth_of
 
@@ -70,14 +72,41 @@ class ScaledAttention(LlamaAttention):
         return super().forward(*args, **kwargs, softcap=50.0)
 
 
+class ScaledLayer(Qwen3DecoderLayer):
+    """Adds half of what its MLP says."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        states, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + states
+        return hidden_states + 0.5 * self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class AnotherMLP(Qwen3MLP):
+    """Gates what is gated already."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.act_fn(self.gate_proj(x))) * self.up_proj(x))
+
+
 @pytest.mark.parametrize(
-    ("family", "kind"), [("qwen3", AnotherNorm), ("qwen3", AnotherAttention), ("llama", ScaledAttention)]
+    ("family", "kind"),
+    [("qwen3", AnotherNorm), ("qwen3", AnotherAttention), ("llama", ScaledAttention), ("qwen3", ScaledLayer)],
 )
 def test_modules_that_compute_something_else_are_not(family: str, kind: type[nn.Module]) -> None:
     module: Any = next(m for m in tiny_target(family).modules() if type(m) is kind.__mro__[1])
     assert short_forward_of(module, torch.float32) is not None
     module.__class__ = kind
     assert short_forward_of(module, torch.float32) is None
+
+
+def test_an_mlp_of_another_kind_is_called_by_a_layer_that_is_known() -> None:
+    target = tiny_target("qwen3")
+    layers: Any = cast(Any, target).model.layers
+    layers[1].mlp.__class__ = layers[2].mlp.__class__ = AnotherMLP
+    found = [short_forward_of(layer, torch.float32) for layer in layers]
+    assert [isinstance(short, ShortLayer) and short.is_gated for short in found] == [True, False, False, True]
+    assert all(isinstance(short, ShortLayer) for short in found)
+    decoded(target)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -136,7 +165,14 @@ def test_what_a_class_computes_may_change_between_calls(monkeypatch: pytest.Monk
     """As liger's patches and ablations do."""
     target = tiny_target("qwen3")
     decoded(target)
-    for kind, scale in ((Qwen3RMSNorm, -1.0), (Qwen3Attention, 0.5)):
+    kinds = (
+        (Qwen3RMSNorm, -1.0),
+        (Qwen3Attention, 0.5),
+        (Qwen3MLP, -2.0),
+        (nn.Linear, 0.75),
+        (Qwen3DecoderLayer, 1.5),
+    )
+    for kind, scale in kinds:
         plain = kind.forward
 
         def forward(self: Any, *args: Any, plain: Any = plain, scale: float = scale, **kwargs: Any) -> Any:
@@ -145,6 +181,29 @@ def test_what_a_class_computes_may_change_between_calls(monkeypatch: pytest.Monk
 
         monkeypatch.setattr(kind, "forward", forward)
         decoded(target)
+
+
+def test_weights_and_modules_may_be_others_at_the_next_call() -> None:
+    target = tiny_target("qwen3")
+    decoded(target)
+    layer: Any = cast(Any, target).model.layers[1]
+    for linear in (layer.self_attn.v_proj, layer.mlp.up_proj):
+        linear.weight = nn.Parameter(linear.weight.flip(0) * 2, requires_grad=False)
+        decoded(target)
+    down = layer.mlp.down_proj
+    down.bias = nn.Parameter(down.weight.new_full((down.out_features,), 0.1), requires_grad=False)
+    decoded(target)
+    layer.mlp.gate_proj = nn.Sequential(layer.mlp.gate_proj, nn.Hardtanh())  # as an adapter goes around it
+    decoded(target)
+
+
+def test_nothing_holds_a_layer_when_the_verify_is_over() -> None:
+    target = tiny_target("qwen3")
+    decoded(target)
+    kept = [weakref.ref(module) for module in target.modules()]
+    del target
+    gc.collect()
+    assert not any(module() is not None for module in kept)
 
 
 def test_hooks_on_all_modules_are_not_passed_by() -> None:
@@ -178,6 +237,7 @@ def test_a_forward_of_the_users_stays_and_hooks_are_not_passed_by() -> None:
     layer.input_layernorm.forward = own = lambda *args, **kwargs: plain(*args, **kwargs)  # as accelerate does
     fired = list[str]()
     names = ("self_attn.k_norm", "self_attn.q_proj", "post_attention_layernorm", "self_attn", "input_layernorm")
+    names += ("mlp", "mlp.act_fn", "mlp.down_proj")
     for name in names:
         layer.get_submodule(name).register_forward_hook(lambda *args, name=name: fired.append(name))
     inputs = prompts([5, 9], 1)
@@ -188,3 +248,14 @@ def test_a_forward_of_the_users_stays_and_hooks_are_not_passed_by() -> None:
     assert torch.equal(out, wanted)
     assert layer.input_layernorm.forward is own
     assert {name: fired.count(name) for name in fired} == dict.fromkeys(names, draft.last_stats.num_target_forwards)
+
+
+@pytest.mark.parametrize(
+    "name", ["self_attn", "self_attn.q_norm", "self_attn.o_proj", "mlp", "mlp.act_fn", "mlp.up_proj"]
+)
+def test_one_hook_within_a_layer_is_called_in_every_verify(name: str) -> None:
+    target = tiny_target("qwen3")
+    cast(Any, target).model.layers[2].get_submodule(name).register_forward_hook(
+        lambda module, args, out: (out[0] * 0.5, *out[1:]) if isinstance(out, tuple) else out * 0.5
+    )
+    decoded(target)
