@@ -176,7 +176,6 @@ def start_engine(run: Run, engine: Engine) -> StaticStep | None:
             step.capture()
     except NotCapturableError as reason:
         _log_eager(str(reason))
-        run.buffers.graphs = Graphs(_fingerprint(run.target, run.generator.draft), reason=str(reason))
         run.stats.engine = "eager"
         return None
     return step
@@ -199,7 +198,7 @@ class GraphStep(StaticStep):
         if self.buffers.graphs is None or self.buffers.graphs.fingerprint != fingerprint:
             self.buffers.graphs = Graphs(fingerprint)
         self.graphs: Graphs = self.buffers.graphs
-        self.kept = self.graphs.captured.setdefault(self.settings, {})
+        self.kept = self.graphs.captured.get(self.settings, {})
 
     def capture(self) -> None:
         """Captures all steps that the run may need and that are not kept, longest first.
@@ -216,17 +215,21 @@ class GraphStep(StaticStep):
         for oldest in others[: max(len(others) - MAX_SETTINGS + 1, 0)]:
             del self.graphs.captured[oldest]
             self.graphs.costs.pop(oldest, None)
+        self.graphs.captured[self.settings] = self.kept
         try:
             with self._frozen():
                 costs = None if run.chooser is None else self._find_costs(run.chooser.widths, bounds[0])
                 self._capture_missing(bounds, [run.generator.verify_width] if costs is None else list(costs))
         except BaseException as error:
-            self.graphs.captured.clear()
-            self.graphs.costs.clear()
-            if not isinstance(error, torch.OutOfMemoryError):
-                raise
-            torch.cuda.empty_cache()
-            raise NotCapturableError(f"no memory left to capture it ({_first_line(error)})") from error
+            for kept in (self.kept, self.graphs.captured, self.graphs.costs):
+                kept.clear()
+            if isinstance(error, torch.OutOfMemoryError):
+                torch.cuda.empty_cache()
+                self.graphs.reason = f"no memory left to capture it ({_first_line(error)})"
+                raise NotCapturableError(self.graphs.reason) from error
+            if isinstance(error, NotCapturableError):
+                self.graphs.reason = str(error)
+            raise
         if run.chooser is not None and costs is not None:
             run.chooser.set_costs(costs)
 

@@ -63,27 +63,24 @@ class DraftContext:
     layer: int
     sample: Tensor
 
-    def repeated(self, rows: int) -> DraftContext:
-        """Returns it for a cache whose rows were repeated as `Cache.batch_repeat_interleave` does."""
+    def repeated(self, rows: int, device: torch.device) -> DraftContext:
+        """Returns it for a cache whose rows `batch_repeat_interleave` has repeated; all but K/V are on this device."""
         times = rows // self.positions.shape[0]
-        if times == 1:
-            return self
         wide = functools.partial(torch.repeat_interleave, repeats=times, dim=0)
-        buffers = [(wide(keys), wide(values)) for keys, values in self.buffers]
-        tensors = {name: wide(getattr(self, name)) for name in ("positions", "offset", "newest", "sample")}
-        return replace(self, buffers=buffers, **tensors)
+        buffers = self.buffers if times == 1 else [(wide(keys), wide(values)) for keys, values in self.buffers]
+        notes = {name: wide(getattr(self, name)).to(device) for name in ("positions", "offset", "newest", "sample")}
+        return replace(self, buffers=buffers, **notes)
 
     def num_unchanged(self, cache: Cache) -> Tensor:
         """Returns how many of the first columns of each row are as they were when this was attached: int64 `[B]`."""
-        device, past = self.positions.device, int(cache.get_seq_length())
-        now = _sample(cache, self.layer).to(self.sample.device)
+        past, now = int(cache.get_seq_length()), _sample(cache, self.layer).to(self.sample.device)
         first_now, first_then = past - now.shape[1], self.positions.shape[1] - self.sample.shape[1]
         begin, end = max(first_now, first_then), min(past, self.positions.shape[1])
         if begin >= end or now.shape[2] != self.sample.shape[2]:
-            return torch.zeros(self.positions.shape[0], dtype=torch.long, device=device)
+            return torch.zeros_like(self.offset)
         now, then = now[:, begin - first_now : end - first_now], self.sample[:, begin - first_then : end - first_then]
         # Keys depend on everything before them: where these are as they were, so are earlier ones that are gone.
-        num_same = (now == then).all(dim=-1).long().cumprod(dim=1).sum(dim=1).to(device)
+        num_same = (now == then).all(dim=-1).long().cumprod(dim=1).sum(dim=1)
         return torch.where(num_same > 0, begin + num_same, 0)
 
 
@@ -141,17 +138,15 @@ class UserCache:
             return
         past = positions[:, : self.past]
         num_past = (past >= 0).sum(dim=1)
-        context, reason = self._find_context(generator, past.shape[0])
+        context, reason = self._find_context(generator, past)
         if context is None:
             generator.offset = num_past
         else:
             usable = _usable_rows(context, generator, past, positions[:, -1] + 1, context.num_unchanged(self.cache))
             if not bool(usable.all()):
                 reason = "the cache was changed since, or its columns now have other positions"
-            offset = context.offset.to(usable.device)
-            generator.offset = torch.where(usable, offset, num_past)
-            length = torch.where(usable, num_past - offset, 0)
-            _write_context(generator, context, length)
+            generator.offset = torch.where(usable, context.offset, num_past)
+            _write_context(generator, context, torch.where(usable, num_past - context.offset, 0))
         if reason:
             logger.warning_once(
                 f"The draft's context of a cache passed in is left out, at least of some rows ({reason}): the draft "
@@ -262,16 +257,16 @@ class UserCache:
                 action = "make it longer or lower max_new_tokens"
                 require(num_columns <= layer.max_cache_len, what, layer.max_cache_len, action)
 
-    def _find_context(self, generator: DFlashCandidateGenerator, rows: int) -> tuple[DraftContext | None, str]:
-        """The attached context, or why there is none."""
+    def _find_context(self, generator: DFlashCandidateGenerator, past: Tensor) -> tuple[DraftContext | None, str]:
+        """The attached context for columns with these positions, or why there is none."""
         context = getattr(self.cache, "dflash_context", None)
         if not isinstance(context, DraftContext):
             return None, "none is attached: the cache was not advanced with a draft"
         if context.draft != _names.get(generator.draft):
             return None, "it is another draft's"
-        if rows % context.positions.shape[0]:
+        if len(past) % len(context.positions):
             return None, "the cache has other rows now"
-        return context.repeated(rows), ""
+        return context.repeated(len(past), past.device), ""
 
 
 def _snapshot(layer: Any) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
@@ -304,21 +299,19 @@ def _usable_rows(
     Those whose real columns are as they were and have the indices they had, and of whose context no ring has lost
     anything that the next block sees, which begins at index `anchor` `[B]`.
     """
-    device = past.device
-    num_columns, offset = past.shape[1], context.offset.to(device)
+    num_columns, offset = past.shape[1], context.offset
     then = torch.full_like(past, -2)
     shared = min(num_columns, context.positions.shape[1])
-    then[:, :shared] = context.positions[:, :shared].to(device)
-    same = (then == past) & (torch.arange(num_columns, device=device) < num_same.to(device)[:, None])
+    then[:, :shared] = context.positions[:, :shared]
+    same = (then == past) & (torch.arange(num_columns, device=past.device) < num_same[:, None])
     # Padding needs no context, and neither does what the draft had none of before.
     usable = (same | (past < 0) | (past < offset[:, None])).all(dim=1)
     usable = usable & ((past >= 0).sum(dim=1) >= offset)
-    newest = context.newest.to(device)
     for (keys, _), shape in zip(context.buffers, generator.draft.cache_shapes(), strict=True):
         if shape.window is not None:
             # Where a window counts from the anchor it reaches `window` tokens back, elsewhere one less.
             oldest = (anchor - offset - shape.window).clamp_min(0)
-            usable = usable & (oldest > newest - keys.shape[1])
+            usable = usable & (oldest > context.newest - keys.shape[1])
     return usable
 
 
