@@ -100,7 +100,6 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.generation.sampling": {"_plain", "at"},
     "dflash_hf.generation.buffers": set(),
     "dflash_hf.generation.candidate_generator": set(),
-    "dflash_hf.generation.drawn_trees": set(),
     "dflash_hf.generation.run": set(),
     "dflash_hf.generation.state": set(),
     "dflash_hf.generation.step": {"_run_ahead", "conclude", "finish", "take_note"},

@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from dflash_hf.dflash2 import follow_path
-from dflash_hf.generation import candidate_generator, drawn_trees
-from dflash_hf.generation.drawn_trees import walk
-from dflash_hf.generation.sampling import gumbel_noise
+from dflash_hf.generation import candidate_generator, sampling
+from dflash_hf.generation.sampling import gumbel_noise, walk
 from dflash_hf.ops import exponential_noise
 from dflash_hf.tree import DraftTree
 from helpers.half import half
@@ -198,7 +197,7 @@ FAULTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("fault", ["walk", pytest.param("_left", marks=pytest.mark.slow)])
 def test_a_fault_in_drawn_trees_fails_that_test(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawn_trees, fault, FAULTS[fault])
+    monkeypatch.setattr(sampling, fault, FAULTS[fault])
     statistic, freedom, _ = chi_square("sample", 4, "dflash", 12)
     assert statistic > freedom + 8 * (2 * freedom) ** 0.5
 

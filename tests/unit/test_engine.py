@@ -298,8 +298,13 @@ def test_a_target_that_reads_on_the_host_runs_eagerly(told: Any) -> None:
 
 def test_inputs_of_the_users_own_are_part_of_a_graph_or_run_eagerly() -> None:
     target, draft, inputs, ref = pair("cuda_graph")
-    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft, output_hidden_states=False), ref)
-    assert draft.last_stats.engine == "cuda_graph"
+    for own, engine in (
+        ({"output_hidden_states": False}, "cuda_graph"),
+        ({"num_items_in_batch": torch.tensor(4)}, "eager"),
+        ({}, "cuda_graph"),  # what one call brings says nothing of the next
+    ):
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft, **own), ref)
+        assert draft.last_stats.engine == engine
 
 
 def test_no_memory_for_a_graph_runs_eagerly_and_releases_what_was_captured(

@@ -58,9 +58,9 @@ def test_graphs_of_a_few_settings_are_kept() -> None:
     for temperature in (0.5, 0.6, 0.7, 0.8, 0.9, 1.1):
         settings = {"max_new_tokens": 5, "do_sample": True, "temperature": temperature}
         target.generate(**inputs, **settings, assistant_model=draft)
-    kept = {str(settings) for settings, _ in kept_buffers(draft)[0].graphs.captured}
+    kept = kept_buffers(draft)[0].graphs.captured
     assert len(kept) == cuda_graph.MAX_SETTINGS
-    assert any("1.1" in settings for settings in kept)
+    assert any("1.1" in str(settings) for settings in kept)
     num_captured = len(TapeStep.captured)
     for temperature in (0.7, 1.1):
         settings = {"max_new_tokens": 5, "do_sample": True, "temperature": temperature}

@@ -26,8 +26,14 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingC
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import ops
-from dflash_hf.generation.drawn_trees import accept_drawn
-from dflash_hf.generation.sampling import BlockProcessors, accept_rejection, choose, choose_from_logits, ends_row
+from dflash_hf.generation.sampling import (
+    BlockProcessors,
+    accept_drawn,
+    accept_rejection,
+    choose,
+    choose_from_logits,
+    ends_row,
+)
 from dflash_hf.generation.state import NUM_REPORTED, DecodeState
 from dflash_hf.tree import DraftTree, along
 

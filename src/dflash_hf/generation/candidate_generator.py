@@ -12,13 +12,14 @@ from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache.context import NewContext
 from dflash_hf.dflash2 import follow_path
 from dflash_hf.generation.buffers import FixedBuffers
-from dflash_hf.generation.drawn_trees import draw_tree, draw_tree_behind
 from dflash_hf.generation.sampling import (
     DRAFT_STREAM,
     TARGET_STREAM,
     BlockProcessors,
     choose,
     choose_from_logits,
+    draw_tree,
+    draw_tree_behind,
     gumbel_noise,
 )
 from dflash_hf.generation.state import DecodeState

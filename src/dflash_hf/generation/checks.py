@@ -1,4 +1,4 @@
-"""What a call with a draft cannot honour, refused before any forward runs: settings, prompts, images, caches, devices.
+"""What a call with a draft cannot honour, refused before any forward runs: settings, prompts, images, caches.
 
 Whether DFlash can drive a target at all, and whether a draft fits it, is in `target.support`.
 """
@@ -28,13 +28,8 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
 
 _DEFAULTS = GenerationConfig._get_default_generation_params()
-SUPPORTED_LAYERS = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+# Exact types: a subclass may store anything.
+_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, StaticLayer, StaticSlidingWindowLayer)
 
 
 def check_stock(draft: DFlashDraftModel) -> None:
@@ -80,12 +75,13 @@ def check_settings(settings: Settings) -> None:
     Raises:
         ValueError: Naming the setting.
     """
-    beams, alpha, guidance, cache = (
-        settings[name] for name in ("num_beams", "penalty_alpha", "guidance_scale", "cache_implementation")
+    beams, alpha, guidance = settings["num_beams"], settings["penalty_alpha"], settings["guidance_scale"]
+    dola, lookup, cache = (
+        settings[name] for name in ("dola_layers", "prompt_lookup_num_tokens", "cache_implementation")
     )
     is_contrastive = bool(alpha) and (settings["top_k"] or 0) > 1 and not settings["do_sample"]
     is_synchronized = bool(settings.arguments.get("synced_gpus")) or _is_sharded(settings.model)
-    dola, lookup = settings["dola_layers"], settings["prompt_lookup_num_tokens"]
+    has_attentions = bool(settings["output_attentions"])
     refused: list[tuple[bool, str, object, str]] = [
         ((beams or 1) > 1, "num_beams=1", beams, "beam search has no single text to draft for"),
         (is_contrastive, "no penalty_alpha", alpha, "contrastive search re-ranks candidates"),
@@ -95,19 +91,14 @@ def check_settings(settings: Settings) -> None:
         (bool(lookup), "no prompt_lookup_num_tokens", lookup, "choose one way of drafting"),
         (cache == "paged", "no paged cache", cache, "use plain generate"),
         (is_synchronized, "no ZeRO-3, FSDP or synced_gpus", True, "rows advance at their own pace"),
-        (
-            bool(settings["output_attentions"]),
-            "no output_attentions",
-            True,
-            "the attention over a ragged cache returns no weights",
-        ),
+        (has_attentions, "no output_attentions", True, "the attention over a ragged cache returns no weights"),
     ]
     for bad, expected, got, reason in refused:
         require(not bad, f"{expected} with a DFlash draft", got, f"{reason}; or drop the draft")
 
 
 def _is_sharded(model: Any) -> bool:
-    """Returns True if forwards of this model wait for other processes: all rows of all would have to keep step."""
+    """Says whether forwards of this model wait for other processes: all rows of all would have to keep step."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return (
         distributed
@@ -117,10 +108,11 @@ def _is_sharded(model: Any) -> bool:
 
 
 def check_inputs(target: Target, settings: Settings) -> None:
-    """Refuses prompts that cannot be decoded.
+    """Refuses prompts that cannot be decoded, and a cache that they cannot go on from.
 
     Raises:
-        ValueError: On an empty prompt or row, a mask over tokens to come, or a cache that cannot be gone on from.
+        ValueError: On an empty prompt or row, a mask over tokens to come, or a cache that is not the target's, not the
+            rows', or cannot be read and advanced exactly.
     """
     given = settings.arguments
     ids = given.get("input_ids") if given.get("inputs") is None else given["inputs"]
@@ -128,30 +120,29 @@ def check_inputs(target: Target, settings: Settings) -> None:
     name, prompt, dims = ("input_ids", ids, 2) if embeds is None else ("inputs_embeds", embeds, 3)
     if prompt is None and settings["bos_token_id"] is not None:
         return  # `generate` begins with that token
-    if not isinstance(prompt, torch.Tensor) or prompt.dim() != dims or prompt.numel() == 0:
-        shape = tuple(prompt.shape) if isinstance(prompt, torch.Tensor) else prompt
+    if not isinstance(prompt, Tensor) or prompt.dim() != dims or prompt.numel() == 0:
+        shape = tuple(prompt.shape) if isinstance(prompt, Tensor) else prompt
         raise ValueError(f"expected {name} [rows, tokens, ...] with at least one token, got {shape}; give a prompt")
-    mask, cache = given.get("attention_mask"), given.get("past_key_values")
-    if mask is not None and mask.dim() == 2 and not (isinstance(cache, Cache) and int(cache.get_seq_length())):
-        columns = prompt.shape[1]
-        if bool((mask[:, columns:] == 0).any()):
-            raise ValueError(
-                f"expected ones behind the {columns} columns of the prompt in attention_mask, got zeros, which hide "
-                "tokens to come; leave these columns out"
-            )
-        mask = mask[:, :columns]
-    if mask is not None and mask.dim() == 2 and not bool(mask.all()):
-        if bool((mask.sum(dim=-1) == 0).any()):
-            raise ValueError(
-                "expected at least one real token in every row, got an attention_mask row of zeros; fill it"
-            )
-        if bool((mask[:, -1] == 0).any()):
-            raise ValueError(
-                "expected left-padded prompts, got an attention_mask with a zero in its last column; "
-                "tokenize with padding_side='left'"
-            )
-    num_rows = prompt.shape[0] * (settings["num_return_sequences"] or 1)
-    check_cache(cache, target, num_rows, prompt.shape[1], mask)
+    mask, cache, columns = given.get("attention_mask"), given.get("past_key_values"), prompt.shape[1]
+    if mask is not None and mask.dim() == 2:
+        if not (isinstance(cache, Cache) and int(cache.get_seq_length())):
+            if bool((mask[:, columns:] == 0).any()):
+                raise ValueError(
+                    f"expected ones behind the {columns} columns of the prompt in attention_mask, got zeros, which "
+                    "hide tokens to come; leave these columns out"
+                )
+            mask = mask[:, :columns]
+        if not bool(mask.all()):
+            if bool((mask.sum(dim=-1) == 0).any()):
+                raise ValueError("expected a real token in every row, got an attention_mask row of zeros; fill it")
+            if bool((mask[:, -1] == 0).any()):
+                raise ValueError(
+                    "expected left-padded prompts, got an attention_mask with a zero in its last column; "
+                    "tokenize with padding_side='left'"
+                )
+    if cache is not None:
+        _check_cache(cache, target)
+        _check_columns(cache, prompt.shape[0] * (settings["num_return_sequences"] or 1), columns, mask)
 
 
 def check_images(target: Target, input_ids: Tensor, arguments: dict[str, Any]) -> None:
@@ -184,29 +175,13 @@ def check_images(target: Target, input_ids: Tensor, arguments: dict[str, Any]) -
             f"expected {wanted} image tokens ({token}) for the {len(grids)} images of image_grid_thw, got "
             f"{num_tokens} in input_ids; pass what the processor made of text and images together"
         )
-    if pixels is None or pixels.shape[0] != num_patches:
-        raise ValueError(
-            f"expected pixel_values of {num_patches} patches, as image_grid_thw says, got "
-            f"{None if pixels is None else pixels.shape[0]}; pass what the processor made of the images"
-        )
+    patches = None if pixels is None else pixels.shape[0]
+    what = f"pixel_values of {num_patches} patches, as image_grid_thw says"
+    require(patches == num_patches, what, patches, "pass what the processor made of the images")
 
 
-def check_cache(cache: object, target: Target, rows: int, num_ids: int, mask: Tensor | None) -> None:
-    """Refuses a cache that cannot be continued from, before any work.
-
-    Args:
-        cache (`Cache`, *optional*): `past_key_values` as given; `None` is fine.
-        target (`Target`): The target.
-        rows (`int`): Rows of the call, `num_return_sequences` included.
-        num_ids (`int`): Columns of the given `input_ids`.
-        mask (`torch.Tensor` of shape `[B, T]`, *optional*): The given attention mask.
-
-    Raises:
-        ValueError: On a cache or layer of a kind that cannot be read and advanced exactly, of another target, of
-            another number of rows, or with no new tokens beside it.
-    """
-    if cache is None:
-        return
+def _check_cache(cache: object, target: Target) -> None:
+    """Refuses a cache or layer of a kind that cannot be read and advanced exactly, or that is of another target."""
     offloading = getattr(cache, "offloading", None)
     if not isinstance(cache, Cache) or type(cache).update is not Cache.update or offloading is not False:
         kind = "an offloaded cache" if offloading else type(cache).__name__
@@ -215,67 +190,53 @@ def check_cache(cache: object, target: Target, rows: int, num_ids: int, mask: Te
             "one of those or drop assistant_model"
         )
     references = DynamicCache(config=target.config).layers
-    num, wanted = len(cache.layers), f"past_key_values with {len(references)} layers (the target's)"
-    fits = num == len(references) or (not num and cache.layer_class_to_replicate is DynamicLayer)
-    require(fits, wanted, num, "pass a cache that was made for this target")
-    if any(map(is_recurrent, references)) and not cache.layers:
-        raise ValueError(
-            "expected past_key_values that know the target's recurrent layers, got a cache made without a config; use "
-            "DynamicCache(config=model.config)"
-        )
+    num, is_hybrid = len(cache.layers), any(isinstance(layer, LinearAttentionLayer) for layer in references)
+    # A cache that was made without a config makes a layer of attention for whatever asks.
+    fits = num == len(references) or (not num and not is_hybrid and cache.layer_class_to_replicate is DynamicLayer)
+    make = "make it with DynamicCache(config=model.config)"
+    require(fits, f"past_key_values with {len(references)} layers (the target's)", num, make)
     for index, (layer, reference) in enumerate(zip(cache.layers, references, strict=False)):
-        if type(layer) not in SUPPORTED_LAYERS:
+        kind, wanted = type(layer).__name__, type(reference).__name__
+        if type(layer) not in _LAYERS:
             raise ValueError(
-                f"expected dynamic or static layers in past_key_values, got {type(layer).__name__} in layer {index}; "
-                "use a DynamicCache or drop assistant_model"
+                f"expected dynamic or static layers in past_key_values, got {kind} in layer {index}; use a "
+                "DynamicCache or drop assistant_model"
             )
-        if is_recurrent(reference) or is_recurrent(layer):
-            _check_recurrent(layer, reference, index, rows, bool(int(cache.get_seq_length())))
+        recurrent = isinstance(layer, LinearAttentionLayer), isinstance(reference, LinearAttentionLayer)
+        require(recurrent[0] == recurrent[1], f"a {wanted} in layer {index} of past_key_values", kind, make)
+        if isinstance(layer, LinearAttentionLayer):
+            what = f"past_key_values that keep no more than they need in layer {index}"
+            require(not layer.record_past, what, "one recording its past", "start from a new one")
             continue
         kept, window = layer_window(layer), layer_window(reference)
         # A static layer that is shorter than the window is a matter of room: see `UserCache.begin`.
         shorter = isinstance(layer, StaticLayer) and window is not None and kept is not None and kept < window
-        wanted = f"layer {index} of past_key_values to keep {window or 'all'} tokens (the target's window)"
-        require(kept in (None, window) or shorter, wanted, kept, "make the cache with config=model.config")
-    _check_columns(cache, rows, num_ids, mask)
-
-
-def _check_recurrent(layer: Any, reference: Any, index: int, rows: int, has_columns: bool) -> None:
-    """Refuses a recurrent layer of a cache that is of another target, or does not stand where the others do."""
-    if not (is_recurrent(layer) and is_recurrent(reference)):
-        raise ValueError(
-            f"expected a {type(reference).__name__} in layer {index} of past_key_values (the target's), got a "
-            f"{type(layer).__name__}; make the cache with DynamicCache(config=model.config)"
-        )
-    if layer.record_past:
-        raise ValueError(
-            f"expected past_key_values that keep no more than they need, got layer {index} recording its past; start "
-            "from a new one"
-        )
-    if all(layer.has_previous_state.values()) != has_columns:
-        raise ValueError(
-            f"expected past_key_values with a state wherever there are keys, got none in layer {index} or no keys "
-            "beside it; it comes from a forward that was interrupted, start from a new one"
-        )
-    window = layer.conv_states[0]
-    if has_columns and window.shape[0] != rows:
-        raise ValueError(
-            f"expected past_key_values with {rows} rows (input_ids times num_return_sequences), got "
-            f"{window.shape[0]} in layer {index}; start from a new one"
-        )
+        what = f"layer {index} of past_key_values to keep {window or 'all'} tokens (the target's window)"
+        require(kept in (None, window) or shorter, what, kept, make)
 
 
 def _check_columns(cache: Cache, rows: int, num_ids: int, mask: Tensor | None) -> None:
-    """Compares a cache's rows and columns with those of the call."""
-    layers: list[Any] = [layer for layer in cache.layers if not is_recurrent(layer)]
-    keys = [layer.keys for layer in layers]
-    own = {tensor.shape[0] for tensor in keys if isinstance(tensor, Tensor) and tensor.dim() == 4}
-    wanted = f"past_key_values with {rows} rows (input_ids times num_return_sequences)"
-    require(own <= {rows}, wanted, sorted(own), "call cache.batch_repeat_interleave")
-    lengths = {int(layer.get_seq_length()) for layer in layers}
+    """Refuses a cache whose layers do not all stand at one column, or whose rows or columns are not the call's.
+
+    Args:
+        cache (`Cache`): As given, of the right kind.
+        rows (`int`): Rows of the call, `num_return_sequences` included.
+        num_ids (`int`): Columns of the given `input_ids`.
+        mask (`torch.Tensor` of shape `[B, T]`, *optional*): The given attention mask.
+    """
+    past, layers = int(cache.get_seq_length()), list[Any](cache.layers)
+    attention = [layer for layer in layers if not isinstance(layer, LinearAttentionLayer)]
+    recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
+    lengths = {int(layer.get_seq_length()) for layer in attention}
     interrupted = "it comes from a forward that was interrupted, start from a new one"
     require(len(lengths) < 2, "past_key_values with as many columns in every layer", sorted(lengths), interrupted)
-    past = int(cache.get_seq_length())
+    states = [all(layer.has_previous_state.values()) for layer in recurrent]
+    require(set(states) <= {bool(past)}, "past_key_values with a state wherever there are keys", states, interrupted)
+    stored = [layer.keys for layer in attention]
+    stored += [state for layer in recurrent for state in layer.conv_states.values()]
+    own = {tensor.shape[0] for tensor in stored if isinstance(tensor, Tensor) and tensor.dim() > 1}
+    wanted = f"past_key_values with {rows} rows (input_ids times num_return_sequences)"
+    require(own <= {rows}, wanted, sorted(own), "call cache.batch_repeat_interleave, or start from a new one")
     num_columns = num_ids if mask is None or mask.shape[1] == num_ids else past + num_ids
     if past and (num_columns <= past or (mask is not None and mask.shape[1] != num_columns)):
         width = "no attention_mask" if mask is None else f"an attention_mask of {mask.shape[1]}"
@@ -285,17 +246,4 @@ def _check_columns(cache: Cache, rows: int, num_ids: int, mask: Tensor | None) -
         )
 
 
-def is_recurrent(layer: object) -> bool:
-    """Returns True if a layer of an ordinary cache is for a recurrent layer of the target's."""
-    return isinstance(layer, LinearAttentionLayer)
-
-
-__all__ = [
-    "Settings",
-    "check_cache",
-    "check_images",
-    "check_inputs",
-    "check_settings",
-    "check_stock",
-    "is_recurrent",
-]
+__all__ = ["Settings", "check_images", "check_inputs", "check_settings", "check_stock"]

@@ -108,14 +108,10 @@ def _detach(target: Target) -> None:
     """Takes all of it off again."""
     for layer in target.layers:
         for module in layer.modules():
-            own = vars(module)
-            if hasattr(_innermost(own.get("forward")), COMPILED):
+            forward = vars(module).get("forward")
+            # `torch.compiler.disable` has wrapped an attention's.
+            if hasattr(getattr(forward, "_torchdynamo_orig_callable", forward), COMPILED):
                 del module.forward
-
-
-def _innermost(function: Any) -> Any:
-    """What `torch.compiler.disable` has wrapped."""
-    return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 def _is_plain(layer: nn.Module) -> bool:

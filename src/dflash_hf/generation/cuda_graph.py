@@ -6,16 +6,21 @@ are captured before its first step, longest and widest first, into one pool of m
 the longest are replayed to see what each width costs, and widths that save nothing are dropped. Capturing runs the
 step over rows that count as finished, which changes nothing but scratch. A graph knows addresses of weights: where one
 of them, or what a module does, has changed since, it is captured again (`_fingerprint`).
+
+During a capture the generator of the device counts for the graph: random CUDA operations of other threads raise then,
+whatever their stream. A process has one capture at a time here.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -24,7 +29,6 @@ from transformers.utils import logging
 
 from dflash_hf import ops
 from dflash_hf.devices import execution_devices, is_offloaded, modules_of
-from dflash_hf.generation.capture import NotCapturableError, capture, first_line
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads, counts_groups
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.step import StaticStep
@@ -35,6 +39,7 @@ from dflash_hf.scopes import held
 from dflash_hf.target.parts import Target
 from dflash_hf.target.support import LENGTH_DEPENDENT_ROPE, rope_kinds
 
+T = TypeVar("T")
 logger: Any = logging.get_logger(__name__)
 Settings = tuple[object, ...]
 Size = tuple[int, int]  # slots that are read, tokens that are verified
@@ -44,28 +49,27 @@ MAX_SETTINGS = 4
 NUM_TIMED = 3
 # One capture at a time: the beginning of one returns memory to the driver.
 _capturing = threading.Lock()
+# Graphs that CUDA has refused. Torch's allocators keep asking them which stream was theirs, also after their end.
+_refused: list[Any] = []
 # Drafts whose steps are not captured: see `uncaptured`.
 _uncaptured: weakref.WeakSet[DFlashDraftModel] = weakref.WeakSet()
 # Of experts that torch itself multiplies; those of quantised ones have functions of their own.
 _GROUPED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Transformers' own hooks, which do nothing unless a forward is asked for hidden states, and ours, which listen to
-# their own thread's run.
-_HARMLESS_HOOKS = (
-    "transformers.utils.output_capturing",
-    "dflash_hf.target.hidden_states",
-    "dflash_hf.cache.recurrent",
-)
+# Transformers' own hooks do nothing unless a forward is asked for hidden states, ours listen to their thread's run.
+_HARMLESS = ("transformers.utils.output_capturing", "dflash_hf.target.hidden_states", "dflash_hf.cache.recurrent")
 
 
-@dataclass(slots=True)
-class Captured:
-    """A graph, and what its body returned.
+class NotCapturableError(RuntimeError):
+    """A step cannot be captured; the message is the reason."""
+
+
+class Captured(NamedTuple):
+    """A graph, or anything else with a `replay`, and what each replay overwrites.
 
     Args:
-        graph (`torch.cuda.CUDAGraph`): Or anything else with a `replay`.
-        outputs (`CausalLMOutputWithPast`, *optional*): The target's, of a step that does not decide by itself;
-            overwritten by a replay.
-        draft_probs (`torch.Tensor`, *optional*): Distribution of the proposals; overwritten by a replay.
+        graph (`torch.cuda.CUDAGraph`): The graph.
+        outputs (`CausalLMOutputWithPast`, *optional*): The target's, of a step that does not decide by itself.
+        draft_probs (`torch.Tensor`, *optional*): Distribution of the proposals.
     """
 
     graph: Any
@@ -80,23 +84,16 @@ class Graphs:
     Args:
         fingerprint (`int`): Of the models at the time.
         pool: The memory pool that all graphs share; replays never overlap.
-        captured (`dict`): Per settings and size.
+        captured (`dict`): Per settings, the graph of each size.
         costs (`dict`): Per settings, seconds that a step of each useful width takes, as far as that was asked.
         reason (`str`, *optional*): Why nothing can be captured.
     """
 
     fingerprint: int
-    pool: Any
-    captured: dict[tuple[Settings, Size], Captured] = field(default_factory=dict)
+    pool: Any = None
+    captured: dict[Settings, dict[Size, Captured]] = field(default_factory=dict)
     costs: dict[Settings, dict[int, float]] = field(default_factory=dict)
     reason: str | None = None
-
-    def forget_oldest(self, settings: Settings) -> None:
-        """Makes room for graphs of these settings: those of the ones that were captured first go, if they are many."""
-        others = list(dict.fromkeys(key for key, _ in self.captured if key != settings))
-        for gone in others[: max(len(others) - MAX_SETTINGS + 1, 0)]:
-            self.captured = {key: graph for key, graph in self.captured.items() if key[0] != gone}
-            self.costs.pop(gone, None)
 
 
 @contextmanager
@@ -135,15 +132,13 @@ def check_capturable(target: Target, draft: DFlashDraftModel) -> None:
 def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
     """Returns the engine that a call asks for, as far as it can be had; says once in the log why it cannot."""
     wanted = draft.generation_config.engine
-    if wanted == "eager" or (wanted == "cuda_graph" and draft in _uncaptured):
+    if wanted == "cuda_graph" and draft in _uncaptured:
         return wanted
-    if target.device.type != "cuda":
+    if wanted == "eager" or target.device.type != "cuda":
         return "eager"
-    reason = why_not(target, draft)
-    if reason is None:
-        return "cuda_graph"
-    _log_eager(reason)
-    return "eager"
+    if reason := why_not(target, draft):
+        _log_eager(reason)
+    return "eager" if reason else "cuda_graph"
 
 
 def why_not(target: Target, draft: DFlashDraftModel) -> str | None:
@@ -162,9 +157,10 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str | None:
         return "autocast, which keeps copies of weights"
     if counted := _counted_experts(target):
         return f"{counted}; 'batched_mm' does not count (target.set_experts_implementation)"
-    hook = next((name for name, module in _modules(target, draft) if _has_own_hooks(module)), None)
-    if hook is not None:
-        return f"a forward hook on {hook or type(model).__name__}, which a replay would not call"
+    for name, module in _modules(target, draft):
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if any(getattr(hook, "__module__", None) not in _HARMLESS for hook in hooks):
+            return f"a forward hook on {name or type(model).__name__}, which a replay would not call"
     return None
 
 
@@ -180,7 +176,6 @@ def start_engine(run: Run, engine: Engine) -> StaticStep | None:
             step.capture()
     except NotCapturableError as reason:
         _log_eager(str(reason))
-        run.buffers.graphs = Graphs(_fingerprint(run.target, run.generator.draft), None, reason=str(reason))
         run.stats.engine = "eager"
         return None
     return step
@@ -200,11 +195,10 @@ class GraphStep(StaticStep):
         self.buffers = run.buffers
         self.settings = _settings(run, self.decides)
         fingerprint = _fingerprint(run.target, run.generator.draft)
-        graphs = self.buffers.graphs
-        if not isinstance(graphs, Graphs) or graphs.fingerprint != fingerprint:
-            graphs = Graphs(fingerprint, None)
-            self.buffers.graphs = graphs
-        self.graphs: Graphs = graphs
+        if self.buffers.graphs is None or self.buffers.graphs.fingerprint != fingerprint:
+            self.buffers.graphs = Graphs(fingerprint)
+        self.graphs: Graphs = self.buffers.graphs
+        self.kept = self.graphs.captured.get(self.settings, {})
 
     def capture(self) -> None:
         """Captures all steps that the run may need and that are not kept, longest first.
@@ -214,44 +208,48 @@ class GraphStep(StaticStep):
         """
         if self.graphs.reason is not None:
             raise NotCapturableError(self.graphs.reason)
-        if unknown := [name for name, value in self.run.extra.items() if not _is_plain(value)]:
+        run, bounds = self.run, self.bounds()
+        if unknown := [name for name, value in run.extra.items() if not _is_plain(value)]:
             raise NotCapturableError(f"inputs of the caller's own in every forward: {', '.join(unknown)}")
-        run = self.run
-        bounds = self.bounds()
-        self.graphs.forget_oldest(self.settings)
+        others = [settings for settings in self.graphs.captured if settings != self.settings]
+        for oldest in others[: max(len(others) - MAX_SETTINGS + 1, 0)]:
+            del self.graphs.captured[oldest]
+            self.graphs.costs.pop(oldest, None)
+        self.graphs.captured[self.settings] = self.kept
         try:
             with self._frozen():
                 costs = None if run.chooser is None else self._find_costs(run.chooser.widths, bounds[0])
                 self._capture_missing(bounds, [run.generator.verify_width] if costs is None else list(costs))
         except BaseException as error:
-            self.graphs.captured.clear()
-            self.graphs.costs.clear()
-            if not isinstance(error, torch.OutOfMemoryError):
-                raise
-            torch.cuda.empty_cache()
-            raise NotCapturableError(f"no memory left to capture it ({first_line(error)})") from error
+            for kept in (self.kept, self.graphs.captured, self.graphs.costs):
+                kept.clear()
+            if isinstance(error, torch.OutOfMemoryError):
+                torch.cuda.empty_cache()
+                self.graphs.reason = f"no memory left to capture it ({_first_line(error)})"
+                raise NotCapturableError(self.graphs.reason) from error
+            if isinstance(error, NotCapturableError):
+                self.graphs.reason = str(error)
+            raise
         if run.chooser is not None and costs is not None:
             run.chooser.set_costs(costs)
 
     def _capture_missing(self, bounds: list[int], widths: list[int]) -> None:
         """Captures what is not kept of these sizes, in this order."""
-        sizes = [(bound, width) for bound in bounds for width in widths]
-        for bound, width in sizes:
-            if (self.settings, (bound, width)) not in self.graphs.captured:
+        for bound, width in itertools.product(bounds, widths):
+            if (bound, width) not in self.kept:
                 self.run.state.width = width
                 with _capturing:
-                    self.graphs.captured[self.settings, (bound, width)] = self.capture_one(bound)
+                    self.kept[bound, width] = self.capture_one(bound)
 
     def _find_costs(self, widths: list[int], bound: int) -> dict[int, float]:
         """Returns the seconds of a step of each width that is worth having, widest first; measured once."""
         found = self.graphs.costs.get(self.settings)
         if found is None:
             self._capture_missing([bound], widths)
-            graphs = {width: self.graphs.captured[self.settings, (bound, width)] for width in widths}
-            measured = {width: self.measure(graph) for width, graph in graphs.items()}
+            measured = {width: self.measure(self.kept[bound, width]) for width in widths}
             found = {width: measured[width] for width in useful_widths(measured)}
             for width in measured.keys() - found.keys():
-                del self.graphs.captured[self.settings, (bound, width)]
+                del self.kept[bound, width]
             self.graphs.costs[self.settings] = found
         return found
 
@@ -268,7 +266,7 @@ class GraphStep(StaticStep):
 
     def launch(self, bound: int) -> CausalLMOutputWithPast | None:
         """Replays the step over the first `bound` slots; waits for nothing."""
-        captured = self.graphs.captured[self.settings, (bound, self.run.state.width)]
+        captured = self.kept[bound, self.run.state.width]
         captured.graph.replay()
         self.run.state.draft_probs = captured.draft_probs
         return captured.outputs
@@ -289,17 +287,15 @@ class GraphStep(StaticStep):
         Raises:
             NotCapturableError: If it reads a tensor on the host.
         """
-        width = self.run.state.width
-        if any(key == self.settings and size[1] == width for key, size in self.graphs.captured):
-            self.body(bound)
-            return
-        try:
-            with held(NoHostReads()):
-                self.body(bound)
-        except HostReadError as error:
-            name = type(self.run.target.model).__name__
-            raise NotCapturableError(f"a step of {name} needs the host ({error})") from error
-        if self.compiles:
+        is_known = any(width == self.run.state.width for _, width in self.kept)
+        if not is_known:
+            try:
+                with held(NoHostReads()):
+                    self.body(bound)
+            except HostReadError as error:
+                name = type(self.run.target.model).__name__
+                raise NotCapturableError(f"a step of {name} needs the host ({error})") from error
+        if is_known or self.compiles:
             self.body(bound)
 
     def on_device(self) -> AbstractContextManager[Any]:
@@ -321,19 +317,17 @@ class GraphStep(StaticStep):
 
 def _settings(run: Run, decides: bool) -> Settings:
     """What is baked into a captured step of this run, besides the shapes of its buffers."""
-    state, generator = run.state, run.generator
-    rule = None if state.key is None else generator.rule
-    extra = tuple(sorted((name, value) for name, value in run.extra.items() if _is_plain(value)))
+    state, generator, options = run.state, run.generator, run.generator.draft.generation_config
     return (
         decides,
-        generator.draft.generation_config.compile_layers,
-        generator.draft.generation_config.max_matching_ngram_size,
-        rule,
+        options.compile_layers,
+        options.max_matching_ngram_size,
+        None if state.key is None else generator.rule,
         run.processors.settings(),
         state.eos_ids is None,
         generator.offset is None,
         ops.forced(),
-        extra,
+        tuple(sorted((name, value) for name, value in run.extra.items() if _is_plain(value))),
     )
 
 
@@ -353,13 +347,7 @@ def _fingerprint(target: Target, draft: DFlashDraftModel) -> int:
 
 def _modules(target: Target, draft: DFlashDraftModel) -> Iterator[tuple[str, nn.Module]]:
     """Every module that a step may run, with its name."""
-    yield from target.model.named_modules()
-    yield from draft.named_modules()
-
-
-def _has_own_hooks(module: nn.Module) -> bool:
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(getattr(hook, "__module__", None) not in _HARMLESS_HOOKS for hook in hooks)
+    return itertools.chain(target.model.named_modules(), draft.named_modules())
 
 
 def _counted_experts(target: Target) -> str | None:
@@ -370,16 +358,16 @@ def _counted_experts(target: Target) -> str | None:
         if implementation != "grouped_mm" or weight is None or weight.dtype not in _GROUPED_DTYPES:
             continue
         if counts_groups(weight):
-            major, minor = torch.cuda.get_device_capability(weight.device)
+            capability = ".".join(map(str, torch.cuda.get_device_capability(weight.device)))
             return (
-                f"experts under 'grouped_mm' in {weight.dtype} on compute capability {major}.{minor}, which torch "
-                "counts on the host but for bfloat16 on 9 and 10"
+                f"experts under 'grouped_mm' in {weight.dtype} on compute capability {capability}, which torch counts "
+                "on the host but for bfloat16 on 9 and 10"
             )
     return None
 
 
 def _is_plain(value: object) -> bool:
-    """Returns True if a value can be part of a graph's settings."""
+    """Says whether a value can be part of a graph's settings."""
     return value is None or isinstance(value, bool | int | float | str)
 
 
@@ -387,12 +375,113 @@ def _log_eager(reason: str) -> None:
     logger.warning_once(f"Steps with a DFlash draft run eagerly, not as CUDA graphs: {reason}")
 
 
+# ---- one capture: what comes before and after it, and what a refused one has left behind
+
+
+def capture(
+    warm_up: Callable[[], object], body: Callable[[], T], device: torch.device, pool: Any
+) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Captures what `body` launches; returns the graph, whose memory is the pool's, and what `body` returned.
+
+    `warm_up` runs before, on the same stream: at their first calls libraries allocate, and kernels are compiled.
+
+    Raises:
+        NotCapturableError: If CUDA cannot capture it. Generator and allocator are as before then.
+        RuntimeError: If the device has failed.
+    """
+    stream = _capture_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        warm_up()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    _clear_workspaces()
+    try:
+        # The outer context puts the stream back also where `torch.cuda.graph` fails to: after a refused capture.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream(device)),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
+            return graph, body()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        with device_errors_explained():
+            torch.cuda.synchronize(device)  # a device that has failed does not get over it
+        _end_refused(graph, device, stream, pool)
+        raise NotCapturableError(f"CUDA could not capture it ({_first_line(error)})") from error
+    finally:
+        _clear_workspaces()
+
+
+def _clear_workspaces() -> None:
+    """Lets go of cuBLAS's workspaces: right before a capture and right after it, the graph's is its own.
+
+    Others clear them too (Inductor, before captures of its own). A replay would then write into memory that has
+    become someone's tensor, if its workspace was not of the graph's pool, or the pool's went on to be used outside.
+    """
+    if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+def _end_refused(graph: torch.cuda.CUDAGraph, device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
+    """Ends what torch ends behind CUDA's own end of a capture, which has raised.
+
+    Else the generator would refuse every random CUDA operation, and the allocator look for a capture at each call.
+    """
+    _refused.append(graph)
+    end, release = (getattr(torch._C, f"_cuda_{name}", None) for name in ("endAllocateToPool", "releasePool"))
+    if end is not None:
+        try:
+            end(device.index, pool)
+        except RuntimeError:
+            release = None  # torch has ended it itself, and counts the pool's graphs
+        if release is not None:
+            release(device.index, pool)
+    graph.reset()
+    # The generator's flag falls at the end of a capture that works, whatever is captured.
+    number, trivial = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
+    with (
+        torch.cuda.stream(torch.cuda.current_stream(device)),
+        torch.cuda.graph(trivial, stream=stream, capture_error_mode="thread_local"),
+    ):
+        number.add_(1)
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures on a device: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def device_errors_explained() -> Generator[None]:
+    """Says what an error of the device means for the process."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "CUDA error" not in str(error):  # older releases of torch have no class for them
+            raise
+        raise RuntimeError(
+            f"expected the steps to run on CUDA, got {_first_line(error)}; a device that has failed stays so: restart "
+            "the process, and set engine='eager' with CUDA_LAUNCH_BLOCKING=1 to see where it happens"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    """An error's class and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 __all__ = [
     "Captured",
     "GraphStep",
     "Graphs",
+    "NotCapturableError",
+    "capture",
     "check_capturable",
     "choose_engine",
+    "device_errors_explained",
     "start_engine",
     "uncaptured",
     "why_not",

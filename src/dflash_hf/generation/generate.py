@@ -23,9 +23,8 @@ from dflash_hf.attention import RaggedBlock
 from dflash_hf.checkpoints import explain_foreign_draft
 from dflash_hf.devices import eagerly, execution_devices, modules_of
 from dflash_hf.generation.buffers import give_buffers
-from dflash_hf.generation.capture import device_errors_explained
 from dflash_hf.generation.checks import Settings, check_images, check_inputs, check_settings, check_stock
-from dflash_hf.generation.cuda_graph import check_capturable, choose_engine, start_engine
+from dflash_hf.generation.cuda_graph import check_capturable, choose_engine, device_errors_explained, start_engine
 from dflash_hf.generation.prefill import keep_new_images, prefill
 from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.run import Call, Run, make_room, tapped

@@ -66,7 +66,7 @@ class NoHostReads(TorchDispatchMode):
             return func(*args, **kwargs)
         if reads_on_host(func, args, kwargs):
             raise HostReadError(f"{func} reads a tensor on the host")
-        if copies_from_host(func, args, kwargs):
+        if _copies_from_host(func, args, kwargs):
             raise HostReadError(f"{func} copies a tensor from the host")
         body = _body(func, args)
         # Under inference mode an operation that is made of others arrives here whole, as custom ones always do.
@@ -76,12 +76,7 @@ class NoHostReads(TorchDispatchMode):
 
 
 def reads_on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Says whether an ATen operation waits for the device: a read, an index by a mask, a copy to the host.
-
-    Args:
-        func (`torch._ops.OpOverload`): The operation.
-        args, kwargs: What it is called with.
-    """
+    """Says whether an ATen operation waits for the device: a read, an index by a mask, a copy to the host."""
     name = _name(func)
     if name in _READING:
         return True
@@ -99,10 +94,10 @@ def reads_on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
     if name == "normal" and func._overloadname.endswith("Tensor"):
         return True  # whether a deviation is negative
     if name.endswith("_ex") and name.startswith("linalg_"):
-        return _argument(func, "check_errors", args, kwargs) is True
+        return kwargs.get("check_errors") is True
     if name == "histc":
-        bounds = {"min": 0, "max": 0, **dict(zip(("min", "max"), args[2:4], strict=False)), **kwargs}
-        return bounds["min"] == bounds["max"]  # then they are looked for
+        low, high = (*args[2:4], 0, 0)[:2]
+        return low == high  # then they are looked for
     if name == "_to_copy":
         device = kwargs.get("device")
         return device is not None and torch.device(device).type == "cpu" and args[0].device.type != "cpu"
@@ -111,43 +106,30 @@ def reads_on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
     return False
 
 
-def copies_from_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Says whether an ATen operation copies a tensor of the host's to a device, indices included.
+def _copies_from_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Says whether an operation copies a tensor of the host's to a device, indices included.
 
     A single number of the host's in arithmetic is none: it goes along with the launch.
-
-    Args:
-        func (`torch._ops.OpOverload`): The operation.
-        args, kwargs: What it is called with.
     """
     name = _name(func)
     if name == "_to_copy":
-        device = kwargs.get("device")
-        return device is not None and _is_on_host(args[0]) and torch.device(device).type not in ("cpu", "meta")
-    if name == "copy_":
-        return _is_on_host(args[1]) and args[0].device.type not in ("cpu", "meta")
-    if name in _INDEXING:
-        given = [*args[1], *args[2:3]]
-        return args[0].device.type not in ("cpu", "meta") and any(
-            isinstance(t, Tensor) and _is_on_host(t) for t in given
-        )
-    return False
+        device, given = kwargs.get("device"), args[:1]
+    elif name == "copy_":
+        device, given = args[0].device, args[1:2]
+    elif name in _INDEXING:
+        device, given = args[0].device, [*args[1], *args[2:3]]
+    else:
+        return False
+    is_device = device is not None and torch.device(device).type not in ("cpu", "meta")
+    return is_device and any(isinstance(tensor, Tensor) and _is_on_host(tensor) for tensor in given)
 
 
 def _name(func: Any) -> str:
     return func._schema.name.removeprefix("aten::")
 
 
-def _argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Returns what an operation is called with under a name, its default included."""
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            return args[index] if index < len(args) else kwargs.get(name, argument.default_value)
-    return None
-
-
 def _body(func: Any, args: Sequence[Any]) -> Any:
-    """Returns the Python function that a custom operation runs for these arguments, if it is one of torch.library's.
+    """The Python function that a custom operation runs for these arguments, if it is one of torch.library's.
 
     For tensors without values it runs another one, which only makes a result.
     """
@@ -177,4 +159,4 @@ def counts_groups(first: Tensor, is_scaled: bool = False) -> bool:
     return torch.cuda.get_device_capability(first.device)[0] not in _GROUPED_ON
 
 
-__all__ = ["HostReadError", "NoHostReads", "copies_from_host", "counts_groups", "reads_on_host"]
+__all__ = ["HostReadError", "NoHostReads", "counts_groups", "reads_on_host"]

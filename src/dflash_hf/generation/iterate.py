@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dflash_hf.devices import eagerly, is_compiled, modules_of
+from dflash_hf.errors import require
 from dflash_hf.generation.accept import Accept
 from dflash_hf.generation.candidate_generator import Propose
 from dflash_hf.generation.generate import answer_with, unwrapped
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.run import LENGTH_AND_END, Call, Run
 from dflash_hf.generation.sampling import BlockProcessors
-from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.step import step
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
@@ -114,47 +114,49 @@ def iterate(
         raise ValueError(f"expected a DFlashDraftModel as draft, got a {type(given).__name__}; use load_draft")
     if "assistant_model" in kwargs:
         raise ValueError("expected the draft as second argument, got assistant_model; drop that keyword")
-    if (propose or accept) and getattr(draft.generation_config, "proposal", None) == "sample":
-        raise ValueError(
-            "expected proposal 'argmax' or 'shared_noise' beside a rule of your own, got 'sample', whose acceptance "
-            "needs the distribution of the proposals; change draft.generation_config.proposal"
-        )
-    if (propose or accept) and (nodes := draft.generation_config.num_tree_nodes):
-        raise ValueError(f"expected a chain beside a rule of your own, got num_tree_nodes={nodes}; leave it out")
-    start = functools.partial(_start, exact=accept is None)
+    start = functools.partial(_start, propose=propose, accept=accept)
     run: Run = answer_with(start, cast(Any, model).generate, model, draft, kwargs)
     draft.last_stats = run.stats
-    if draft.generation_config.verify_width is None:
-        run.chooser = None  # to be looked at, a run drafts at every step
     run.generator.keeps_logits = output_logits
-    if propose is not None:
-        run.generator.rule_of_user = _Checked(propose, dims=2, highest=run.target.vocab_size - 1)
-    if accept is not None:
-        run.accept = _Checked(accept, dims=1)
     return _steps(run, output_logits, output_hidden_states)
 
 
-def _start(call: Call, exact: bool) -> Run:
+def _start(call: Call, propose: Propose | None, accept: Accept | None) -> Run:
     """Stands where `decode` stands, and returns after the prefill."""
-    if not exact and not BlockProcessors(call.processors).is_stateless:
-        raise ValueError(
-            "expected only temperature, top-k, top-p and other warpers of single scores beside accept, got "
-            f"{[type(p).__name__ for p in call.processors]}; the others never see what lies behind a mismatch"
-        )
-    together = [c for c in call.criteria if type(c) not in LENGTH_AND_END]
-    if not exact and (together or (call.streamer is not None and call.input_ids.shape[0] > 1)):
-        raise ValueError(
-            "expected no stopping criteria but length and end of sequence, and a streamer only with one row, beside "
-            f"accept, got {[type(c).__name__ for c in together] or type(call.streamer).__name__}; stop iterating "
-            "instead"
-        )
+    options = call.draft.generation_config
+    if propose is not None or accept is not None:
+        if options.proposal == "sample":
+            raise ValueError(
+                "expected proposal 'argmax' or 'shared_noise' beside a rule of your own, got 'sample', whose "
+                "acceptance needs the distribution of the proposals; change draft.generation_config.proposal"
+            )
+        if nodes := options.num_tree_nodes:
+            raise ValueError(f"expected a chain beside a rule of your own, got num_tree_nodes={nodes}; leave it out")
+    if accept is not None:
+        if not BlockProcessors(call.processors).is_stateless:
+            raise ValueError(
+                "expected only temperature, top-k, top-p and other warpers of single scores beside accept, got "
+                f"{[type(p).__name__ for p in call.processors]}; the others never see what lies behind a mismatch"
+            )
+        together = [type(c).__name__ for c in call.criteria if type(c) not in LENGTH_AND_END]
+        if call.streamer is not None and call.input_ids.shape[0] > 1:
+            together.append(type(call.streamer).__name__)
+        what = "no stopping criteria but length and end of sequence, and a streamer only with one row, beside accept"
+        require(not together, what, together, "stop iterating instead")
     if call.cache is not None:
         raise ValueError(
             "expected no past_key_values, got a cache: a run that may be left half-way cannot advance one; pass the "
             "whole conversation instead"
         )
     with eagerly(call.target.modules, call.draft_modules):
-        return prefill(call, is_looked_at=True)
+        run = prefill(call, is_looked_at=True)
+    if options.verify_width is None:
+        run.chooser = None  # to be looked at, a run drafts at every step
+    if propose is not None:
+        run.generator.rule_of_user = _Checked(propose, dims=2, highest=run.target.vocab_size - 1)
+    if accept is not None:
+        run.accept = _Checked(accept, dims=1)
+    return run
 
 
 def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generator[DFlashStep]:
@@ -183,12 +185,12 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
             logits, counts = step(run)
         # Outside inference mode, so that autograd takes the copies.
         anchor, lengths = (tensor.clone() for tensor in before)
-        drafted = run.generator.logits
+        drafted, report = run.generator.logits, state.report
         yield DFlashStep(
             index=index,
             anchor=anchor,
             proposals=state.proposals.clone(),
-            tokens=(state.tokens if run.accept is None else cast(_Checked, run.accept).given[1]).clone(),
+            tokens=(state.tokens if run.accept is None else cast(_Checked, run.accept).second).clone(),
             positions=lengths[:, None] + torch.arange(1, state.width + 1, device=lengths.device),
             num_accepted=state.num_accepted.masked_fill(torch.tensor(counts, device=lengths.device) == 0, 0),
             committed=_committed(run, counts),
@@ -196,16 +198,11 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
             logits=logits.clone() if output_logits else None,
             draft_logits=drafted.clone() if output_logits and drafted is not None else None,
             hidden_states=run.generator.context_hidden_states.clone() if output_hidden_states else None,
-            **_tree_of(state),
+            node_ids=None if report is None else report.node_ids.clone(),
+            parents=None if report is None else report.parents.clone(),
         )
     if run.streamer is not None:
         run.streamer.end()
-
-
-def _tree_of(state: DecodeState) -> dict[str, Tensor]:
-    """Copies of the tree that was verified, if it was one."""
-    report = state.report
-    return {} if report is None else {"node_ids": report.node_ids.clone(), "parents": report.parents.clone()}
 
 
 def _committed(run: Run, counts: list[int]) -> list[Tensor]:
@@ -221,17 +218,18 @@ class _Checked:
     """A rule of the user's, with what it returns checked: integers in `[0, highest]`, in the shape of the first `dims`
     dimensions of its first argument. By default `highest` is the size of that argument's second: all proposals.
 
-    `given` keeps copies of what it was called with last: the run writes over those tensors.
+    `second` keeps a copy of its second argument, which the run writes over.
     """
+
+    second: Tensor
 
     def __init__(self, rule: Any, dims: int, highest: int | None = None) -> None:
         self.rule = rule
         self.dims = dims
         self.highest = highest
-        self.given: tuple[Tensor, ...] = ()
 
     def __call__(self, *given: Tensor) -> Tensor:
-        self.given = tuple(tensor.clone() for tensor in given if not tensor.is_floating_point())
+        self.second = given[1].clone()
         out = self.rule(*given)
         name = getattr(self.rule, "__name__", type(self.rule).__name__)
         shape, highest = given[0].shape[: self.dims], given[0].shape[1] if self.highest is None else self.highest

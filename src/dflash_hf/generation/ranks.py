@@ -74,10 +74,7 @@ class Ranks:
         )
 
     def begin(self, call: Mapping[str, object]) -> None:
-        """Begins a run: makes sure that the ranks were given the same.
-
-        Args:
-            call (mapping): What they were given, by name: tensors and plain values are compared, all else is not.
+        """Begins a run: compares the tensors and plain values that the ranks were given, by name.
 
         Raises:
             ValueError: On all ranks, if they were given different things; before any forward.
@@ -114,13 +111,8 @@ class Ranks:
     ) -> Tensor | None:
         """Replaces what this rank has decided by what the first one has, before it is committed.
 
-        Args:
-            state (`DecodeState`): Its `tokens`, `remaining` and `path` are overwritten.
-            num_accepted (`torch.Tensor` of shape `[B]`, int64, *optional*): As [`commit`] takes it.
-            synchronized (`SynchronizedRows`, *optional*): The run's; its `unfinished` rows are overwritten.
-
-        Returns:
-            `torch.Tensor` of shape `[B]`, int64, *optional*: The first rank's `num_accepted`.
+        That is the state's `tokens`, `remaining` and `path`, which rows are `unfinished`, and `num_accepted`, which
+        is taken and returned as [`commit`] takes it: `[B]`, int64, or `None`.
         """
         if self.group is None:
             return num_accepted

@@ -19,10 +19,11 @@ same counts, row by row a *response* or *request* of theirs:
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
-from typing import Any, Literal, cast, get_args
+from itertools import accumulate, repeat
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -133,14 +134,10 @@ class SpeculativeStats:
         return sum(getattr(self, f"{part}_seconds") for part in get_args(Part))
 
     def acceptance_length_as(self, definition: Definition) -> float:
-        """Computes the acceptance length as another project defines it, from the same counts.
+        """Returns tokens per verify as another project defines them, by the same counts; 0 if nothing was verified.
 
         Args:
-            definition (`str`): `"zlab"`, `"vllm"` or `"sglang"`; the table at the top of this module says how they
-                differ from `acceptance_length`.
-
-        Returns:
-            `float`: Tokens per verify; 0 if nothing was verified.
+            definition (`str`): `"zlab"`, `"vllm"` or `"sglang"`; see the table at the top of this module.
 
         Raises:
             ValueError: If the definition is not known.
@@ -152,9 +149,7 @@ class SpeculativeStats:
         if definition == "zlab":  # dflash/benchmark.py::_print_decode_summary
             return _mean([_mean(row) for row in self.num_committed if row])
         if definition == "vllm":  # vllm/v1/spec_decode/metrics.py; a width of 1 proposes nothing and is no draft
-            tried = [self._num_tried(row) for row in range(len(self.num_accepted))]
-            pairs = [pair for row in zip(self.num_accepted, tried, strict=True) for pair in zip(*row, strict=True)]
-            return 1.0 + _mean([count for count, checked in pairs if checked])
+            return 1.0 + _mean([count for count, tried in self._checked() if tried])
         return self.num_new_tokens / self.num_verifies
 
     def acceptance_per_position(self, conditional: bool = False, row: int | None = None) -> list[float]:
@@ -171,9 +166,8 @@ class SpeculativeStats:
         Returns:
             `list[float]`: `num_proposed` values; a conditional one with nothing to divide by is 0.
         """
-        rows = range(len(self.num_accepted)) if row is None else (row,)
-        counts = [pair for one in rows for pair in zip(self.num_accepted[one], self._num_tried(one), strict=True)]
-        reached, joint, shares, is_complete = len(counts), 1.0, list[float](), True
+        counts, joint, shares, is_complete = self._checked(row), 1.0, list[float](), True
+        reached = len(counts)
         for position in range(self.num_proposed):
             tried = sum(count >= position and checked > position for count, checked in counts)
             is_complete = is_complete and tried == reached
@@ -183,25 +177,16 @@ class SpeculativeStats:
             shares.append(share if conditional else joint)
         return shares
 
-    def _num_tried(self, row: int) -> list[int]:
-        """Proposals that each verify of a row checked."""
-        num_verifies = len(self.num_accepted[row])
-        if not self.verify_widths:
-            return [self.num_proposed] * num_verifies
-        return [width - 1 for width in self.verify_widths[:num_verifies]]
+    def _checked(self, row: int | None = None) -> list[tuple[int, int]]:
+        """Proposals that each verify accepted and checked, of one row or of all."""
+        rows = self.num_accepted if row is None else [self.num_accepted[row]]
+        tried = [width - 1 for width in self.verify_widths] or repeat(self.num_proposed)
+        return [pair for counts in rows for pair in zip(counts, tried, strict=False)]
 
     def acceptance_histogram(self, row: int | None = None) -> list[int]:
-        """Counts verifies by the number of tokens that they committed.
-
-        Args:
-            row (`int`, *optional*): One row; default all of them pooled.
-
-        Returns:
-            `list[int]`: `num_proposed + 2` counts; the `n`-th is of verifies that committed `n` tokens, so the first
-            is always 0.
-        """
-        counts = _pooled(self.num_committed, row)
-        return [counts.count(length) for length in range(self.num_proposed + 2)]
+        """Counts verifies, of one row or of all, by the tokens that they committed: 0 to `num_proposed + 1`."""
+        rows = self.num_committed if row is None else [self.num_committed[row]]
+        return [sum(counts.count(length) for counts in rows) for length in range(self.num_proposed + 2)]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain numbers, for JSON: counts per row and verify, and what follows from them."""
@@ -232,8 +217,8 @@ class SpeculativeStats:
         lines: list[tuple[int, ...]] = []
         for row, committed in enumerate(self.num_committed):
             num_new = [1 + total for total in accumulate(committed)]  # the prefill's token too
-            counts = zip(self._num_tried(row), self.num_accepted[row], committed, num_new, strict=True)
-            lines += [(row, verify, *count) for verify, count in enumerate(counts)]
+            counts = zip(self._checked(row), committed, num_new, strict=True)
+            lines += [(row, verify, tried, right, *rest) for verify, ((right, tried), *rest) in enumerate(counts)]
         return pandas.DataFrame(lines, columns=columns)
 
     def plot(self) -> Any:
@@ -264,8 +249,7 @@ class SpeculativeStats:
 
 
 class Stopwatch:
-    """Books wall time on the parts of a run: each `lap` takes all that has passed since the last one, so that the
-    parts sum to the whole and nothing is counted twice.
+    """Books wall time on the parts of a run: all that has passed since the last lap, so that they sum to the whole.
 
     Args:
         stats (`SpeculativeStats`): Whose `*_seconds` it advances.
@@ -321,19 +305,15 @@ class Recorder:
         self.has_scores = wanted and bool(generation_config.output_scores)
         self.has_logits = wanted and bool(generation_config.output_logits)
         self.has_hidden_states = wanted and bool(generation_config.output_hidden_states)
-        self._first_hidden_states: tuple[Tensor, ...] | None = None
+        self.is_on = self.has_scores or self.has_logits or self.has_hidden_states
+        self._first_hidden_states: tuple[Tensor, ...] = ()
         # Per name and row: pieces [tokens, ...] in order.
-        self._pieces: dict[str, list[list[Tensor]]] = {}
-        self._rows = rows
-
-    @property
-    def is_on(self) -> bool:
-        """Returns True if anything is collected at all."""
-        return self.has_scores or self.has_logits or self.has_hidden_states
+        self._pieces = defaultdict[str, list[list[Tensor]]](lambda: [[] for _ in range(rows)])
 
     def add_prefill(self, outputs: Any) -> None:
         """Keeps the prefill's hidden states, which are the first token's entry as they are: `[B, S, D]` per layer."""
-        self._first_hidden_states = outputs.hidden_states if self.has_hidden_states else None
+        if self.has_hidden_states:
+            self._first_hidden_states = outputs.hidden_states
 
     def add(self, scores: Tensor, outputs_logits: Tensor, hidden_states: Any, num_committed: list[int]) -> None:
         """Keeps the committed part of one decision.
@@ -365,14 +345,13 @@ class Recorder:
             num_layers = sum(name.startswith("hidden_states.") for name in self._pieces)
             layers = [self._joined(f"hidden_states.{index}") for index in range(num_layers)]
             later = [tuple(states[:, None] for states in token) for token in zip(*layers, strict=True)]
-            found["hidden_states"] = (cast(tuple[Tensor, ...], self._first_hidden_states), *later)
+            found["hidden_states"] = (self._first_hidden_states, *later)
         return found
 
     def _keep(self, name: str, values: Tensor, num_committed: list[int]) -> None:
-        rows = self._pieces.setdefault(name, [[] for _ in range(self._rows)])
         for row, num in enumerate(num_committed):
             if num:
-                rows[row].append(values[row, :num].clone())
+                self._pieces[name][row].append(values[row, :num].clone())
 
     def _joined(self, name: str) -> tuple[Tensor, ...]:
         """One tensor `[B, ...]` per new token."""
@@ -383,10 +362,6 @@ class Recorder:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
-
-
-def _pooled(counts: list[list[int]], row: int | None) -> list[int]:
-    return [count for one in counts for count in one] if row is None else list(counts[row])
 
 
 __all__ = ["DFlashGenerateOutput", "Recorder", "SpeculativeStats", "Stopwatch"]

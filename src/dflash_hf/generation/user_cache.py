@@ -11,6 +11,7 @@ Shapes: `B` rows, `T` columns of the whole conversation, `P` of them in the cach
 from __future__ import annotations
 
 import copy
+import functools
 import uuid
 import weakref
 from collections.abc import Callable, Generator, Iterator
@@ -21,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import LinearAttentionLayer, StaticLayer, StaticSlidingWindowLayer
 from transformers.utils import logging
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache.prompts import PromptSlots
 from dflash_hf.cache.ragged import RaggedCache, RaggedLayer, layer_window, stored_columns
 from dflash_hf.cache.recurrent import RecurrentLayer
+from dflash_hf.errors import require
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
-from dflash_hf.generation.checks import is_recurrent
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.positions import slot_positions
@@ -62,33 +63,24 @@ class DraftContext:
     layer: int
     sample: Tensor
 
-    def repeated(self, rows: int) -> DraftContext | None:
-        """Returns it for a cache whose rows were repeated as `Cache.batch_repeat_interleave` does, or `None`."""
-        own = self.positions.shape[0]
-        if rows % own:
-            return None
-        times = rows // own
-        if times == 1:
-            return self
-
-        def wide(tensor: Tensor) -> Tensor:
-            return tensor.repeat_interleave(times, dim=0)
-
-        buffers = [(wide(keys), wide(values)) for keys, values in self.buffers]
-        tensors = {name: wide(getattr(self, name)) for name in ("positions", "offset", "newest", "sample")}
-        return replace(self, buffers=buffers, **tensors)
+    def repeated(self, rows: int, device: torch.device) -> DraftContext:
+        """Returns it for a cache whose rows `batch_repeat_interleave` has repeated; all but K/V are on this device."""
+        times = rows // self.positions.shape[0]
+        wide = functools.partial(torch.repeat_interleave, repeats=times, dim=0)
+        buffers = self.buffers if times == 1 else [(wide(keys), wide(values)) for keys, values in self.buffers]
+        notes = {name: wide(getattr(self, name)).to(device) for name in ("positions", "offset", "newest", "sample")}
+        return replace(self, buffers=buffers, **notes)
 
     def num_unchanged(self, cache: Cache) -> Tensor:
         """Returns how many of the first columns of each row are as they were when this was attached: int64 `[B]`."""
-        device, past = self.positions.device, seq_length(cache)
-        now = _sample(cache, self.layer).to(self.sample.device)
+        past, now = int(cache.get_seq_length()), _sample(cache, self.layer).to(self.sample.device)
         first_now, first_then = past - now.shape[1], self.positions.shape[1] - self.sample.shape[1]
         begin, end = max(first_now, first_then), min(past, self.positions.shape[1])
         if begin >= end or now.shape[2] != self.sample.shape[2]:
-            return torch.zeros(self.positions.shape[0], dtype=torch.long, device=device)
+            return torch.zeros_like(self.offset)
         now, then = now[:, begin - first_now : end - first_now], self.sample[:, begin - first_then : end - first_then]
         # Keys depend on everything before them: where these are as they were, so are earlier ones that are gone.
-        num_same = (now == then).all(dim=-1).long().cumprod(dim=1).sum(dim=1).to(device)
+        num_same = (now == then).all(dim=-1).long().cumprod(dim=1).sum(dim=1)
         return torch.where(num_same > 0, begin + num_same, 0)
 
 
@@ -103,7 +95,7 @@ class UserCache:
     def __init__(self, cache: Cache, given: bool) -> None:
         self.cache = cache
         self.given = given
-        self.past = seq_length(cache)
+        self.past = int(cache.get_seq_length())
         self.positions = torch.empty(0, 0, dtype=torch.long, device="cpu")
 
     @classmethod
@@ -115,19 +107,18 @@ class UserCache:
 
     @contextmanager
     def restored_on_error(self) -> Generator[None]:
-        """Leaves a cache passed in as it was if anything is raised, an interrupt included."""
-        before = [_snapshot(layer) for layer in self.cache.layers] if self.given else []
+        """Leaves the cache as it was if anything is raised, an interrupt included."""
+        before = [_snapshot(layer) for layer in self.cache.layers]
         try:
             yield
         except BaseException:
-            if self.given:
-                del self.cache.layers[len(before) :]
-                for layer, (attributes, _) in zip(self.cache.layers, before, strict=True):
-                    vars(layer).clear()
-                    vars(layer).update(attributes)
-                # Last, because on a device that has failed nothing can be copied.
-                for tensor, copy in (pair for _, copies in before for pair in copies):
-                    tensor.copy_(copy)
+            del self.cache.layers[len(before) :]
+            for layer, (attributes, _) in zip(self.cache.layers, before, strict=True):
+                vars(layer).clear()
+                vars(layer).update(attributes)
+            # Last, because on a device that has failed nothing can be copied.
+            for tensor, copy in (pair for _, copies in before for pair in copies):
+                tensor.copy_(copy)
             raise
 
     def begin(self, generator: DFlashCandidateGenerator, positions: Tensor, limit: int) -> None:
@@ -147,17 +138,15 @@ class UserCache:
             return
         past = positions[:, : self.past]
         num_past = (past >= 0).sum(dim=1)
-        context, reason = self._find_context(generator, past.shape[0])
+        context, reason = self._find_context(generator, past)
         if context is None:
             generator.offset = num_past
         else:
             usable = _usable_rows(context, generator, past, positions[:, -1] + 1, context.num_unchanged(self.cache))
             if not bool(usable.all()):
                 reason = "the cache was changed since, or its columns now have other positions"
-            offset = context.offset.to(usable.device)
-            generator.offset = torch.where(usable, offset, num_past)
-            length = torch.where(usable, num_past - offset, 0)
-            _write_context(generator, context, length)
+            generator.offset = torch.where(usable, context.offset, num_past)
+            _write_context(generator, context, torch.where(usable, num_past - context.offset, 0))
         if reason:
             logger.warning_once(
                 f"The draft's context of a cache passed in is left out, at least of some rows ({reason}): the draft "
@@ -181,13 +170,11 @@ class UserCache:
         As after plain `generate`, there are columns for all tokens but the last one.
 
         Args:
-            state (`DecodeState`): After the run; its `block` is overwritten.
-            ragged (`RaggedCache`): The run's; emptied layer by layer unless its buffers are kept.
-            generator (`DFlashCandidateGenerator`): The run's.
+            state, ragged, generator: The run's; `block` is overwritten, and the ragged cache emptied layer by layer
+                unless its buffers are kept.
             sequences (`torch.Tensor` of shape `[B, columns + longest answer]`): What `generate` returns.
             verify (callable): Runs the target over `state.block` wherever an iterator of blocks says.
-            keeps_buffers (`bool`): The buffers of both caches are for the next call: nothing of them may go with
-                the cache.
+            keeps_buffers (`bool`): The buffers of both caches are for the next call, and do not go with the cache.
 
         Returns:
             `int`: Forwards of the target that it took.
@@ -199,7 +186,7 @@ class UserCache:
         if num_forwards:
             verify(self._padding(state, generator, sequences, num_forwards))
         positions = self.positions[:, -1:] + 1 + answer
-        new = torch.cat([self.positions, positions], dim=1)[:, seq_length(self.cache) :]
+        new = torch.cat([self.positions, positions], dim=1)[:, int(self.cache.get_seq_length()) :]
         ragged.advance(RaggedBlock.at(self.positions[:, -1] + 1 + num_columns, 1))
         for index, layer in enumerate(ragged.layers):
             if isinstance(layer, RecurrentLayer):
@@ -220,10 +207,9 @@ class UserCache:
     def _padding(
         self, state: DecodeState, generator: DFlashCandidateGenerator, sequences: Tensor, num_forwards: int
     ) -> Iterator[RaggedBlock]:
-        """Feeds rows that ended early what plain `generate` feeds them: their last token, then padding.
+        """Feeds rows that ended before the last one what plain `generate` feeds them: their last token, then padding.
 
-        Plain decoding runs all rows until the last one has finished. Rows without anything to be fed run on behind
-        their end.
+        Rows without anything to be fed run on behind their end.
         """
         width = state.block.shape[1]
         behind = state.num_new.max() - state.num_new
@@ -242,14 +228,17 @@ class UserCache:
         holder.dflash_context = None
         if generator.verify_width < 2:  # it has drafted nothing and written nothing
             return
+        buffers = [generator.cache.buffers_of(index) for index in range(len(generator.cache.layers))]
+        if keeps_buffers:
+            buffers = [(keys.clone(), values.clone()) for keys, values in buffers]
         lengths = (positions >= 0).sum(dim=1)
         offset = torch.zeros_like(lengths) if generator.offset is None else generator.offset
-        attention = [index for index, layer in enumerate(self.cache.layers) if not is_recurrent(layer)]
-        full = [index for index in attention if not self.cache.is_sliding[index]]
-        layer = (full or attention)[-1]
+        layers: list[Any] = self.cache.layers
+        attention = [index for index, one in enumerate(layers) if not isinstance(one, LinearAttentionLayer)]
+        layer = ([index for index in attention if not layers[index].is_sliding] or attention)[-1]
         holder.dflash_context = DraftContext(
             draft=_names.setdefault(generator.draft, uuid.uuid4().hex),
-            buffers=[_pair(layer, keeps_buffers) for layer in generator.cache.layers],
+            buffers=buffers,
             positions=positions,
             offset=offset.clone() if keeps_buffers else offset,
             # The draft's last blocks were written behind its context.
@@ -263,44 +252,31 @@ class UserCache:
         for layer, reference in zip(self.cache.layers, DynamicCache(config=target.config).layers, strict=False):
             # A static sliding layer as long as the window forgets the rest as it should.
             slides = isinstance(layer, StaticSlidingWindowLayer) and layer.max_cache_len == layer_window(reference)
-            if isinstance(layer, StaticLayer) and not slides and num_columns > layer.max_cache_len:
-                raise ValueError(
-                    f"expected a static cache with room for the longest answer ({num_columns} columns), got "
-                    f"max_cache_len={layer.max_cache_len}; make it longer or lower max_new_tokens"
-                )
+            if isinstance(layer, StaticLayer) and not slides:
+                what = f"a static cache with room for the longest answer ({num_columns} columns)"
+                action = "make it longer or lower max_new_tokens"
+                require(num_columns <= layer.max_cache_len, what, layer.max_cache_len, action)
 
-    def _find_context(self, generator: DFlashCandidateGenerator, rows: int) -> tuple[DraftContext | None, str]:
-        """The attached context, or why there is none."""
+    def _find_context(self, generator: DFlashCandidateGenerator, past: Tensor) -> tuple[DraftContext | None, str]:
+        """The attached context for columns with these positions, or why there is none."""
         context = getattr(self.cache, "dflash_context", None)
         if not isinstance(context, DraftContext):
             return None, "none is attached: the cache was not advanced with a draft"
         if context.draft != _names.get(generator.draft):
             return None, "it is another draft's"
-        context = context.repeated(rows)
-        return (None, "the cache has other rows now") if context is None else (context, "")
-
-
-def _pair(layer: object, keeps_buffers: bool) -> tuple[Tensor, Tensor]:
-    """A ragged layer's buffers, or copies of those that are kept."""
-    assert isinstance(layer, RaggedLayer)
-    keys, values = layer.key_buffer, layer.value_buffer
-    return (keys.clone(), values.clone()) if keeps_buffers else (keys, values)
-
-
-def seq_length(cache: Cache) -> int:
-    """Returns the number of columns in a cache, read on the host."""
-    return int(cache.get_seq_length())
+        if len(past) % len(context.positions):
+            return None, "the cache has other rows now"
+        return context.repeated(len(past), past.device), ""
 
 
 def _snapshot(layer: Any) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
     """A layer's attributes, and copies of those tensors that an update changes in place."""
-    # States are kept in dicts of the layer's, which change in place too.
     held: dict[str, Any] = vars(layer)
-    attributes: dict[str, Any] = {
-        name: copy.copy(value) if isinstance(value, dict) else value for name, value in held.items()
-    }
+    # States are kept in dicts of the layer's, which change in place too.
+    copied: dict[str, Any] = {name: copy.copy(value) for name, value in held.items() if isinstance(value, dict)}
+    attributes = {**held, **copied}
     volatile: list[Tensor] = []
-    if is_recurrent(layer):
+    if isinstance(layer, LinearAttentionLayer):
         states = (*attributes["conv_states"].values(), *attributes["recurrent_states"].values())
         volatile = [state for state in states if state is not None]
     if isinstance(layer, StaticLayer):
@@ -323,21 +299,19 @@ def _usable_rows(
     Those whose real columns are as they were and have the indices they had, and of whose context no ring has lost
     anything that the next block sees, which begins at index `anchor` `[B]`.
     """
-    device = past.device
-    num_columns, offset = past.shape[1], context.offset.to(device)
+    num_columns, offset = past.shape[1], context.offset
     then = torch.full_like(past, -2)
     shared = min(num_columns, context.positions.shape[1])
-    then[:, :shared] = context.positions[:, :shared].to(device)
-    same = (then == past) & (torch.arange(num_columns, device=device) < num_same.to(device)[:, None])
+    then[:, :shared] = context.positions[:, :shared]
+    same = (then == past) & (torch.arange(num_columns, device=past.device) < num_same[:, None])
     # Padding needs no context, and neither does what the draft had none of before.
     usable = (same | (past < 0) | (past < offset[:, None])).all(dim=1)
     usable = usable & ((past >= 0).sum(dim=1) >= offset)
-    newest = context.newest.to(device)
     for (keys, _), shape in zip(context.buffers, generator.draft.cache_shapes(), strict=True):
         if shape.window is not None:
             # Where a window counts from the anchor it reaches `window` tokens back, elsewhere one less.
             oldest = (anchor - offset - shape.window).clamp_min(0)
-            usable = usable & (oldest > newest - keys.shape[1])
+            usable = usable & (oldest > context.newest - keys.shape[1])
     return usable
 
 
