@@ -154,9 +154,10 @@ def check_context(target: Any, engine: Any, lengths: list[int], new: int, tolera
         out = target.generate(**inputs, max_new_tokens=new, do_sample=False, assistant_model=draft)
     assert torch.equal(out, wanted)
     assert draft.last_stats.acceptance_length > 1.3
+    taps = draft.config.target_layer_ids
     with torch.no_grad():
         features = [
-            torch.cat([target(torch.tensor([row]), output_hidden_states=True).hidden_states[i] for i in (1, 3)], -1)
+            torch.cat([target(torch.tensor([row]), output_hidden_states=True).hidden_states[i + 1] for i in taps], -1)
             for row in truth
         ]
         checked = 0
@@ -178,7 +179,8 @@ def test_the_draft_sees_what_was_committed(kind: dict[str, Any], engine: Any) ->
 @pytest.mark.parametrize("device", DEVICES[:1])
 def test_the_draft_sees_what_was_committed_by_the_kernels(device: str, calls: Calls) -> None:
     small = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    check_context(tiny_target("qwen3", **small).float(), "static", [5, 3], 7, 1e-4, **small)
+    target = tiny_target("qwen3", **small, num_hidden_layers=3).float()
+    check_context(target, "static", [5, 3], 7, 1e-4, **small, target_layer_ids=[0, 1])
     assert not calls.references
     assert calls.kernels["context_kv"] > 1
 

@@ -34,7 +34,8 @@ def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setenv("NOTEBOOK_REHEARSAL", "1")
     committed = nbformat.read(path, as_version=4)
     book = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(book, timeout=280, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    place = {"metadata": {"path": tmp_path}}
+    nbclient.NotebookClient(book, timeout=280, kernel_name="python3", resources=place).execute()
     assert images(book) == images(committed) > 0
     shown = [[bool(cell.get("outputs")) for cell in one.cells] for one in (book, committed)]
     assert shown[0] == shown[1]
