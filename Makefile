@@ -69,8 +69,8 @@ architecture: $(VENV)/.stamp-dev  ## the import order and the other budgets (a p
 test-cpu: $(VENV)/.stamp-dev  ## the CPU suite: architecture and documentation included, kernels and browser not
 	$(BIN)/python -m pytest tests --ignore=tests/kernels --ignore=tests/browser $(CPU) $(PARALLEL) $(PYTEST_ARGS)
 
-test-browser: $(VENV)/.stamp-dev chromium  ## the chat in a real browser
-	$(BIN)/python -m pytest tests/browser $(CPU) $(PARALLEL) $(PYTEST_ARGS)
+test-browser: $(VENV)/.stamp-dev chromium  ## the chat in a real browser; one process: its servers are shared
+	$(BIN)/python -m pytest tests/browser $(CPU) $(PYTEST_ARGS)
 
 screenshots: $(VENV)/.stamp-dev chromium  ## docs/images anew, from the bundled pair
 	$(BIN)/python -m pytest tests/browser/screenshots.py $(PYTEST_ARGS)

@@ -81,8 +81,7 @@ def test_the_kernel_path_gives_the_plain_text(family: str, lengths: list[int], e
     check_greedy(tiny_target(family), prompts(lengths, 2), calls, engine, 6)
 
 
-@pytest.mark.parametrize("engine", ["eager", "cuda_graph"])
-@pytest.mark.parametrize("kind", DRAFTS.values(), ids=DRAFTS.keys())
+@pytest.mark.parametrize(("kind", "engine"), half(DRAFTS, ["eager", "cuda_graph"]))
 def test_every_kind_of_draft_gives_the_plain_text(kind: dict[str, Any], engine: Any, calls: Calls) -> None:
     check_greedy(tiny_target("mistral"), prompts([4, 11, 7], 2), calls, engine, 4, **kind)
 
@@ -94,8 +93,7 @@ def test_pictures_give_the_plain_text(calls: Calls) -> None:
     check_greedy(target, inputs, calls, "static", 6)
 
 
-@pytest.mark.parametrize("engine", ["static", "cuda_graph"])
-@pytest.mark.parametrize("num_ids", [1, 11])
+@pytest.mark.parametrize(("num_ids", "engine"), half({"1": 1, "11": 11}, ["static", "cuda_graph"]))
 def test_eos_and_limits_inside_a_block(num_ids: int, engine: Any) -> None:
     target = tiny_target("qwen3")
     inputs = prompts([4, 11, 7], 1)
@@ -185,14 +183,19 @@ def test_the_draft_sees_what_was_committed_by_the_kernels(device: str, calls: Ca
     assert calls.kernels["context_kv"] > 1
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides"), [("qwen3-sliding", {}), ("mistral", DFLASH2), ("qwen3", {"sample_from_anchor": True})]
-)
-@pytest.mark.parametrize("sampling", [False, True])
+PAIRS = {
+    "plain": ("qwen3-sliding", {}),
+    "dflash 2": ("mistral", DFLASH2),
+    "anchor": ("qwen3", DRAFTS["from the anchor"]),
+}
+
+
+@pytest.mark.parametrize(("sampling", "name"), half([False, True], list(PAIRS)))
 def test_nothing_moves_and_every_step_is_the_same_whatever_is_accepted(
-    sampling: bool, family: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch, calls: Calls
+    sampling: bool, name: str, monkeypatch: pytest.MonkeyPatch, calls: Calls
 ) -> None:
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 128)
+    family, overrides = PAIRS[name]
     target, draft, inputs, _ = pair("static", family, **overrides)
     draft.generation_config.proposal = "sample" if sampling else "auto"
     watched = Watched(monkeypatch)
