@@ -110,7 +110,7 @@ def test_a_failure_stops_nothing_and_is_shown_last(tmp_path: Path) -> None:
 
 
 def test_what_is_late_is_interrupted_and_says_where_it_was(tmp_path: Path) -> None:
-    done, _ = run(tmp_path, STUB_HANG="test_argmax.py step.json", T_CHECKS="4", T_STEP="4")
+    done, _ = run(tmp_path, STUB_HANG="test_argmax.py step.json", T_CHECKS="2", T_STEP="2")
     assert done.returncode == 1
     found = statuses(done.stdout)
     assert {name for name, code in found.items() if code} == {"kernels-test_argmax", "step"}

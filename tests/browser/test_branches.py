@@ -12,6 +12,7 @@ from playwright.sync_api import Page
 from dflash_hf import DFlashGenerationConfig
 from dflash_hf.cli.pair import BUNDLED
 from helpers.browser import Chat, Server, free_port, start, stop
+from helpers.half import half
 from helpers.source_tree import ROOT
 
 OPEN = "#df-tried:popover-open"
@@ -90,7 +91,7 @@ def assert_shows(page: Page, step: tuple[str, str, str]) -> None:
     assert box["y"] + box["height"] <= size["height"]
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")])
+@pytest.mark.parametrize(("width", "scheme"), half({"1280": 1280, "390": 390}, ["light", "dark"]))
 def test_branches_are_seen_by_pointing_at_a_step(
     width: int, scheme: str, text_pair: Server, open_chat: Callable[..., Chat]
 ) -> None:

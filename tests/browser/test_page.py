@@ -16,6 +16,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page
 
 from helpers.browser import PATIENCE, Chat, Server, stop
+from helpers.half import half
 from helpers.processors import picture
 
 # Relative luminance contrast of an element's text with what is behind it (WCAG 2), colours composited.
@@ -109,8 +110,7 @@ def get(url: str) -> tuple[int, bytes]:
         return error.code, error.read()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(("width", "scheme"), half({"1280": 1280, "390": 390}, ["light", "dark"]))
 def test_page_can_be_read(width: int, scheme: str, bundled: Server, open_chat: Callable[..., Chat]) -> None:
     chat = open_chat(bundled, width=width, height=844, color_scheme=scheme)
     assert chat.page.evaluate("document.body.classList.contains('dark')") == (scheme == "dark")

@@ -13,6 +13,8 @@ from tiny import DFLASH2, FAMILIES, MIXED, oracle_draft, prompts, tiny_draft, ti
 
 NEW = 26
 LENGTHS = {"one": [9], "three": [4, 11, 7], "eight": [12, 3, 5, 9, 1, 7, 2, 8]}
+# Seed -> block and width. A case takes two of them: every two of family, rows and seed meet in one.
+SIZES = [(2, 2), (5, 5), (8, 3), (16, 16), (16, 9)]
 
 
 @cache
@@ -33,7 +35,9 @@ def check_same(target: PreTrainedModel, draft: DFlashDraftModel, inputs: dict, r
 def test_greedy_equals_plain_generate(family: str, batch: str) -> None:
     target = target_of(family)
     seen: set[int] = set()
-    for seed, (block_size, width) in enumerate([(2, 2), (5, 5), (8, 3), (16, 16), (16, 9)]):
+    first = 2 * list(LENGTHS).index(batch) + list(FAMILIES).index(family)
+    for seed in (first % len(SIZES), (first + 1) % len(SIZES)):
+        block_size, width = SIZES[seed]
         inputs = prompts(LENGTHS[batch], seed)
         ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
         seen |= set(ref[:, -NEW:].flatten().tolist())
@@ -46,11 +50,16 @@ def test_greedy_equals_plain_generate(family: str, batch: str) -> None:
     assert len(seen) > 8, "texts that repeat themselves would hide errors"
 
 
-@pytest.mark.parametrize("family", ["qwen3-sliding", "llama", "gemma3", "gpt-oss"])
+DFLASH2_FAMILIES = ["qwen3-sliding", "llama", "gemma3", "gpt-oss"]
+
+
+@pytest.mark.parametrize("family", DFLASH2_FAMILIES)
 @pytest.mark.parametrize("batch", ["one", "three"])
 def test_greedy_with_dflash2_equals_plain_generate(family: str, batch: str) -> None:
     target = target_of(family)
-    for seed, (block_size, width) in enumerate([(2, 2), (5, 5), (8, 3), (16, 16)]):
+    first = (list(LENGTHS).index(batch) + DFLASH2_FAMILIES.index(family)) % 2
+    for seed in (first, first + 2):  # every size meets every family, in one of the two batches
+        block_size, width = SIZES[seed]
         inputs = prompts(LENGTHS[batch], seed)
         ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
         draft = oracle_draft(target, truth_of(inputs, ref), seed, block_size, **DFLASH2)
@@ -73,7 +82,7 @@ def test_a_draft_that_is_never_right_changes_nothing(family: str) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt-oss", "mistral"])
 def test_eos_inside_a_block_ends_the_row_there(family: str) -> None:
     target = target_of(family)
-    for seed in range(6):
+    for seed in range(3):
         inputs = prompts([4, 11, 7], seed)
         free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
         # Tokens that really occur, so that rows end inside blocks, at different steps, and one perhaps never.

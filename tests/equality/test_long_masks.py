@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from dflash_hf import iterate
 from helpers.families import build
-from helpers.half import half
+from helpers.half import pairs
 from helpers.static import set_engine, tensor_oracle
 from tiny import prompts, tiny_target, truth_of
 
@@ -32,7 +32,7 @@ def target_of(family: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize(
     ("family", "lengths", "num", "engine"),
-    half(["qwen3", "qwen3-sliding", "gpt2", "opt"], [[9], [4, 9, 6]], [1, 12, 30], ["eager", "static"]),
+    pairs(["qwen3", "qwen3-sliding", "gpt2", "opt"], [[9], [4, 9, 6]], [1, 12, 30], ["eager", "static"]),
 )
 def test_ones_behind_the_prompt(family: str, lengths: list[int], num: int, engine: Any) -> None:
     target, inputs = target_of(family), prompts(lengths, 0)

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel
-from helpers.half import half
+from helpers.half import half, pairs
 from helpers.static import set_engine
 from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
@@ -54,7 +54,7 @@ def assert_rows_equal(ours: Any, plain: Any, lengths: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("family", "rows", "eos", "in_step"),
-    half(["qwen3", "gemma3"], [1, 3], {"no eos": None, "eos": EOS}, [False, True]),
+    pairs(["qwen3", "gemma3"], [1, 3], {"no eos": None, "eos": EOS}, [False, True]),
 )
 def test_scores_logits_and_hidden_states_equal_plain_generates(
     family: str, rows: int, eos: list[int] | None, in_step: bool

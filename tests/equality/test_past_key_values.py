@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.generation import BaseStreamer
 
 from dflash_hf.generation import user_cache
-from helpers.half import half
+from helpers.half import half, pairs
 from helpers.turns import (
     CACHES,
     GREEDY,
@@ -34,7 +34,7 @@ from tiny import VOCAB, prompts, tiny_draft, tiny_target
 
 @pytest.mark.parametrize(
     ("family", "lengths", "kind", "whole"),
-    half(
+    pairs(
         ["qwen3", "llama", "qwen3-sliding", "gemma3", "mistral"],
         {"one": [9], "three": [4, 11, 7]},
         list(CACHES),

@@ -106,7 +106,7 @@ def joint_distribution(target: Any, prompt: list[int], temperature: float, top_k
 def smallest_target() -> Any:
     """A target of eight tokens, for many thousands of rows: what is drawn is tested, not what draws are made of."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return tiny_target("qwen2", vocab_size=8, num_hidden_layers=2, initializer_range=0.35, **sizes)
+    return tiny_target("qwen2", vocab_size=8, num_hidden_layers=2, initializer_range=0.35, **sizes).float()
 
 
 def smallest_draft(target: Any, block_size: int, **options: Any) -> Any:
@@ -165,9 +165,10 @@ def test_three_tokens_follow_the_targets_joint_distribution(rule: str, block_siz
     ("kind", "nodes", "top_k", "is_near"),
     [
         ("dflash", 12, 6, False),
-        ("dflash", 12, 6, True),
-        ("dflash", 8, 3, False),  # fewer tokens than the anchor has children
+        ("dflash", 8, 3, True),  # fewer tokens than the anchor has children
         ("dflash 2", 7, 6, False),
+        pytest.param("dflash", 12, 6, True, marks=pytest.mark.slow),
+        pytest.param("dflash", 8, 3, False, marks=pytest.mark.slow),
         pytest.param("dflash", 4, 8, True, marks=pytest.mark.slow),
         pytest.param("dflash 2", 14, 3, False, marks=pytest.mark.slow),
     ],

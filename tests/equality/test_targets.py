@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.devices import eagerly, execution_device, is_compiled, modules_of
 from dflash_hf.target.parts import find_target
+from helpers.half import pairs
 from tiny import DEPTH, OracleDraft, draft_config, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
@@ -90,9 +91,10 @@ def offload(target: PreTrainedModel, how: str, folder: Path) -> PreTrainedModel:
     return dispatch_model(target, places, main_device="cpu", offload_dir=str(folder))
 
 
-@LENGTHS
-@pytest.mark.parametrize("how", ["dispatch_model", "cpu_offload", "disk_offload"])
-@pytest.mark.parametrize("family", ["qwen3-sliding", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "how", "lengths"),
+    pairs(["qwen3-sliding", "gemma3"], ["dispatch_model", "cpu_offload", "disk_offload"], {"1": [9], "3": [4, 11, 7]}),
+)
 def test_an_offloaded_target_gives_the_plain_text(family: str, how: str, lengths: list[int], tmp_path: Path) -> None:
     whole = tiny_target(family)
     ref = whole.generate(**prompts(lengths, 1), **GREEDY)

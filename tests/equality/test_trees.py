@@ -16,6 +16,7 @@ from dflash_hf.generation.widths import WidthChooser, _kept
 from dflash_hf.target.parts import find_target
 from dflash_hf.tree import TreeBuilder
 from fuzz.targets import Oracle, arm
+from helpers.half import pairs
 from helpers.static import set_engine, use_tapes
 from helpers.vision import vision_prompts, vision_target
 from helpers.widths import RandomWidths, use_random_widths
@@ -106,24 +107,24 @@ def test_a_sampled_text_is_that_of_block_size_one(kind: str, rule: str, warpers:
         assert draft.last_stats.acceptance_length > 1
 
 
-@pytest.mark.parametrize("engine", ["static", "cuda_graph"])
-@pytest.mark.parametrize("family", ["qwen3-sliding", "gemma3"])
-def test_steps_over_fixed_buffers(family: str, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "engine", "seed"), pairs(["qwen3-sliding", "gemma3"], ["static", "cuda_graph"], [0, 1, 2])
+)
+def test_steps_over_fixed_buffers(family: str, engine: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     use_tapes(monkeypatch)
-    target = target_of(family)
-    for seed, (block_size, nodes, lengths) in enumerate(SHAPES[:3]):
-        inputs = prompts(lengths, seed)
-        ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-        draft, by_node = branching(target, truth_of(inputs, ref), seed, nodes), list[list[int]]()
-        draft.generation_config.block_size = block_size
-        for name in ("eager", engine, engine):  # the last takes the buffers of the one before
-            set_engine(draft, name)
-            out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
-            assert torch.equal(out, ref)
-            assert draft.last_stats.engine == name
-            by_node.append(draft.last_stats.num_accepted_by_node)
-        assert by_node == [by_node[0]] * 3
-        assert sum(by_node[0]) == sum(map(sum, draft.last_stats.num_accepted)) > 0
+    target, (block_size, nodes, lengths) = target_of(family), SHAPES[seed]
+    inputs = prompts(lengths, seed)
+    ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft, by_node = branching(target, truth_of(inputs, ref), seed, nodes), list[list[int]]()
+    draft.generation_config.block_size = block_size
+    for name in ("eager", engine, engine):  # the last takes the buffers of the one before
+        set_engine(draft, name)
+        out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+        assert torch.equal(out, ref)
+        assert draft.last_stats.engine == name
+        by_node.append(draft.last_stats.num_accepted_by_node)
+    assert by_node == [by_node[0]] * 3
+    assert sum(by_node[0]) == sum(map(sum, draft.last_stats.num_accepted)) > 0
 
 
 @pytest.mark.parametrize("engine", ["eager", "static", "cuda_graph"])
@@ -276,18 +277,19 @@ def test_a_tree_may_be_larger_than_the_chain(engine: Any, monkeypatch: pytest.Mo
     assert len(draft.last_stats.num_tried_by_node) == 23
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "anchor"])
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "by-position": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+    "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 10},
+}
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"do_sample": False},
-        {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
-        {"do_sample": True, "temperature": 0.7, "top_k": 10},
-    ],
-    ids=["greedy", "by-position", "sampled"],
+    ("kind", "settings", "lengths"),
+    pairs(["dflash", "dflash2", "anchor"], SETTINGS, {"1": [9], "3": [4, 11, 7]}),
 )
 def test_steps_of_chains_and_of_trees_in_one_run(
-    kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    kind: str, settings: dict[str, Any], lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever size is verified next, as a tree or as the chain of all proposals."""
     target, build = target_of("qwen3-sliding"), TreeBuilder.build
@@ -296,23 +298,23 @@ def test_steps_of_chains_and_of_trees_in_one_run(
     is_chain, built = list[bool](), list[bool]()
     monkeypatch.setattr(TreeBuilder, "build", lambda *args: built.append(True) or build(*args))
     monkeypatch.setattr(RandomWidths, "observe", lambda self, *args: is_chain.append(self.is_chain))
-    for seed, lengths in enumerate(([9], [4, 11, 7])):
-        inputs = prompts(lengths, seed)
-        draft = tiny_draft(target, 16, **options)
-        draft.generation_config.block_size = 1
-        torch.manual_seed(11)
-        ref = target.generate(**inputs, **settings, assistant_model=draft)
-        draft = branching(target, truth_of(inputs, ref), seed, 8, **options)
-        draft.generation_config.block_size, draft.generation_config.num_tree_nodes = 6, "auto"
-        use_random_widths(monkeypatch, seed)
-        is_chain.clear()
-        built.clear()
-        torch.manual_seed(11)
-        assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
-        num_drafted = sum(width > 1 for width in draft.last_stats.verify_widths)
-        assert len(built) == num_drafted - sum(is_chain) > 1
-        assert any(is_chain)
-        assert draft.last_stats.acceptance_length > 1
+    seed = int(len(lengths) > 1)
+    inputs = prompts(lengths, seed)
+    draft = tiny_draft(target, 16, **options)
+    draft.generation_config.block_size = 1
+    torch.manual_seed(11)
+    ref = target.generate(**inputs, **settings, assistant_model=draft)
+    draft = branching(target, truth_of(inputs, ref), seed, 8, **options)
+    draft.generation_config.block_size, draft.generation_config.num_tree_nodes = 6, "auto"
+    use_random_widths(monkeypatch, seed)
+    is_chain.clear()
+    built.clear()
+    torch.manual_seed(11)
+    assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
+    num_drafted = sum(width > 1 for width in draft.last_stats.verify_widths)
+    assert len(built) == num_drafted - sum(is_chain) > 1
+    assert any(is_chain)
+    assert draft.last_stats.acceptance_length > 1
 
 
 def test_what_chains_have_shown_says_nothing_of_trees() -> None:

@@ -35,14 +35,14 @@ ROWS: dict[str, list[list[Grid]]] = {
 def test_pictures_give_the_plain_text(name: str, rows: list[list[Grid]]) -> None:
     target = vision_target(name)
     # Every two of targets, rows and block sizes.
-    for seed in range((list(VISION).index(name) + list(ROWS.values()).index(rows)) % 2, 4, 2):
-        block_size = [2, 5, 8, 16][seed]
-        inputs = vision_prompts(target, name, rows, seed)
-        ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-        draft = oracle_draft(target, truth_of(inputs, ref), seed, block_size)
-        out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
-        assert torch.equal(out, ref)
-        assert 1.0 < draft.last_stats.acceptance_length < block_size
+    seed = (list(VISION).index(name) + list(ROWS.values()).index(rows)) % 4
+    block_size = [2, 5, 8, 16][seed]
+    inputs = vision_prompts(target, name, rows, seed)
+    ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = oracle_draft(target, truth_of(inputs, ref), seed, block_size)
+    out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+    assert torch.equal(out, ref)
+    assert 1.0 < draft.last_stats.acceptance_length < block_size
 
 
 def test_a_prompt_may_end_in_a_picture() -> None:

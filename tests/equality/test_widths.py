@@ -17,6 +17,7 @@ from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.step import StaticStep
 from dflash_hf.generation.widths import candidate_widths
+from helpers.half import pairs
 from helpers.static import Tape, TapeStep, set_engine, tensor_oracle, use_tapes
 from helpers.vision import vision_prompts, vision_target
 from helpers.widths import RandomWidths, use_random_widths
@@ -101,50 +102,53 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize(("kind", "engine", "batch"), pairs(KINDS, ENGINES, list(LENGTHS)))
 def test_every_kind_of_draft_gives_the_plain_text(
-    kind: dict[str, Any], engine: Any, monkeypatch: pytest.MonkeyPatch
+    kind: dict[str, Any], engine: Any, batch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = target_of("qwen3-sliding")
-    for seed, lengths in enumerate(LENGTHS.values()):
-        use_random_widths(monkeypatch, seed)
-        inputs = prompts(lengths, seed)
-        ref = target.generate(**inputs, **GREEDY)
-        draft = oracle(target, inputs, ref, seed, engine, block_size=6, **kind)
-        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
-        check_widths(draft)
+    target, seed = target_of("qwen3-sliding"), list(LENGTHS).index(batch)
+    use_random_widths(monkeypatch, seed)
+    inputs = prompts(LENGTHS[batch], seed)
+    ref = target.generate(**inputs, **GREEDY)
+    draft = oracle(target, inputs, ref, seed, engine, block_size=6, **kind)
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    check_widths(draft)
 
 
 @pytest.mark.parametrize(
-    ("setting", "kind", "engine", "proposal"),
+    ("setting", "kind", "engine", "proposal", "batch"),
     [
-        *(("warpers", "dflash", engine, proposal) for engine in ENGINES for proposal in ("shared_noise", "argmax")),
-        ("prefix", "dflash", "eager", "shared_noise"),
-        ("prefix", "dflash", "static", "argmax"),
-        ("warpers", "dflash 2", "eager", "argmax"),
-        ("warpers", "dflash 2", "static", "shared_noise"),
+        ("warpers", "dflash", "eager", "shared_noise", "one"),
+        ("warpers", "dflash", "eager", "argmax", "three"),
+        ("warpers", "dflash", "static", "shared_noise", "three"),
+        ("warpers", "dflash", "static", "argmax", "one"),
+        ("warpers", "dflash", "cuda_graph", "shared_noise", "one"),
+        ("warpers", "dflash", "cuda_graph", "argmax", "three"),
+        ("prefix", "dflash", "eager", "shared_noise", "three"),
+        ("prefix", "dflash", "static", "argmax", "one"),
+        ("warpers", "dflash 2", "eager", "argmax", "one"),
+        ("warpers", "dflash 2", "static", "shared_noise", "three"),
     ],
 )
 def test_a_sampled_text_is_the_one_of_a_fixed_width(
-    kind: str, setting: str, proposal: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, setting: str, proposal: Any, engine: Any, batch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = target_of("qwen3")
     extra: dict[str, Any] = {"repetition_penalty": 1.3} if setting == "prefix" else {"temperature": 0.8, "top_p": 0.9}
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 64)
-    for seed, lengths in enumerate(LENGTHS.values()):
-        inputs = prompts(lengths, seed)
-        draft = tiny_draft(target, 6, **KINDS[kind])
-        settings = {"max_new_tokens": NEW, "do_sample": True, "top_k": 20, "eos_token_id": [9], **extra}
-        draft.generation_config.proposal = proposal
-        torch.manual_seed(5)
-        ref = target.generate(**inputs, **settings, assistant_model=draft)
-        knowing = oracle(target, inputs, ref, seed, engine, block_size=6, **KINDS[kind])
-        knowing.generation_config.proposal = proposal
-        use_random_widths(monkeypatch, seed)
-        torch.manual_seed(5)
-        assert torch.equal(target.generate(**inputs, **settings, assistant_model=knowing), ref)
-        check_widths(knowing)
+    seed = list(LENGTHS).index(batch)
+    inputs = prompts(LENGTHS[batch], seed)
+    draft = tiny_draft(target, 6, **KINDS[kind])
+    settings = {"max_new_tokens": NEW, "do_sample": True, "top_k": 20, "eos_token_id": [9], **extra}
+    draft.generation_config.proposal = proposal
+    torch.manual_seed(5)
+    ref = target.generate(**inputs, **settings, assistant_model=draft)
+    knowing = oracle(target, inputs, ref, seed, engine, block_size=6, **KINDS[kind])
+    knowing.generation_config.proposal = proposal
+    use_random_widths(monkeypatch, seed)
+    torch.manual_seed(5)
+    assert torch.equal(target.generate(**inputs, **settings, assistant_model=knowing), ref)
+    check_widths(knowing)
 
 
 @pytest.mark.parametrize("engine", ["static", "cuda_graph"])

@@ -24,7 +24,7 @@ SOON = {
     "a rejected token seen by a processor": 3,
     "matches behind a mismatch count": 5,
     "an end of sequence missed inside a block": 44,
-    "a recurrent state not put back": 44,
+    "a recurrent state not put back": 6,
     "a streamer that gets too much": 3,
 }
 NUM_CASES = {"text": 30, "images": 15, "interrupts": 12, "hostile": 40}

@@ -138,8 +138,8 @@ def find_out(target: Any) -> None:
         pass
 
 
-def calls_of(draft: Any, num_fused: int = 0) -> Counter[str]:
-    """How often each operation must have run in the last call of a draft's target of four layers, greedy or sampled.
+def calls_of(draft: Any, num_fused: int = 0, num_layers: int = 4) -> Counter[str]:
+    """How often each operation must have run in the last call of a draft's target of `num_layers`, greedy or sampled.
 
     Of those, `num_fused` have attention like Qwen3's or Llama's, in a dtype in which it is known by what it computes.
 
@@ -157,7 +157,7 @@ def calls_of(draft: Any, num_fused: int = 0) -> Counter[str]:
         "sample": (verifies + chosen, 1),
     }[stats.proposal]
     return +Counter(
-        block_attention=verifies * 4 + drafts * config.num_hidden_layers,
+        block_attention=verifies * num_layers + drafts * config.num_hidden_layers,
         norm_rope_write=drafts * config.num_hidden_layers + verifies * num_fused,
         context_kv=drafts,
         gumbel_argmax=drawn,

@@ -18,6 +18,9 @@ from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of
 NEW = 7
 # Few heads, for the interpreter: it runs one program per token, layer and head.
 SMALL: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+# Few layers too: Gemma 2's are of two kinds in turn.
+SHALLOW: dict[str, Any] = {**SMALL, "num_hidden_layers": 2}
+TAPS: dict[str, Any] = {"target_layer_ids": [0, 1]}
 # A draft with every kind of layer: full and sliding, causal and not, window from the anchor.
 SLIDING: dict[str, Any] = {**SMALL, "sliding_window": 5, "window_from_anchor": True}
 
@@ -32,10 +35,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 def check(family: str, device: str, engine: Any, lengths: list[int], draft_options: Any, calls: Calls) -> None:
     """Left-padded rows, of which the oracle draft knows a part, in float32."""
-    target = tiny_target(family, **(SMALL if device == "cpu" else {})).to(device, torch.float32)
+    small = SHALLOW if family in ("llama", "gemma2") else SMALL
+    target = tiny_target(family, **(small if device == "cpu" else {})).to(device, torch.float32)
     inputs = {name: t.to(device) for name, t in prompts(lengths, 1).items()}
     wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    draft = tensor_oracle(target, truth_of(inputs, wanted), 1, 4, **draft_options).to(device)
+    draft = tensor_oracle(target, truth_of(inputs, wanted), 1, 4, **draft_options, **TAPS).to(device)
     set_engine(draft, engine)
     find_out(target)
     calls.clear()
@@ -50,7 +54,8 @@ def check(family: str, device: str, engine: Any, lengths: list[int], draft_optio
         # A captured step launches without us; capturing it does not.
         assert calls.kernels.keys() == calls_of(draft).keys()
     else:
-        assert calls.kernels == calls_of(draft, 4 if family.startswith(FUSED) else 0)
+        depth = target.config.num_hidden_layers
+        assert calls.kernels == calls_of(draft, depth if family.startswith(FUSED) else 0, depth)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -82,10 +87,10 @@ def test_kernels_replayed_from_a_tape_give_the_plain_text(
 def test_a_second_call_reads_nothing_that_the_first_has_left(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Buffers of two of the interpreter's tiles: one that is read in part, and one that is not.
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 64)
-    target = tiny_target("llama", num_hidden_layers=2).to(device, torch.float32)
+    target = tiny_target("llama", **SHALLOW).to(device, torch.float32)
     inputs = {name: t.to(device) for name, t in prompts([3, 5], 1).items()}
     wanted = target.generate(**inputs, max_new_tokens=5, do_sample=False)
-    draft = tensor_oracle(target, truth_of(inputs, wanted), 1, 4, **SMALL, target_layer_ids=[0, 1]).to(device)
+    draft = tensor_oracle(target, truth_of(inputs, wanted), 1, 4, **SMALL, **TAPS).to(device)
     set_engine(draft, "static")
     for _ in range(2):
         with ops.kernels(True):
@@ -116,9 +121,9 @@ def test_a_sampled_text_is_that_without_kernels(
     proposal: Any, device: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 32)
-    target = tiny_target("qwen3").to(device, torch.float32)
+    target = tiny_target("qwen3", **SHALLOW).to(device, torch.float32)
     inputs = {name: t.to(device) for name, t in prompts([5], 4).items()}
-    draft = tiny_draft(target, 3, **SMALL).to(device)
+    draft = tiny_draft(target, 3, **SMALL, **TAPS).to(device)
     draft.generation_config.proposal = proposal
     texts: list[torch.Tensor] = []
     find_out(target)
@@ -130,7 +135,7 @@ def test_a_sampled_text_is_that_without_kernels(
         with ops.kernels(enabled):
             texts.append(target.generate(**inputs, **settings, assistant_model=draft))
         assert not calls.references
-        assert calls.kernels == (calls_of(draft, num_fused=4) if enabled else {})
+        assert calls.kernels == (calls_of(draft, num_fused=2, num_layers=2) if enabled else {})
     assert torch.equal(texts[0], texts[1])
 
 
@@ -181,10 +186,10 @@ def test_caches_are_written_by_kernels_where_all_is_of_one_kind() -> None:
 def test_a_tree_is_built_followed_and_moved_by_kernels(
     kind: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tiny_target("qwen3", num_hidden_layers=2, **(SMALL if device == "cpu" else {})).to(device, torch.float32)
+    target = tiny_target("qwen3", **SHALLOW).to(device, torch.float32)
     inputs = {name: t.to(device) for name, t in prompts([4], 1).items()}
     wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    draft = tensor_oracle(target, truth_of(inputs, wanted), 1, 4, **SMALL, target_layer_ids=[0, 1], **kind).to(device)
+    draft = tensor_oracle(target, truth_of(inputs, wanted), 1, 4, **SMALL, **TAPS, **kind).to(device)
     draft.generation_config.num_tree_nodes, draft.strength = 6, 4.0
     set_engine(draft, "static")
     find_out(target)

@@ -81,8 +81,7 @@ def test_the_kernel_path_gives_the_plain_text(family: str, lengths: list[int], e
     check_greedy(tiny_target(family), prompts(lengths, 2), calls, engine, 6)
 
 
-@pytest.mark.parametrize("engine", ["eager", "cuda_graph"])
-@pytest.mark.parametrize("kind", DRAFTS.values(), ids=DRAFTS.keys())
+@pytest.mark.parametrize(("kind", "engine"), half(DRAFTS, ["eager", "cuda_graph"]))
 def test_every_kind_of_draft_gives_the_plain_text(kind: dict[str, Any], engine: Any, calls: Calls) -> None:
     check_greedy(tiny_target("mistral"), prompts([4, 11, 7], 2), calls, engine, 4, **kind)
 
@@ -94,8 +93,7 @@ def test_pictures_give_the_plain_text(calls: Calls) -> None:
     check_greedy(target, inputs, calls, "static", 6)
 
 
-@pytest.mark.parametrize("engine", ["static", "cuda_graph"])
-@pytest.mark.parametrize("num_ids", [1, 11])
+@pytest.mark.parametrize(("num_ids", "engine"), half({"1": 1, "11": 11}, ["static", "cuda_graph"]))
 def test_eos_and_limits_inside_a_block(num_ids: int, engine: Any) -> None:
     target = tiny_target("qwen3")
     inputs = prompts([4, 11, 7], 1)
@@ -154,9 +152,10 @@ def check_context(target: Any, engine: Any, lengths: list[int], new: int, tolera
         out = target.generate(**inputs, max_new_tokens=new, do_sample=False, assistant_model=draft)
     assert torch.equal(out, wanted)
     assert draft.last_stats.acceptance_length > 1.3
+    taps = draft.config.target_layer_ids
     with torch.no_grad():
         features = [
-            torch.cat([target(torch.tensor([row]), output_hidden_states=True).hidden_states[i] for i in (1, 3)], -1)
+            torch.cat([target(torch.tensor([row]), output_hidden_states=True).hidden_states[i + 1] for i in taps], -1)
             for row in truth
         ]
         checked = 0
@@ -178,19 +177,25 @@ def test_the_draft_sees_what_was_committed(kind: dict[str, Any], engine: Any) ->
 @pytest.mark.parametrize("device", DEVICES[:1])
 def test_the_draft_sees_what_was_committed_by_the_kernels(device: str, calls: Calls) -> None:
     small = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    check_context(tiny_target("qwen3", **small).float(), "static", [5, 3], 7, 1e-4, **small)
+    target = tiny_target("qwen3", **small, num_hidden_layers=3).float()
+    check_context(target, "static", [5, 3], 7, 1e-4, **small, target_layer_ids=[0, 1])
     assert not calls.references
     assert calls.kernels["context_kv"] > 1
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides"), [("qwen3-sliding", {}), ("mistral", DFLASH2), ("qwen3", {"sample_from_anchor": True})]
-)
-@pytest.mark.parametrize("sampling", [False, True])
+PAIRS = {
+    "plain": ("qwen3-sliding", {}),
+    "dflash 2": ("mistral", DFLASH2),
+    "anchor": ("qwen3", DRAFTS["from the anchor"]),
+}
+
+
+@pytest.mark.parametrize(("sampling", "name"), half([False, True], list(PAIRS)))
 def test_nothing_moves_and_every_step_is_the_same_whatever_is_accepted(
-    sampling: bool, family: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch, calls: Calls
+    sampling: bool, name: str, monkeypatch: pytest.MonkeyPatch, calls: Calls
 ) -> None:
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 128)
+    family, overrides = PAIRS[name]
     target, draft, inputs, _ = pair("static", family, **overrides)
     draft.generation_config.proposal = "sample" if sampling else "auto"
     watched = Watched(monkeypatch)

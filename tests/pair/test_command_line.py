@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
@@ -281,17 +282,18 @@ def test_the_drafted_answer_comes_first_and_is_compared_on_request(
     sampling: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    harness = sys.modules["dflash_hf.evaluation.harness"]
+    harness = importlib.import_module("dflash_hf.evaluation.harness")
     for name in ("answer", "compare_with_plain"):
         monkeypatch.setattr(harness, name, noting(order, name, getattr(harness, name)))
-    alone = run("generate", PROMPT, *sampling)
+    asked = ("generate", PROMPT, "--max-new-tokens", "24", *sampling)
+    alone = run(*asked)
     order.clear()
-    result = run("generate", PROMPT, *sampling, "--compare")
+    result = run(*asked, "--compare")
     assert result.exit_code == 0, result.stderr
     assert result.stdout == alone.stdout
     assert "yes" in result.stderr
     assert order[-2:] == ["answer", "compare_with_plain"]
-    row = json.loads(run("generate", PROMPT, *sampling, "--compare", "--json").stdout)
+    row = json.loads(run(*asked, "--compare", "--json").stdout)
     assert row["identical"] is True
     assert row["ratio"] == row["plain_seconds"] / row["seconds"]
     assert row["draft_seconds"] < row["seconds"]

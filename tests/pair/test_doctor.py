@@ -199,7 +199,8 @@ DAMAGE: dict[str, tuple[Callable[[DFlashDraftModel], DFlashDraftModel], str, str
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_each_damage_is_the_one_finding(damage: str) -> None:
     break_it, name, words = DAMAGE[damage]
-    num = {"tap_offset": 8, "causality": 4}.get(name, 3)  # the gain of causality: 4.3 standard errors on four answers
+    # The gain of causality: 4.3 standard errors on four answers.
+    num = {"taps one too low": 8, "taps one too high": 4, "causal blocks": 4}.get(damage, 3)
     diagnosis = examine(break_it(copy.deepcopy(pair()[1])), num=num)
     assert names(diagnosis) == [name], [check.sentence for check in diagnosis.findings]
     assert words in f"{diagnosis.findings[0].sentence}; {diagnosis.findings[0].advice}"

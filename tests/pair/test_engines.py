@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli.demo import read_prompts
+from helpers.half import half
 from helpers.static import set_engine, use_tapes
 
 TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
@@ -36,9 +37,7 @@ def batch_of(num_rows: int) -> dict[str, torch.Tensor]:
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
 
-@pytest.mark.parametrize("engine", ["static", "cuda_graph"])
-@pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("sampling", [False, True])
+@pytest.mark.parametrize(("sampling", "num_rows", "engine"), half([False, True], [1, 3], ["static", "cuda_graph"]))
 def test_every_verify_accepts_what_it_accepts_eagerly(
     sampling: bool, num_rows: int, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,7 +127,7 @@ def test_sampled_texts_are_the_same_at_block_sizes_1_4_and_16(temperature: float
 def test_the_demo_command_compares_and_succeeds() -> None:
     """Both pairs, texts and images, by a process of its own; what other commands print is looked at in this one."""
     run = subprocess.run(
-        [sys.executable, "-m", "dflash_hf.cli", "demo", "--per-kind", "1", "--max-new-tokens", "64", "--json"],
+        [sys.executable, "-m", "dflash_hf.cli", "demo", "--per-kind", "1", "--max-new-tokens", "24", "--json"],
         capture_output=True,
         text=True,
         check=False,

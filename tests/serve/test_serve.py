@@ -170,23 +170,23 @@ def test_sampling_is_that_of_generate_with_the_draft_and_the_seed(text: Served) 
     hello: Messages = [{"role": "user", "content": "Hello."}]
 
     def sampled(seed: int) -> str:
-        return both_ways(text, hello, temperature=1.5, top_p=0.95, seed=seed, max_tokens=40)[0]
+        return both_ways(text, hello, temperature=1.5, top_p=0.95, seed=seed, max_tokens=20)[0]
 
     texts = list[str]()
     for seed in range(3):
         torch.manual_seed(seed)
-        settings = {"do_sample": True, "temperature": 1.5, "top_p": 0.95, "max_new_tokens": 40}
+        settings = {"do_sample": True, "temperature": 1.5, "top_p": 0.95, "max_new_tokens": 20}
         texts.append(generated("text", hello, draft=True, **settings)[0])
     assert len(set(texts)) == 3
     # All at once: a seed is that of its own request.
     with ThreadPoolExecutor(3) as clients:
         assert list(clients.map(sampled, range(3))) == texts
     assert both_ways(text, ADDS, temperature=0, seed=1)[0] == generated("text", ADDS)[0]
-    free = [ask(text, hello, temperature=2, max_tokens=40).choices[0].message.content for _ in range(2)]
+    free = [ask(text, hello, temperature=2, max_tokens=20).choices[0].message.content for _ in range(2)]
     ask(text, hello, temperature=2, max_tokens=1, seed=5)
-    free.append(ask(text, hello, temperature=2, max_tokens=40).choices[0].message.content)
+    free.append(ask(text, hello, temperature=2, max_tokens=20).choices[0].message.content)
     ask(text, hello, temperature=2, max_tokens=1, seed=5)
-    free.append(ask(text, hello, temperature=2, max_tokens=40).choices[0].message.content)
+    free.append(ask(text, hello, temperature=2, max_tokens=20).choices[0].message.content)
     assert len(set(free)) == 4, "without a seed each is another"
 
 

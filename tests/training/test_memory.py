@@ -79,7 +79,7 @@ def test_distillation_holds_the_targets_logits_of_the_columns_it_needs() -> None
 
 
 def test_checkpointing_and_flex_hold_less() -> None:
-    options: dict[str, Any] = {"batch_size": 2, "length": LENGTH, "num_anchors": ANCHORS, "chunk_blocks": 1}
+    options: dict[str, Any] = {"batch_size": 2, "length": LENGTH, "num_anchors": ANCHORS, "chunk_blocks": 2}
     plain = peak_memory(TARGET, DRAFT, **options)
     checkpointed = peak_memory(TARGET, DRAFT, **options, checkpointing=True)
     dense = peak_memory(TARGET, DRAFT, **options, attention="sdpa")

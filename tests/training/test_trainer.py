@@ -201,8 +201,10 @@ def test_checkpointed_layers_give_the_same_draft(target, make_draft, tmp_path: P
 def test_workers_change_nothing(target, make_draft, tmp_path: Path) -> None:
     alone, helped = make_draft(), make_draft()
     run(target, alone, options(tmp_path))
-    run(target, helped, options(tmp_path, dataloader_num_workers=2, dataloader_persistent_workers=True))
+    trainer = run(target, helped, options(tmp_path, dataloader_num_workers=2, dataloader_persistent_workers=True))
     assert torch.equal(alone.fc.weight, helped.fc.weight)
+    loader: Any = trainer.callback_handler.train_dataloader
+    loader._iterator._shutdown_workers()  # which are waited for, ten seconds long, when garbage is collected
 
 
 def test_a_loss_that_is_no_number_ends_the_run_before_the_step(target, make_draft, tmp_path: Path) -> None:

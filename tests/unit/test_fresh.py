@@ -231,7 +231,7 @@ def test_the_first_loss_is_near_that_of_knowing_nothing(fields: dict[str, Any]) 
     target = trained_shape()
     nothing = math.log(2048)
     losses: list[tuple[float, ...]] = []
-    for seed in range(8):
+    for seed in range(5):
         torch.manual_seed(seed)
         draft = DFlashDraftModel.from_target(target, mask_token_id=2047, num_hidden_layers=2, **fields).double()
         signed = first_loss(target, draft)
@@ -239,7 +239,7 @@ def test_the_first_loss_is_near_that_of_knowing_nothing(fields: dict[str, Any]) 
         unsigned = first_loss(target, draft)
         draft.norm.weight.data.fill_(1.0)
         losses.append((signed, unsigned, first_loss(target, draft)))
-    signed, unsigned, of_ones = (sum(column) / 8 for column in zip(*losses, strict=True))
+    signed, unsigned, of_ones = (sum(column) / len(column) for column in zip(*losses, strict=True))
     assert signed == pytest.approx(nothing, abs=1.5)
     assert max(row[0] for row in losses) < nothing + 4
     assert unsigned > nothing + 8
