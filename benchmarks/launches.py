@@ -48,11 +48,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper
 
 from dflash_hf.cache.ragged import RaggedLayer
-from dflash_hf.generation import compiled, cuda_graph, prefill, step
+from dflash_hf.generation import cuda_graph, prefill, step
 from dflash_hf.generation.cuda_graph import Captured, GraphStep
 from dflash_hf.generation.host_reads import reads_on_host
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.step import StaticStep
+from dflash_hf.target import compiled
 from helpers import pretended_gpu as pretended
 
 TEMPERATURE = 0.7

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from dflash_hf import ops
-from dflash_hf.generation import compiled, step
-from dflash_hf.generation.compiled import compiled_layers
+from dflash_hf.generation import step
+from dflash_hf.target import compiled
+from dflash_hf.target.compiled import compiled_layers
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import find_target
 from helpers.static import set_engine, tensor_oracle, use_tapes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash_hf import ops
-from dflash_hf.generation import compiled
+from dflash_hf.target import compiled
 from helpers.static import engine_of, set_engine, tensor_oracle, use_tapes
 from helpers.widths import use_random_widths
 from tiny import prompts, tiny_target, truth_of

@@ -20,10 +20,10 @@ from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache.paths import is_in_place, keep_path
 from dflash_hf.generation.accept import commit, decide_at_once, decide_by_position, stop_by_criteria
 from dflash_hf.generation.buffers import buckets_between, reads_lengths_on_device, round_up
-from dflash_hf.generation.compiled import compile_errors, compiled_layers
 from dflash_hf.generation.run import Run, has_room, make_room, tapped
 from dflash_hf.generation.state import NUM_REPORTED
 from dflash_hf.generation.widths import along_chain
+from dflash_hf.target.compiled import compile_errors, compiled_layers
 
 logger: Any = logging.get_logger(__name__)
 
