@@ -23,8 +23,7 @@ from helpers.source_tree import (
     read_modules,
 )
 
-# The import order: a module imports its own level and lower ones. A package's line holds for all that is in it, except
-# that of `dflash_hf`: each module at its top has a line of its own.
+# The import order: its own level and lower ones. A package's line is for all that is in it, `dflash_hf`'s for itself.
 LEVELS = {
     "dflash_kernels": 0,
     "dflash_hf.configuration_dflash": 1,
@@ -92,7 +91,9 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.cache.paths": {"is_in_place"},  # asked only where nothing has to be waited for
     "dflash_hf.cache.recurrence": set(),
     "dflash_hf.cache.recurrent": set(),
+    "dflash_hf.target.fused": set(),
     "dflash_hf.target.reentry": set(),
+    "dflash_hf.target.short_forwards": set(),
     "dflash_hf.scopes": set(),
     "dflash_hf.target.hidden_states": set(),
     "dflash_hf.target.parts": set(),
