@@ -197,6 +197,16 @@ def test_weights_and_modules_may_be_others_at_the_next_call() -> None:
     decoded(target)
 
 
+def test_hooks_that_transformers_leaves_behind_are_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("qwen3")
+    target(torch.arange(1, 9)[None], output_hidden_states=True)
+    assert cast(Any, target).model.layers[1].self_attn._forward_hooks
+    plain, used = short_forwards._Layer.run, list[bool]()
+    monkeypatch.setattr(short_forwards._Layer, "run", lambda *args: used.append(True) or plain(*args))
+    decoded(target)
+    assert used
+
+
 def test_nothing_holds_a_layer_when_the_verify_is_over() -> None:
     target = tiny_target("qwen3")
     decoded(target)

@@ -47,9 +47,22 @@ _known: dict[object, bool] = {}
 
 def is_bare(module: Any) -> bool:
     """Returns True if a call of a module is a call of its class's forward, or of ours: nothing is lost without it."""
-    own = vars(module).get("forward")
-    hooks = module._forward_hooks or module._forward_pre_hooks or everywhere._global_forward_hooks
-    return (own is None or hasattr(own, MARK)) and not (hooks or everywhere._global_forward_pre_hooks)
+    own, hooks = vars(module).get("forward"), module._forward_hooks
+    if hooks and not all(map(_records_attention, hooks.values())):
+        return False
+    around = module._forward_pre_hooks or everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks
+    return (own is None or hasattr(own, MARK)) and not around
+
+
+def _records_attention(hook: Any) -> bool:
+    """Returns True for Transformers' own hook that records attention weights, which are refused with a draft.
+
+    It stays on every attention for good once a model was asked for hidden states, in training for instance.
+    """
+    if getattr(hook, "__module__", None) != "transformers.utils.output_capturing" or not hasattr(hook, "__code__"):
+        return False
+    names = hook.__code__.co_freevars
+    return "key" in names and hook.__closure__[names.index("key")].cell_contents == "attentions"
 
 
 def head_norms(module: Any) -> list[Any]:
