@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as everywhere
 from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
 
 from dflash_hf import iterate, ops
@@ -195,6 +197,91 @@ def test_weights_and_modules_may_be_others_at_the_next_call() -> None:
     decoded(target)
     layer.mlp.gate_proj = nn.Sequential(layer.mlp.gate_proj, nn.Hardtanh())  # as an adapter goes around it
     decoded(target)
+
+
+class FlaggedMLP(Qwen3MLP):
+    """Does what a flag says that no trial knows of."""
+
+    sign = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * FlaggedMLP.sign
+
+
+class SteeredLayer(Qwen3DecoderLayer):
+    """Reads a keyword of the user's own, and its index."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs) / (cast(Any, self.self_attn).layer_idx + 1)
+
+
+def half_turned(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """As liger replaces a function of the model's file."""
+    query, key = plain_rotary(query, key, *args, **kwargs)
+    return query, key * 0.5
+
+
+def turn_once(model: Any, args: Any) -> None:
+    """Hangs a hook on a projection, in the middle of a run."""
+    gate = model.layers[2].mlp.gate_proj
+    if not gate._forward_hooks:
+        gate.register_forward_hook(lambda module, args, out: -out)
+
+
+plain_rotary = modeling_qwen3.apply_rotary_pos_emb
+LATER: dict[str, Callable[[Any, pytest.MonkeyPatch], object]] = {
+    "an epsilon": lambda model, patch: setattr(model.layers[1].input_layernorm, "variance_epsilon", 1.0),
+    "the last epsilon": lambda model, patch: setattr(model.norm, "variance_epsilon", 1.0),
+    "a class": lambda model, patch: setattr(model.layers[1].mlp, "__class__", AnotherMLP),
+    "a layer's class": lambda model, patch: setattr(model.layers[1], "__class__", SteeredLayer),
+    "an activation": lambda model, patch: patch.setattr(
+        type(model.layers[1].mlp.act_fn), "forward", lambda self, states: states.tanh()
+    ),
+    "RoPE": lambda model, patch: patch.setattr(modeling_qwen3, "apply_rotary_pos_emb", half_turned),
+    "a class attribute": lambda model, patch: patch.setattr(FlaggedMLP, "sign", -1.0),
+    "a hook before the model": lambda model, patch: model.register_forward_pre_hook(turn_once),
+}
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_what_is_changed_after_a_call_counts_in_the_next(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("qwen3")
+    model: Any = cast(Any, target).model
+    model.layers[0].mlp.__class__ = FlaggedMLP
+    decoded(target)
+    LATER[what](model, monkeypatch)
+    decoded(target)
+
+
+def test_weights_that_a_hook_on_the_layer_puts_in_are_used() -> None:
+    """As offloading by hand does."""
+    target = tiny_target("qwen3")
+    layer: Any = cast(Any, target).model.layers[1]
+    right = layer.mlp.up_proj.weight
+    wrong = nn.Parameter(torch.zeros_like(right), requires_grad=False)
+    layer.mlp.up_proj.weight = wrong
+    layer.register_forward_pre_hook(lambda *args: setattr(layer.mlp.up_proj, "weight", right))
+    layer.register_forward_hook(lambda *args: setattr(layer.mlp.up_proj, "weight", wrong))
+    decoded(target)
+
+
+def test_an_activation_with_a_setting_of_its_own_is_another_one() -> None:
+    target = tiny_target("qwen3")
+    layers: Any = cast(Any, target).model.layers
+    for index, layer in enumerate(layers):
+        layer.mlp.act_fn = nn.SiLU() if index else nn.CELU(0.5)
+    found = [short_forward_of(layer, torch.float32) for layer in layers]
+    assert [isinstance(short, ShortLayer) and short.is_gated for short in found] == [False, True, True, True]
+    decoded(target)
+
+
+def test_a_layer_that_is_trained_runs_as_it_is() -> None:
+    layer: Any = cast(Any, tiny_target("qwen3")).model.layers[1]
+    short = short_forward_of(layer, torch.float64)
+    assert isinstance(short, ShortLayer)
+    for is_training in (True, False):
+        short.prepare(layer.train(is_training))
+        assert (short._layer is None) == is_training
 
 
 def test_hooks_that_transformers_leaves_behind_are_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -54,21 +55,53 @@ def is_bare(module: Any) -> bool:
     return (own is None or hasattr(own, MARK)) and not around
 
 
-def _records_attention(hook: Any) -> bool:
-    """Returns True for Transformers' own hook that records attention weights, which are refused with a draft.
+def is_recorder(hook: Any, *keys: str) -> bool:
+    """Returns True for Transformers' own hook that records outputs of one of these kinds.
 
-    It stays on every attention for good once a model was asked for hidden states, in training for instance.
+    It stays for good once a model was asked for hidden states, in training for instance.
     """
     if getattr(hook, "__module__", None) != "transformers.utils.output_capturing" or not hasattr(hook, "__code__"):
         return False
     names = hook.__code__.co_freevars
-    return "key" in names and hook.__closure__[names.index("key")].cell_contents == "attentions"
+    return "key" in names and hook.__closure__[names.index("key")].cell_contents in keys
+
+
+def _records_attention(hook: Any) -> bool:
+    """Attention weights are refused with a draft: what would record them does nothing."""
+    return is_recorder(hook, "attentions")
+
+
+def computed_by(kind: type) -> tuple[object, ...]:
+    """Returns what a class of modules computes by: its forward, and the functions of its file that this names."""
+    forward: Any = getattr(kind, "forward", None)
+    code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
+    found = [names.get(name) for name in ([] if code is None else code.co_names)]
+    return forward, *(function for function in found if isinstance(function, FunctionType))
+
+
+def is_published(module: Any) -> bool:
+    """Returns True if a module's forward is torch's or Transformers', and nothing it reads is out of sight.
+
+    What a forward of the user's reads besides (a class attribute, a flag set later) no trial can show.
+    """
+    forward: Any = type(module).forward
+    while forward is not None:  # and what it is wrapped in
+        names = getattr(forward, "__globals__", {})
+        if str(names.get("__name__")).partition(".")[0] not in ("torch", "transformers"):
+            return False
+        forward = getattr(forward, "__wrapped__", None)
+    return not module._buffers
 
 
 def head_norms(module: Any) -> list[Any]:
     """Returns the norms of queries and keys, of an attention that has them."""
     parts = module._modules
     return [parts["q_norm"], parts["k_norm"]] if "q_norm" in parts else []
+
+
+def floats_of(module: Any) -> list[float]:
+    """Returns the settings of a module that may be an epsilon."""
+    return [value for value in vars(module).values() if isinstance(value, float)]
 
 
 def norm_eps(module: Any, dtype: torch.dtype, norm: Callable[..., Tensor] = ops.rms_norm.reference) -> float | None:
@@ -79,7 +112,7 @@ def norm_eps(module: Any, dtype: torch.dtype, norm: Callable[..., Tensor] = ops.
         dtype (`torch.dtype`): Checked beside float32 and 16 bits.
         norm (callable): Called with states, weight and epsilon.
     """
-    numbers = [value for value in vars(module).values() if isinstance(value, float)]
+    numbers = floats_of(module)
     if module._modules or module._buffers or list(module._parameters) != ["weight"] or len(numbers) != 1:
         return None
     weight = module._parameters["weight"]
@@ -181,7 +214,7 @@ def facts(module: object) -> tuple[object, ...]:
     """Returns a class, and the settings of a module or a config that a forward may look at."""
     plain = (bool, int, float, str, type(None))
     settings = {n: v for n, v in vars(module).items() if isinstance(v, plain) and n not in ("layer_idx", "training")}
-    return type(module), getattr(type(module), "forward", None), *sorted(settings.items())
+    return type(module), *computed_by(type(module)), *sorted(settings.items())
 
 
 def copied(module: Any, **parts: Any) -> Any:
@@ -204,7 +237,7 @@ def gated_like(module: Any, draw: Draw) -> Any:
 def gated_facts(module: Any) -> tuple[object, ...]:
     """[`facts`] of a gated MLP, its activation among them."""
     activation = getattr(module, "act_fn", None)
-    return type(activation) if isinstance(activation, nn.Module) else activation, *facts(module)
+    return *(facts(activation) if isinstance(activation, nn.Module) else (activation,)), *facts(module)
 
 
 def linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
@@ -241,12 +274,16 @@ __all__ = [
     "attention_eps",
     "attention_facts",
     "attention_like",
+    "computed_by",
     "copied",
     "facts",
+    "floats_of",
     "gated_facts",
     "gated_like",
     "head_norms",
     "is_bare",
+    "is_published",
+    "is_recorder",
     "linear",
     "norm_eps",
     "over_caches",

@@ -36,6 +36,7 @@ from dflash_hf.target.formulas import (
     Draw,
     agrees,
     attention_eps,
+    computed_by,
     copied,
     facts,
     gated_facts,
@@ -65,7 +66,7 @@ class _Plan(NamedTuple):
         modules (list of weak references): Those of the target.
         dtype (`torch.dtype`): What was checked.
         is_kernels (`bool`): Whether it is fused by kernels, else by torch.
-        classes (`dict`): The forward that each class of module had.
+        classes (`dict`): What each class of module computed by.
         forwards (list of `(weak reference, callable)`): Modules and their forwards.
         layers (list of `(weak reference, ShortLayer)`): Those that have to be prepared.
     """
@@ -73,7 +74,7 @@ class _Plan(NamedTuple):
     modules: list[weakref.ref[nn.Module]]
     dtype: torch.dtype
     is_kernels: bool
-    classes: dict[type, Forward]
+    classes: dict[type, tuple[object, ...]]
     forwards: list[tuple[weakref.ref[nn.Module], Forward]]
     layers: list[tuple[weakref.ref[nn.Module], ShortLayer]]
 
@@ -113,16 +114,18 @@ def fused_modules(target: Target) -> Generator[None]:
         with _patching:
             users = _users.setdefault(target.model, set())
             users.add(user)
+            is_changed = any(module._forward_pre_hooks for module in (target.model, target.decoder))
+            for weak, short in plan.layers:
+                if not is_changed and (module := weak()) is not None:
+                    short.prepare(module)
             compiled = [layer for layer in target.layers if hasattr(vars(layer).get("forward"), COMPILED)]
             traced = {part for layer in compiled for part in layer.modules()}
             for weak, forward in plan.forwards:
                 module = weak()
-                if module is not None and module not in traced:
-                    # One that is there already stays. Bound, so that a copy of the module has its own.
-                    vars(module).setdefault("forward", MethodType(forward, module))
-            for weak, short in plan.layers:
-                if (module := weak()) is not None:
-                    short.prepare(module)
+                own = None if module is None else vars(module).get("forward")
+                # One of the user's stays. Bound, so that a copy of the module has its own.
+                if module is not None and module not in traced and (own is None or hasattr(own, MARK)):
+                    vars(module)["forward"] = MethodType(forward, module)
         _here.is_on = True
         yield
 
@@ -140,7 +143,7 @@ def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
     if (
         plan is None
         or plan[1:3] != kind
-        or any(known.forward is not forward for known, forward in plan.classes.items())
+        or any(computed_by(known) != by for known, by in plan.classes.items())
         or [module() for module in plan.modules] != target.modules
     ):
         found = list[tuple[weakref.ref[nn.Module], Forward]]()
@@ -151,22 +154,22 @@ def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
         for module in [] if is_compiled else target.decoder.modules():
             if module in within or (fused := forward_of(module, dtype)) is None:
                 continue
-            found.append((weakref.ref(module), _switched(module, fused)))
+            found.append((weakref.ref(module), _switched(fused)))
             if isinstance(fused, ShortLayer):
                 layers.append((weakref.ref(module), fused))
             # Kernels' layers call their parts, short ones do what these would.
             within |= set() if is_kernels else set(module.modules())
-        classes: dict[type, Forward] = {type(module): type(module).forward for module in target.modules}
+        classes = {type(module): computed_by(type(module)) for module in target.modules}
         plan = _Plan([weakref.ref(module) for module in target.modules], *kind, classes, found, layers)
         _plans[target.model] = plan
     return plan
 
 
-def _switched(module: nn.Module, fused: Forward) -> Forward:
+def _switched(fused: Forward) -> Forward:
     """A forward for a module, to be bound: the fused one in a verifying thread, elsewhere its class's."""
-    plain = type(module).forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain = type(self).forward
         return fused(plain, self, *args, **kwargs) if _here.is_on else plain(self, *args, **kwargs)
 
     setattr(forward, MARK, True)

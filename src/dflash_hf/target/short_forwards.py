@@ -9,7 +9,7 @@ the user's within a layer leave it to its class.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +29,13 @@ from dflash_hf.target.formulas import (
     attention_like,
     copied,
     facts,
+    floats_of,
     gated_facts,
     gated_like,
     head_norms,
     is_bare,
+    is_published,
+    is_recorder,
     norm_eps,
     over_caches,
 )
@@ -42,7 +45,6 @@ from dflash_hf.target.reentry import KEYWORD, ragged_block
 Forward = Callable[..., Any]
 # From states to states.
 Run = Callable[[Tensor], Tensor]
-_LINEAR = nn.Linear.forward
 
 
 def short_forward_of(module: Any, dtype: torch.dtype) -> Forward | None:
@@ -97,16 +99,16 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _norm_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs: Any) -> Any:
-    if len(args) != 1 or kwargs or not _is_alike(args[0], module):
+    if len(args) != 1 or kwargs or not _is_alike(args[0], module) or floats_of(module) != [eps]:
         return plain(module, *args, **kwargs)
     return rms_norm(args[0], module.weight, eps)
 
 
 def _attention_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs: Any) -> Any:
     cache, states = cache_of_verify(module, kwargs), kwargs.get("hidden_states")
-    if args or cache is None or states is None or kwargs.get("attention_mask") is not None:
+    if args or cache is None or states is None or kwargs.get("attention_mask") is not None or module.training:
         return plain(module, *args, **kwargs)
-    if not all(is_bare(norm) and _is_alike(states, norm) for norm in head_norms(module)):
+    if not all(is_bare(norm) and _is_alike(states, norm) and floats_of(norm) == [eps] for norm in head_norms(module)):
         return plain(module, *args, **kwargs)
     return _attend_by_parts(module, eps, cache, states, kwargs)
 
@@ -130,7 +132,6 @@ class _Attention(NamedTuple):
     size: int
     scaling: float
     window: int | None
-    dropout: float
 
     @classmethod
     def of(cls, module: Any, eps: float) -> _Attention:
@@ -143,7 +144,6 @@ class _Attention(NamedTuple):
             size=module.head_dim,
             scaling=module.scaling,
             window=getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
-            dropout=module.attention_dropout if module.training else 0.0,
         )
 
     def run(self, states: Tensor, cache: RaggedCache, angles: tuple[Tensor, Tensor]) -> Tensor:
@@ -159,7 +159,7 @@ class _Attention(NamedTuple):
         block, window = cache.attended_by(module)
         window = window if self.window is None else self.window
         mask = block.on(keys.device).mask(keys.shape[2], window, True, 1, query.dtype)
-        out = attend(query.transpose(1, 2), keys, values, mask, self.scaling, dropout=self.dropout)
+        out = attend(query.transpose(1, 2), keys, values, mask, self.scaling)
         return self.out(out.flatten(2))
 
 
@@ -171,10 +171,10 @@ class _Layer(NamedTuple):
     second: Tensor
     attention: _Attention
     mlp: Run
-    epsilons: Sequence[float]
+    epsilons: list[float]
 
     @classmethod
-    def of(cls, module: Any, epsilons: Sequence[float], is_gated: bool) -> _Layer:
+    def of(cls, module: Any, epsilons: list[float], is_gated: bool) -> _Layer:
         """Looks up what a module is made of; `epsilons` are of its two norms and of its attention's."""
         parts = module._modules
         mlp = functools.partial(_run_gated, *map(_projection, _gated(parts["mlp"]))) if is_gated else parts["mlp"]
@@ -193,30 +193,35 @@ class ShortLayer:
     """The forward of a layer with the parts of Llama's and Qwen3's, as one function.
 
     Args:
+        module (`nn.Module`): The layer.
         epsilons (sequence of `float`): Of its two norms and of its attention's.
         is_gated (`bool`): Whether its MLP is `down(silu(gate(x)) * up(x))`; any other is called.
     """
 
-    def __init__(self, epsilons: Sequence[float], is_gated: bool) -> None:
+    def __init__(self, module: Any, epsilons: list[float], is_gated: bool) -> None:
         self.epsilons, self.is_gated = epsilons, is_gated
+        self._kinds = [*map(type, self._parts(module))]
         self._layer: _Layer | None = None
 
     @classmethod
     def of(cls, module: Any, dtype: torch.dtype) -> ShortLayer | None:
         """Returns one if a module computes this."""
         norms, attention, mlp = _norms(module), module.self_attn, module.mlp
+        if not all(map(is_published, (module, attention, *norms, *head_norms(attention)))):
+            return None
         found = [norm_eps(norm, dtype, rms_norm) for norm in norms]
         found.append(attention_eps(attention, dtype, rms_norm, _attend_by_parts))
         epsilons = [eps for eps in found if eps is not None]
         if len(epsilons) < len(found):
             return None
-        for is_gated in [True, False] if mlp._modules.keys() - {"act_fn"} == GATED else [False]:
+        may_be_gated = mlp._modules.keys() - {"act_fn"} == GATED and all(map(is_published, (mlp, *_activation(mlp))))
+        for is_gated in (True, False)[not may_be_gated :]:
 
             def both(draw: Draw, is_gated: bool = is_gated) -> tuple[Any, Any]:
                 names = ("input_layernorm", "post_attention_layernorm")
                 parts = {name: copied(norm, weight=draw(HIDDEN)) for name, norm in zip(names, norms, strict=True)}
                 parts |= {"self_attn": attention_like(attention, draw)}
-                like = copied(module, **parts, mlp=gated_like(mlp, draw) if is_gated else _Other())
+                like = copied(module, **parts, mlp=gated_like(mlp, draw) if is_gated else _other_like(mlp))
                 return over_caches(
                     like.self_attn,
                     draw,
@@ -228,17 +233,30 @@ class ShortLayer:
 
             key = (cls, is_gated, *epsilons, *facts(module), *map(type, norms), *attention_facts(attention))
             if agrees((*key, *(gated_facts(mlp) if is_gated else ())), dtype, both):
-                return cls(epsilons, is_gated)
+                return cls(module, epsilons, is_gated)
         return None
 
     def prepare(self, module: Any) -> None:
-        """Looks up what the layer is made of; as its class does it, if hooks or forwards of the user's are within."""
+        """Looks up what the layer is made of; as its class does it, if hooks or forwards of the user's are about."""
+        parts, norms = self._parts(module), [*_norms(module), *head_norms(module._modules["self_attn"])]
+        weights = [norm.weight for norm in norms]
+        self._layer = None
+        if [*map(type, parts)] != self._kinds or any(part.training for part in parts):
+            return
+        # Settings of a norm may be others than they were; what a hook on the layer changes is not looked up again.
+        wanted = [*self.epsilons[:2], *self.epsilons[2:] * (len(norms) - 2)]
+        is_known = [floats_of(norm) for norm in norms] == [[eps] for eps in wanted]
+        is_known &= {type(weight) for weight in weights} == {nn.Parameter} and weights[0].device.type == "cpu"
+        is_known &= len({(weight.dtype, weight.device) for weight in weights}) == 1
+        is_recorded = all(is_recorder(hook, "hidden_states") for hook in module._forward_hooks.values())
+        if is_known and is_recorded and not module._forward_pre_hooks and all(map(is_bare, parts[1:])):
+            self._layer = _Layer.of(module, self.epsilons, self.is_gated)
+
+    def _parts(self, module: Any) -> list[Any]:
+        """The layer, and all in it that is not called."""
         attention, mlp = module._modules["self_attn"], module._modules["mlp"]
         norms = [*_norms(module), *head_norms(attention)]
-        parts = [*norms, attention, *((mlp, *_activation(mlp)) if self.is_gated else ())]
-        kinds = {(norm.weight.dtype, norm.weight.device.type) for norm in norms}
-        is_known = all(map(is_bare, parts)) and len(kinds) == 1 and kinds.pop()[1] == "cpu"
-        self._layer = _Layer.of(module, self.epsilons, self.is_gated) if is_known else None
+        return [module, attention, *norms, *((mlp, *_activation(mlp)) if self.is_gated else ())]
 
     def forget(self) -> None:
         """Lets go of the layer."""
@@ -258,7 +276,8 @@ class ShortLayer:
 
 def _projection(linear: Any) -> Run:
     """A projection to be called: torch's own is not worth a call of a module."""
-    if type(linear) is not nn.Linear or nn.Linear.forward is not _LINEAR or not is_bare(linear):
+    is_torchs = type(linear) is nn.Linear and nn.Linear.forward.__globals__["__name__"] == nn.Linear.__module__
+    if not is_torchs or not is_bare(linear):
         return linear
     return functools.partial(nn.functional.linear, weight=linear.weight, bias=linear.bias)
 
@@ -268,12 +287,11 @@ def _run_gated(gate: Run, up: Run, down: Run, states: Tensor) -> Tensor:
     return down(nn.functional.silu(gate(states)) * up(states))
 
 
-class _Other(nn.Module):
-    """Stands for an MLP that is called as it is."""
-
-    def forward(self, states: Tensor) -> Tensor:
-        """Returns other numbers of the same shape."""
-        return states.flip(-1) - 1
+def _other_like(mlp: Any) -> Any:
+    """A copy of an MLP of the same class, that gives other numbers of the shape it is given."""
+    like = copied(mlp)
+    like.forward = lambda states: states.flip(-1) - 1
+    return like
 
 
 def _norms(layer: Any) -> tuple[Any, Any]:
