@@ -209,7 +209,7 @@ class FlaggedMLP(Qwen3MLP):
 
 
 class SteeredLayer(Qwen3DecoderLayer):
-    """Reads a keyword of the user's own, and its index."""
+    """Reads its index."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs) / (cast(Any, self.self_attn).layer_idx + 1)
