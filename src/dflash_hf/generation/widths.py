@@ -33,6 +33,8 @@ PRIOR_WEIGHT = 2.0
 NUM_TIMES = 4
 # Steps at one width before another one is tried: at first without a draft, at first with one, and at most.
 FIRST_PAUSE, FIRST_HOLD, LONGEST_HOLD = 2, 16, 128
+# A width that has been held for so many steps is only looked at once in so many: to choose takes time, too.
+SETTLED = 4
 # Without a draft so much of the time may go into trying one: the less a try would lose, the sooner it comes. What a
 # try would bring is judged as if each position had been accepted so many times more than it was.
 TRYING, OPTIMISM = 0.005, 0.5
@@ -145,15 +147,19 @@ class _Counts:
     def __init__(self, num: int) -> None:
         self.tried, self.accepted = [0.0] * num, [0.0] * num
 
-    def add(self, index: int, tried: int, accepted: int) -> None:
-        """Counts what a step did with a proposal."""
-        self.tried[index] = self.tried[index] * FORGETTING + tried
-        self.accepted[index] = self.accepted[index] * FORGETTING + accepted
+    def add(self, tried: Sequence[int], accepted: Sequence[int]) -> None:
+        """Counts what a step did: of each proposal, in how many rows it was tried and accepted."""
+        self.tried = [FORGETTING * before + num for before, num in zip(self.tried, tried, strict=True)]
+        self.accepted = [FORGETTING * before + num for before, num in zip(self.accepted, accepted, strict=True)]
 
     def add_chains(self, chains: Sequence[tuple[int, int]]) -> None:
         """Counts, per row, how many proposals of a chain were accepted and how many tried."""
-        for index in range(len(self.tried)):
-            self.add(index, sum(tried > index for _, tried in chains), sum(kept > index for kept, _ in chains))
+        tried, accepted = [0] * len(self.tried), [0] * len(self.tried)
+        for num_accepted, num_tried in chains:
+            for index in range(num_tried):
+                tried[index] += 1
+                accepted[index] += index < num_accepted
+        self.add(tried, accepted)
 
     def shares(self, optimism: float = 0.0) -> list[float]:
         """Returns the share of each proposal of a chain that is accepted where all before it are.
@@ -231,6 +237,8 @@ class WidthChooser:
         if self._held == 1 and self._steps <= self._hold and not self._pays:
             self.current = 1  # at plain decoding's price
             return
+        if self.current == self._held and SETTLED < self._steps <= self._hold and self._steps % SETTLED:
+            return
         costs = self.costs()
         # The first verify is as wide as may be: it shows the most.
         allowed = [width for width in costs if width <= self.first] or [min(costs)]
@@ -289,9 +297,9 @@ class WidthChooser:
             counts = self._chains if is_chain else self._counts
             counts.add_chains([(count, min(count + 1, width - 1)) for count in accepted])
         else:
-            for index in range(len(self._counts.tried)):
-                kept = sum(index + 1 in row for row in nodes)
-                self._counts.add(index, len(nodes) if index < width - 1 else 0, kept)
+            indices = range(len(self._counts.tried))
+            kept = [sum(index + 1 in row for row in nodes) for index in indices]
+            self._counts.add([len(nodes) if index < width - 1 else 0 for index in indices], kept)
             self._chains.add_chains(chains)
         num_tokens = len(accepted) + sum(accepted)
         self._num_drafted += 1
