@@ -50,6 +50,8 @@ class DFlashRMSNorm(nn.Module):
         """Normalises the last dimension."""
         if ops.fuses(hidden_states, self.weight):
             return ops.rms_norm(hidden_states, self.weight, self.eps)
+        if hidden_states.dtype == self.weight.dtype == torch.float32:
+            return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
         states = nn.functional.rms_norm(hidden_states.to(torch.float32), self.weight.shape, None, self.eps)
         return self.weight * states.to(hidden_states.dtype)
 

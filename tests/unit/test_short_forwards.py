@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as everywhere
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
@@ -134,6 +135,72 @@ def test_logits_are_the_same_bit_for_bit(
     assert used
     assert len(found[0]) == len(found[1]) > 2
     assert all(map(torch.equal, *found))
+
+
+def prefilled(monkeypatch: pytest.MonkeyPatch, target: Any, lengths: list[int], **options: Any) -> int:
+    """Logits and keys and values of prompts are plain `generate`'s; says how many layers took them as one function."""
+    inputs, plain, used = prompts(lengths, 2), short_forwards._Attention._over_prompt, list[nn.Module]()
+    options |= {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    wanted = target.generate(**inputs, **options)
+    draft = tensor_oracle(target, truth_of(inputs, wanted.sequences), 2, 6)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            short_forwards._Attention, "_over_prompt", lambda own, *args: used.append(own.module) or plain(own, *args)
+        )
+        out = target.generate(**inputs, **options, assistant_model=draft)
+    assert torch.equal(out.logits[0], wanted.logits[0])
+    for ours, theirs in zip(out.past_key_values.layers, wanted.past_key_values.layers, strict=True):
+        for name in ("keys", "values"):  # of padding there are none
+            padding = inputs["attention_mask"][:, None, -theirs.keys.shape[2] :, None] == 0
+            first, second = (getattr(layer, name).masked_fill(padding, 0) for layer in (ours, theirs))
+            assert torch.equal(first, second)
+    return sum(module in set(target.modules()) for module in used)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("family", ["qwen3", "llama3-rope", "mistral", "qwen2"])
+@pytest.mark.parametrize(("lengths", "chunk"), [([9], None), ([40], 16), ([4, 11, 7], None)], ids=str)
+def test_prompts_are_the_same_bit_for_bit(
+    family: str, dtype: torch.dtype, lengths: list[int], chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target: Any = tiny_target(family).to(dtype)
+    num = prefilled(monkeypatch, target, lengths, prefill_chunk_size=chunk)
+    assert num == len(target.model.layers) * (3 if chunk else 1)
+
+
+def test_prompts_go_by_the_attention_that_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    target: Any = tiny_target("qwen3")
+    target.set_attn_implementation("eager")
+    assert not prefilled(monkeypatch, target, [9])
+    target.set_attn_implementation("sdpa")
+    assert prefilled(monkeypatch, target, [9])
+    theirs = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", lambda *args, **kwargs: (-theirs(*args, **kwargs)[0], None)
+    )
+    assert not prefilled(monkeypatch, target, [9])
+
+
+def test_what_a_hook_on_the_model_changes_behind_the_prefill_is_seen() -> None:
+    """The run is not looked up as a whole where something comes between its forwards."""
+    target: Any = tiny_target("qwen3")
+    inputs, num = prompts([9], 1), 0
+
+    def change(module: Any, args: Any, output: Any) -> None:
+        nonlocal num
+        num += 1
+        if num == 1:
+            target.model.layers[1].mlp.forward = lambda states: -states
+
+    found = list[Tensor]()
+    hook = target.register_forward_hook(change)
+    for is_drafted in (False, True):
+        draft = tensor_oracle(target, truth_of(inputs, found[0]), 2, 6) if is_drafted else None
+        num = 0
+        vars(target.model.layers[1].mlp).pop("forward", None)
+        found.append(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft))
+    hook.remove()
+    assert torch.equal(*found)
 
 
 def attached(target: nn.Module) -> list[str]:
@@ -280,7 +347,7 @@ def test_a_layer_that_is_trained_runs_as_it_is() -> None:
     short = short_forward_of(layer, torch.float64)
     assert isinstance(short, ShortLayer)
     for is_training in (True, False):
-        short.prepare(layer.train(is_training))
+        short.prepare(layer.train(is_training), None)
         assert (short._layer is None) == is_training
 
 

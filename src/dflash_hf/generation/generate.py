@@ -35,6 +35,7 @@ from dflash_hf.generation.user_cache import UserCache
 from dflash_hf.generation.widths import give_chooser
 from dflash_hf.generation_config import DFlashGenerationConfig, Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target.fused import short_layers
 from dflash_hf.target.parts import find_target
 from dflash_hf.target.support import check_pair, check_target
 
@@ -201,7 +202,13 @@ def decode(call: Call) -> DFlashGenerateOutput | torch.LongTensor:
     draft.last_stats = None
     engine = choose_engine(target, draft)
     kept = UserCache.find(target, call.cache, bool(config.return_dict_in_generate))
-    with eagerly(target.modules, call.draft_modules), nullcontext() if kept is None else kept.restored_on_error():
+    # Code of the user's between two forwards may call the target itself: it finds it as it left it.
+    is_ours = engine == "eager" and not call.calls_out
+    with (
+        eagerly(target.modules, call.draft_modules),
+        nullcontext() if kept is None else kept.restored_on_error(),
+        short_layers(target) if is_ours else nullcontext(),
+    ):
         run = prefill(call, kept, keeps_buffers=engine != "eager")
         try:
             with torch.inference_mode() if target.takes_inference_mode else torch.no_grad():
@@ -243,8 +250,7 @@ def advance(run: Run, engine: Engine = "eager") -> None:
                 captured.advance()
         if run.finished:
             return
-        # Processors, criteria and streamers may call the target themselves: they find it as they left it.
-        with nullcontext() if run.calls_out() else tapped(run):
+        with nullcontext() if run.calls_out else tapped(run):
             while not run.finished:
                 step(run)
 

@@ -21,7 +21,7 @@ from dflash_hf.generation.accept import Accept
 from dflash_hf.generation.candidate_generator import Propose
 from dflash_hf.generation.generate import answer_with, unwrapped
 from dflash_hf.generation.prefill import prefill
-from dflash_hf.generation.run import LENGTH_AND_END, Call, Run
+from dflash_hf.generation.run import Call, Run
 from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.generation.step import step
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -138,7 +138,7 @@ def _start(call: Call, propose: Propose | None, accept: Accept | None) -> Run:
                 "expected only temperature, top-k, top-p and other warpers of single scores beside accept, got "
                 f"{[type(p).__name__ for p in call.processors]}; the others never see what lies behind a mismatch"
             )
-        together = [type(c).__name__ for c in call.criteria if type(c) not in LENGTH_AND_END]
+        together = [type(criterion).__name__ for criterion in call.own_criteria]
         if call.streamer is not None and call.input_ids.shape[0] > 1:
             together.append(type(call.streamer).__name__)
         what = "no stopping criteria but length and end of sequence, and a streamer only with one row, beside accept"

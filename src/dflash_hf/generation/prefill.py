@@ -17,7 +17,7 @@ from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.generation.accept import SynchronizedRows
 from dflash_hf.generation.buffers import affordable_length, else_freed, num_choices, take_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
-from dflash_hf.generation.run import LENGTH_AND_END, Call, Run, first_room
+from dflash_hf.generation.run import Call, Run, first_room
 from dflash_hf.generation.sampling import BlockProcessors, new_key
 from dflash_hf.generation.state import NUM_REPORTED, BufferShape, DecodeState
 from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
@@ -89,7 +89,7 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     stats.num_proposed, stats.num_target_forwards = shape.path - 1, 1
     stats.proposal = rule if state.is_sampled else "greedy"
     stats.cache_bytes = cache.num_bytes() + generator.cache.num_bytes()
-    criteria = [c for c in call.criteria if type(c) not in LENGTH_AND_END]
+    criteria = call.own_criteria
     recorder = Recorder(config, input_ids.shape[0])
     run = Run(
         target=target,
@@ -112,6 +112,7 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
         longest=longest,
         room=room,
         keeps_buffers=keeps_buffers,
+        calls_out=call.calls_out,
     )
     _commit_first(run, outputs)
     return run

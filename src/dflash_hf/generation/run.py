@@ -7,6 +7,7 @@ much there is, so that nothing is read for it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -93,6 +94,17 @@ class Call:
         self.config, self.inputs = generation_config, inputs
         return self.answer(self)
 
+    @property
+    def own_criteria(self) -> list[StoppingCriteria]:
+        """Criteria besides length and end of sequence."""
+        return [criterion for criterion in self.criteria if type(criterion) not in LENGTH_AND_END]
+
+    @functools.cached_property
+    def calls_out(self) -> bool:
+        """Whether code of the user's runs between two forwards, which may want to use the target itself."""
+        is_stateless = BlockProcessors(self.processors).is_stateless
+        return bool(self.own_criteria) or self.streamer is not None or not is_stateless
+
 
 @dataclass(slots=True, kw_only=True)
 class Run:
@@ -118,6 +130,7 @@ class Run:
         room (`int`): New tokens that the buffers are made for.
         num_new (`int`): Tokens that the longest answer has.
         keeps_buffers (`bool`): Whether the buffers go back for the next call when the run has ended well.
+        calls_out (`bool`): See [`Call`].
         finished (`bool`): Whether every row has ended.
         taps (`Taps`, *optional*): Those that are open, see [`tapped`].
     """
@@ -144,6 +157,7 @@ class Run:
     keeps_buffers: bool
     accept: Accept | None = None
     num_new: int = 0
+    calls_out: bool = False
     finished: bool = False
     taps: Taps | None = None
 
@@ -157,10 +171,6 @@ class Run:
         return self.processors.is_stateless and not (
             self.criteria or self.synchronized is not None or self.recorder.is_on or self.accept is not None
         )
-
-    def calls_out(self) -> bool:
-        """Returns True if code of the user's runs between two verifies, which may want to use the target itself."""
-        return bool(self.criteria) or self.streamer is not None or not self.processors.is_stateless
 
 
 @contextmanager
@@ -233,4 +243,4 @@ def _grow(run: Run, room: int) -> None:
     run.stats.cache_bytes = run.cache.num_bytes() + generator.cache.num_bytes()
 
 
-__all__ = ["LENGTH_AND_END", "Call", "Run", "first_room", "has_room", "make_room", "tapped"]
+__all__ = ["Call", "Run", "first_room", "has_room", "make_room", "tapped"]

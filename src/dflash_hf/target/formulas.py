@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as everywhere
 from torch.utils._python_dispatch import _disable_current_modes
+from transformers import Cache, DynamicCache
 
 from dflash_hf import ops
 from dflash_hf.attention import RaggedBlock
@@ -48,11 +49,12 @@ _known: dict[object, bool] = {}
 
 def is_bare(module: Any) -> bool:
     """Returns True if a call of a module is a call of its class's forward, or of ours: nothing is lost without it."""
-    own, hooks = vars(module).get("forward"), module._forward_hooks
-    if hooks and not all(map(_records_attention, hooks.values())):
+    own = module.__dict__
+    if own["_forward_pre_hooks"] or everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return False
-    around = module._forward_pre_hooks or everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks
-    return (own is None or hasattr(own, MARK)) and not around
+    if "forward" in own and not hasattr(own["forward"], MARK):
+        return False
+    return not own["_forward_hooks"] or all(map(_records_attention, own["_forward_hooks"].values()))
 
 
 def is_recorder(hook: Any, *keys: str) -> bool:
@@ -165,7 +167,7 @@ def attention_like(module: Any, draw: Draw) -> Any:
     like = copied(module, **projections, **dict(zip(("q_norm", "k_norm"), norms, strict=False)))
     like.config = copy.copy(module.config)
     like.config._attn_implementation_internal = RAGGED_BLOCK
-    like.layer_idx = 0
+    like.layer_idx, like.num_key_value_groups = 0, 2
     for settings in (like, like.config):
         if getattr(settings, "sliding_window", None) is not None:
             settings.sliding_window = 3
@@ -190,6 +192,25 @@ def over_caches(
         out = run(hidden, cache, given | {"position_embeddings": angles, "use_cache": True})
         cache.check_passed()
         found.append((out, *cache.buffers_of(0)))
+    return found[0], found[1]
+
+
+def over_prompts(attention: Any, draw: Draw, *runs: Callable[[Tensor, Cache, dict[str, Any]], Any]) -> tuple[Any, Any]:
+    """As [`over_caches`], over Transformers' own cache by its SDPA: a prompt without a mask, then more with one."""
+    size, width = attention.head_dim, 4
+    attention.config._attn_implementation_internal = "sdpa"
+    seen = torch.ones(2, 1, width, 2 * width, dtype=torch.bool, device="cpu").tril(width)
+    seen[0, :, :, 0] = False
+    chunks = [(draw(2, width, HIDDEN), (draw(2, width, size), draw(2, width, size)), mask) for mask in (None, seen)]
+    found = list[tuple[Any, ...]]()
+    for run in runs:
+        cache = DynamicCache()
+        outs = list[Any]()
+        for hidden, angles, mask in chunks:
+            given = {"attention_mask": mask, "past_key_values": cache, "position_embeddings": angles}
+            outs.append(run(hidden, cache, given | {"position_ids": None, "use_cache": True}))
+        layer: Any = cache.layers[0]
+        found.append((*outs, layer.keys, layer.values))
     return found[0], found[1]
 
 
@@ -287,4 +308,5 @@ __all__ = [
     "linear",
     "norm_eps",
     "over_caches",
+    "over_prompts",
 ]

@@ -16,7 +16,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -47,16 +47,23 @@ from dflash_hf.target.formulas import (
 )
 from dflash_hf.target.parts import Target
 from dflash_hf.target.reentry import KEYWORD
-from dflash_hf.target.short_forwards import Forward, ShortLayer, attend_ragged, cache_of_verify, short_forward_of
+from dflash_hf.target.short_forwards import (
+    Forward,
+    ShortLayer,
+    attend_ragged,
+    by_sdpa,
+    cache_of_verify,
+    short_forward_of,
+)
 
 # On a forward that is compiled: what torch.compile traces is its classes' own.
 COMPILED = "_dflash_compiled"
 
 
 class _Here(threading.local):
-    """Whether this thread verifies."""
+    """The model that this thread runs in fewer operations, if it does."""
 
-    is_on: bool = False
+    model: PreTrainedModel | None = None
 
 
 class _Plan(NamedTuple):
@@ -89,23 +96,25 @@ _plans: weakref.WeakKeyDictionary[PreTrainedModel, _Plan] = weakref.WeakKeyDicti
 def fused_modules(target: Target) -> Generator[None]:
     """Runs modules of the target's decoder whose formula is known in fewer operations, in this thread only.
 
+    Within itself nothing is looked up again.
+
     Args:
         target (`Target`): The target; nothing happens unless its embedding is on a CPU or where kernels run.
     """
     weight: Any = target.embedding.weight
     is_kernels = ops.fuses(weight)
-    if not is_kernels and not ops.shortens(weight):
+    if _here.model is target.model or (not is_kernels and not ops.shortens(weight)):
         yield
         return
-    plan, user, before = _plan(target, weight.dtype, is_kernels), object(), _here.is_on
+    plan, user, before = _plan(target, weight.dtype, is_kernels), object(), _here.model
 
     def put_back() -> None:
-        _here.is_on = before
+        _here.model = before
         with _patching:
             users = _users.setdefault(target.model, set())
             users.discard(user)
             for module in [] if users else target.modules:
-                if hasattr(vars(module).get("forward"), MARK):
+                if "forward" in vars(module) and hasattr(module.forward, MARK):
                     del module.forward
             for _, short in [] if users else plan.layers:
                 short.forget()
@@ -115,9 +124,10 @@ def fused_modules(target: Target) -> Generator[None]:
             users = _users.setdefault(target.model, set())
             users.add(user)
             is_changed = any(module._forward_pre_hooks for module in (target.model, target.decoder))
+            config = target.config if plan.layers and by_sdpa(target.config) else None
             for weak, short in plan.layers:
                 if not is_changed and (module := weak()) is not None:
-                    short.prepare(module)
+                    short.prepare(module, config)
             compiled = [layer for layer in target.layers if hasattr(vars(layer).get("forward"), COMPILED)]
             traced = {part for layer in compiled for part in layer.modules()}
             for weak, forward in plan.forwards:
@@ -126,8 +136,18 @@ def fused_modules(target: Target) -> Generator[None]:
                 # One of the user's stays. Bound, so that a copy of the module has its own.
                 if module is not None and module not in traced and (own is None or hasattr(own, MARK)):
                     vars(module)["forward"] = MethodType(forward, module)
-        _here.is_on = True
+        _here.model = target.model
         yield
+
+
+def short_layers(target: Target) -> AbstractContextManager[None]:
+    """[`fused_modules`] of a run from its prefill on, in which nothing but its forwards uses the target.
+
+    On a CPU only: kernels are for a verify. Not where a hook on the whole model could change something in between.
+    """
+    weight: Any = target.embedding.weight
+    has_hooks = any(module._forward_hooks for module in (target.model, target.decoder))
+    return nullcontext() if has_hooks or not ops.shortens(weight) else fused_modules(target)
 
 
 def fused_attention(target: Target) -> list[nn.Module]:
@@ -170,7 +190,7 @@ def _switched(fused: Forward) -> Forward:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = type(self).forward
-        return fused(plain, self, *args, **kwargs) if _here.is_on else plain(self, *args, **kwargs)
+        return plain(self, *args, **kwargs) if _here.model is None else fused(plain, self, *args, **kwargs)
 
     setattr(forward, MARK, True)
     return forward
@@ -286,4 +306,4 @@ def _is_layer(module: Any, eps: float, dtype: torch.dtype) -> bool:
     return agrees(("layer", type(module.input_layernorm), eps, *facts(module)), dtype, both)
 
 
-__all__ = ["COMPILED", "fused_attention", "fused_modules"]
+__all__ = ["COMPILED", "fused_attention", "fused_modules", "short_layers"]

@@ -1,9 +1,9 @@
 """Layers of the target in fewer operations on a CPU, where calls cost as much as what they compute.
 
-A known decoder layer runs as one function: torch's own norm instead of six operations, heads that stay where the
-projections put them, and no call of a module within it. What it is made of is looked up once per run, not in every
-step. Projections that are no plain `nn.Linear`, adapters and quantised ones, are called as ever; hooks and forwards of
-the user's within a layer leave it to its class.
+A known decoder layer runs as one function, over the ragged cache and, in a prefill, over Transformers': torch's own
+norm instead of six operations, heads that stay where the projections put them, and no call of a module within it. What
+it is made of is looked up once per run, not in every step. Projections that are no plain `nn.Linear`, adapters and
+quantised ones, are called as ever; hooks and forwards of the user's within a layer leave it to its class.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_hf import ops
 from dflash_hf.attention import attend
@@ -38,6 +41,7 @@ from dflash_hf.target.formulas import (
     is_recorder,
     norm_eps,
     over_caches,
+    over_prompts,
 )
 from dflash_hf.target.reentry import KEYWORD, ragged_block
 
@@ -45,6 +49,8 @@ from dflash_hf.target.reentry import KEYWORD, ragged_block
 Forward = Callable[..., Any]
 # From states to states.
 Run = Callable[[Tensor], Tensor]
+# What a decoder layer is called with in a prefill: with anything else its class knows what to do.
+PREFILL = {"attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings"}
 
 
 def short_forward_of(module: Any, dtype: torch.dtype) -> Forward | None:
@@ -66,11 +72,28 @@ def short_forward_of(module: Any, dtype: torch.dtype) -> Forward | None:
 
 def cache_of_verify(attention: Any, kwargs: dict[str, Any]) -> RaggedCache | None:
     """Returns the ragged cache of a verify whose keywords are those that [`attend_ragged`] reads, else `None`."""
-    cache, angles = kwargs.get(KEYWORD), kwargs.get("position_embeddings")
+    cache = kwargs.get(KEYWORD)
     if not isinstance(cache, RaggedCache) or cache is not kwargs.get("past_key_values"):
         return None
-    # Of heads that are rotated in part there are fewer angles.
-    return cache if angles is not None and angles[0].shape[-1] == attention.head_dim else None
+    return cache if _rotates_all(attention, kwargs) else None
+
+
+def by_sdpa(config: Any) -> bool:
+    """Returns True if the attention of a config's model is Transformers' own SDPA."""
+    return config._attn_implementation == "sdpa" and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+
+
+def cache_of_prefill(attention: Any, kwargs: dict[str, Any]) -> DynamicCache | None:
+    """Returns the cache of a prefill by Transformers' own attention, else `None`."""
+    cache = kwargs.get("past_key_values")
+    is_usual = type(cache) is DynamicCache and kwargs.keys() <= PREFILL
+    return cache if is_usual and _rotates_all(attention, kwargs) else None
+
+
+def _rotates_all(attention: Any, kwargs: dict[str, Any]) -> bool:
+    """Returns False for heads that are rotated in part: there are fewer angles."""
+    angles = kwargs.get("position_embeddings")
+    return angles is not None and angles[0].shape[-1] == attention.head_dim
 
 
 def attend_ragged(
@@ -116,7 +139,7 @@ def _attention_forward(eps: float, plain: Forward, module: Any, *args: Any, **kw
 def _attend_by_parts(
     module: Any, eps: float, cache: RaggedCache, states: Tensor, kwargs: dict[str, Any]
 ) -> tuple[Tensor, None]:
-    return _Attention.of(module, eps).run(states, cache, kwargs["position_embeddings"]), None
+    return _Attention.of(module, eps).run(states, cache, kwargs), None
 
 
 class _Attention(NamedTuple):
@@ -136,6 +159,9 @@ class _Attention(NamedTuple):
     @classmethod
     def of(cls, module: Any, eps: float) -> _Attention:
         """Looks up what a module is made of."""
+        # Some say it in their config alone; to ask a config takes time.
+        own = vars(module)
+        window = own["sliding_window"] if "sliding_window" in own else getattr(own["config"], "sliding_window", None)
         return cls(
             module,
             *(_projection(module._modules[name]) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
@@ -143,24 +169,34 @@ class _Attention(NamedTuple):
             eps=eps,
             size=module.head_dim,
             scaling=module.scaling,
-            window=getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
+            window=window,
         )
 
-    def run(self, states: Tensor, cache: RaggedCache, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Attends over the ragged cache; heads stay where the projections put them, nothing is transposed for RoPE."""
-        shape, module = (*states.shape[:-1], -1, self.size), self.module
-        cos, sin = angles[0].unsqueeze(2), angles[1].unsqueeze(2)
+    def run(self, states: Tensor, cache: Cache, kwargs: dict[str, Any]) -> Tensor:
+        """Attends over a cache; heads stay where the projections put them, nothing is transposed for RoPE."""
+        shape = (*states.shape[:-1], -1, self.size)
+        cos, sin = (part.unsqueeze(2) for part in kwargs["position_embeddings"])
         query, key = self.query(states).view(shape), self.key(states).view(shape)
         if self.norms:
             query, key = rms_norm(query, self.norms[0], self.eps), rms_norm(key, self.norms[1], self.eps)
         query = ops.norm_and_rotate(query, None, cos, sin, self.eps)
         key = ops.norm_and_rotate(key, None, cos, sin, self.eps)
-        keys, values = cache.extend(module.layer_idx, key, self.value(states).view(shape))
-        block, window = cache.attended_by(module)
+        over = self._over_ragged if isinstance(cache, RaggedCache) else self._over_prompt
+        return self.out(over(query.transpose(1, 2), key, self.value(states).view(shape), cache, kwargs).flatten(2))
+
+    def _over_ragged(self, query: Tensor, key: Tensor, value: Tensor, cache: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Attention over the ragged cache, with the mask that follows from it."""
+        keys, values = cache.extend(self.module.layer_idx, key, value)
+        block, window = cache.attended_by(self.module)
         window = window if self.window is None else self.window
         mask = block.on(keys.device).mask(keys.shape[2], window, True, 1, query.dtype)
-        out = attend(query.transpose(1, 2), keys, values, mask, self.scaling)
-        return self.out(out.flatten(2))
+        return attend(query, keys, values, mask, self.scaling)
+
+    def _over_prompt(self, query: Tensor, key: Tensor, value: Tensor, cache: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Attention as Transformers' own, with the mask that the decoder made."""
+        keys, values = cache.update(key.transpose(1, 2), value.transpose(1, 2), self.module.layer_idx)
+        mask = kwargs.get("attention_mask")
+        return sdpa_attention_forward(self.module, query, keys, values, mask, scaling=self.scaling)[0]
 
 
 class _Layer(NamedTuple):
@@ -182,10 +218,10 @@ class _Layer(NamedTuple):
         first, second = _norms(module)
         return cls(module, first.weight, second.weight, attention, mlp, epsilons)
 
-    def run(self, states: Tensor, cache: RaggedCache, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def run(self, states: Tensor, cache: Cache, kwargs: dict[str, Any]) -> Tensor:
         """Returns the states `[B, W, D]` behind the layer."""
         normed = rms_norm(states, self.first, self.epsilons[0])
-        states = states + self.attention.run(normed, cache, angles)
+        states = states + self.attention.run(normed, cache, kwargs)
         return states + self.mlp(rms_norm(states, self.second, self.epsilons[1]))
 
 
@@ -196,12 +232,16 @@ class ShortLayer:
         module (`nn.Module`): The layer.
         epsilons (sequence of `float`): Of its two norms and of its attention's.
         is_gated (`bool`): Whether its MLP is `down(silu(gate(x)) * up(x))`; any other is called.
+        takes_prompts (`bool`): Whether the same holds over Transformers' cache, by its SDPA.
     """
 
-    def __init__(self, module: Any, epsilons: list[float], is_gated: bool) -> None:
-        self.epsilons, self.is_gated = epsilons, is_gated
+    def __init__(self, module: Any, epsilons: list[float], is_gated: bool, takes_prompts: bool) -> None:
+        self.epsilons, self.is_gated, self.takes_prompts = epsilons, is_gated, takes_prompts
         self._kinds = [*map(type, self._parts(module))]
+        # What each norm calls its epsilon.
+        self._names = [next(n for n, v in vars(norm).items() if isinstance(v, float)) for norm in self._norms(module)]
         self._layer: _Layer | None = None
+        self._is_sdpa = False
 
     @classmethod
     def of(cls, module: Any, dtype: torch.dtype) -> ShortLayer | None:
@@ -217,69 +257,81 @@ class ShortLayer:
         may_be_gated = mlp._modules.keys() - {"act_fn"} == GATED and all(map(is_published, (mlp, *_activation(mlp))))
         for is_gated in (True, False)[not may_be_gated :]:
 
-            def both(draw: Draw, is_gated: bool = is_gated) -> tuple[Any, Any]:
+            def both(draw: Draw, over: Callable[..., Any], is_gated: bool = is_gated) -> tuple[Any, Any]:
                 names = ("input_layernorm", "post_attention_layernorm")
                 parts = {name: copied(norm, weight=draw(HIDDEN)) for name, norm in zip(names, norms, strict=True)}
                 parts |= {"self_attn": attention_like(attention, draw)}
                 like = copied(module, **parts, mlp=gated_like(mlp, draw) if is_gated else _other_like(mlp))
-                return over_caches(
+                return over(
                     like.self_attn,
                     draw,
                     lambda states, cache, given: type(module).forward(like, states, **given),
-                    lambda states, cache, given: _Layer.of(like, epsilons, is_gated).run(
-                        states, cache, given["position_embeddings"]
-                    ),
+                    lambda states, cache, given: _Layer.of(like, epsilons, is_gated).run(states, cache, given),
                 )
 
             key = (cls, is_gated, *epsilons, *facts(module), *map(type, norms), *attention_facts(attention))
-            if agrees((*key, *(gated_facts(mlp) if is_gated else ())), dtype, both):
-                return cls(module, epsilons, is_gated)
+            key = (*key, *(gated_facts(mlp) if is_gated else ()))
+            if agrees(key, dtype, functools.partial(both, over=over_caches)):
+                takes_prompts = agrees((over_prompts, *key), dtype, functools.partial(both, over=over_prompts))
+                return cls(module, epsilons, is_gated, takes_prompts)
         return None
 
-    def prepare(self, module: Any) -> None:
-        """Looks up what the layer is made of; as its class does it, if hooks or forwards of the user's are about."""
-        parts, norms = self._parts(module), [*_norms(module), *head_norms(module._modules["self_attn"])]
-        weights = [norm.weight for norm in norms]
+    def prepare(self, module: Any, config: Any) -> None:
+        """Looks up what the layer is made of; as its class does it, if hooks or forwards of the user's are about.
+
+        Args:
+            module (`nn.Module`): The layer.
+            config (`PreTrainedConfig`, *optional*): The one whose attention is Transformers' SDPA.
+        """
+        parts, norms = self._parts(module), self._norms(module)
         self._layer = None
         if [*map(type, parts)] != self._kinds or any(part.training for part in parts):
             return
         # Settings of a norm may be others than they were; what a hook on the layer changes is not looked up again.
         wanted = [*self.epsilons[:2], *self.epsilons[2:] * (len(norms) - 2)]
-        is_known = [floats_of(norm) for norm in norms] == [[eps] for eps in wanted]
+        weights = [norm._parameters["weight"] for norm in norms]
+        is_known = [vars(norm).get(name) for norm, name in zip(norms, self._names, strict=True)] == wanted
         is_known &= {type(weight) for weight in weights} == {nn.Parameter} and weights[0].device.type == "cpu"
         is_known &= len({(weight.dtype, weight.device) for weight in weights}) == 1
         is_recorded = all(is_recorder(hook, "hidden_states") for hook in module._forward_hooks.values())
         if is_known and is_recorded and not module._forward_pre_hooks and all(map(is_bare, parts[1:])):
             self._layer = _Layer.of(module, self.epsilons, self.is_gated)
+            self._is_sdpa = parts[1].config is config
 
     def _parts(self, module: Any) -> list[Any]:
         """The layer, and all in it that is not called."""
         attention, mlp = module._modules["self_attn"], module._modules["mlp"]
-        norms = [*_norms(module), *head_norms(attention)]
-        return [module, attention, *norms, *((mlp, *_activation(mlp)) if self.is_gated else ())]
+        return [module, attention, *self._norms(module), *((mlp, *_activation(mlp)) if self.is_gated else ())]
+
+    def _norms(self, module: Any) -> list[Any]:
+        return [*_norms(module), *head_norms(module._modules["self_attn"])]
 
     def forget(self) -> None:
         """Lets go of the layer."""
         self._layer = None
 
     def __call__(self, plain: Forward, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layer, by its class where this is no verify or it is not the one that was prepared."""
+        """Runs the layer, by its class where this is another call or it is not the one that was prepared."""
         layer = self._layer
         if layer is not None and layer.module is module and len(args) == 1:
-            cache = cache_of_verify(layer.attention.module, kwargs)
+            cache: Cache | None = None
+            if KEYWORD not in kwargs:
+                takes = self.takes_prompts and self._is_sdpa
+                cache = cache_of_prefill(layer.attention.module, kwargs) if takes else None
+            elif kwargs.get("attention_mask") is None:
+                cache = cache_of_verify(layer.attention.module, kwargs)
             states = args[0]
-            is_alike = states.dtype == layer.first.dtype and states.device.type == "cpu"
-            if cache is not None and is_alike and kwargs.get("attention_mask") is None:
-                return layer.run(states, cache, kwargs["position_embeddings"])
+            if cache is not None and states.dtype == layer.first.dtype and states.device.type == "cpu":
+                return layer.run(states, cache, kwargs)
         return plain(module, *args, **kwargs)
 
 
 def _projection(linear: Any) -> Run:
     """A projection to be called: torch's own is not worth a call of a module."""
     is_torchs = type(linear) is nn.Linear and nn.Linear.forward.__globals__["__name__"] == nn.Linear.__module__
-    if not is_torchs or not is_bare(linear):
+    if not is_torchs or not is_bare(linear) or linear._parameters.keys() != {"weight", "bias"}:
         return linear
-    return functools.partial(nn.functional.linear, weight=linear.weight, bias=linear.bias)
+    return functools.partial(nn.functional.linear, **linear._parameters)
 
 
 def _run_gated(gate: Run, up: Run, down: Run, states: Tensor) -> Tensor:
@@ -311,4 +363,4 @@ def _is_alike(states: Tensor, norm: Any) -> bool:
     return states.device.type == "cpu" and states.dtype == norm.weight.dtype
 
 
-__all__ = ["Forward", "ShortLayer", "attend_ragged", "cache_of_verify", "rms_norm", "short_forward_of"]
+__all__ = ["Forward", "ShortLayer", "attend_ragged", "by_sdpa", "cache_of_verify", "rms_norm", "short_forward_of"]
