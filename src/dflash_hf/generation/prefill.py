@@ -89,8 +89,7 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     stats.num_proposed, stats.num_target_forwards = shape.path - 1, 1
     stats.proposal = rule if state.is_sampled else "greedy"
     stats.cache_bytes = cache.num_bytes() + generator.cache.num_bytes()
-    criteria = call.own_criteria
-    recorder = Recorder(config, input_ids.shape[0])
+    criteria, recorder = call.own_criteria, Recorder(config, input_ids.shape[0])
     run = Run(
         target=target,
         ranks=ranks,
