@@ -181,26 +181,62 @@ def test_prompts_go_by_the_attention_that_the_user_has_set(monkeypatch: pytest.M
     assert not prefilled(monkeypatch, target, [9])
 
 
-def test_what_a_hook_on_the_model_changes_behind_the_prefill_is_seen() -> None:
-    """The run is not looked up as a whole where something comes between its forwards."""
-    target: Any = tiny_target("qwen3")
-    inputs, num = prompts([9], 1), 0
-
-    def change(module: Any, args: Any, output: Any) -> None:
-        nonlocal num
-        num += 1
-        if num == 1:
-            target.model.layers[1].mlp.forward = lambda states: -states
-
+@pytest.mark.parametrize(
+    "where", ["", "model", "model.embed_tokens", "model.layers.0", "model.layers.2.mlp", "lm_head"]
+)
+@pytest.mark.parametrize("what", ["forward", "hook", "weight"])
+def test_what_a_hook_changes_in_the_prefill_is_seen(where: str, what: str) -> None:
+    """A run is not looked up as a whole where code of the user's runs within it."""
     found = list[Tensor]()
-    hook = target.register_forward_hook(change)
     for is_drafted in (False, True):
+        target: Any = tiny_target("qwen3")
+        inputs, layer = prompts([9], 1), target.model.layers[2].mlp
+        calls = list[bool]()
+
+        def change(module: Any, args: Any, output: Any, mlp: Any = layer, calls: list[bool] = calls) -> None:
+            calls.append(True)
+            if len(calls) > 1:
+                return
+            if what == "forward":
+                mlp.forward = lambda states: -states
+            elif what == "hook":
+                mlp.up_proj.register_forward_hook(lambda module, args, output: -output)
+            else:
+                mlp.up_proj.weight = nn.Parameter(-mlp.up_proj.weight)
+
+        target.get_submodule(where).register_forward_hook(change)
         draft = tensor_oracle(target, truth_of(inputs, found[0]), 2, 6) if is_drafted else None
-        num = 0
-        vars(target.model.layers[1].mlp).pop("forward", None)
+        calls.clear()
         found.append(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft))
-    hook.remove()
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("is_nested", [False, True], ids=["plain", "nested"])
+def test_a_call_of_the_users_within_a_forward_sees_what_they_have_changed(is_nested: bool) -> None:
+    target: Any = tiny_target("qwen3")
+    inputs, ids, busy, seen = prompts([9], 1), prompts([6], 4), list[bool](), list[Tensor]()
+    wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = tensor_oracle(target, truth_of(inputs, wanted), 2, 6)
+    other = tensor_oracle(target, truth_of(ids, target.generate(**ids, max_new_tokens=4, do_sample=False)), 2, 6)
+
+    def ablated(module: Any, args: Any, output: Any) -> None:
+        if busy:
+            return
+        busy.append(True)
+        hook = target.model.layers[2].mlp.register_forward_hook(lambda module, args, output: -output)
+        seen.append(
+            target.generate(**ids, max_new_tokens=4, do_sample=False, assistant_model=other if is_nested else None)
+        )
+        hook.remove()
+        busy.clear()
+
+    hook = target.model.layers[2].mlp.register_forward_hook(lambda module, args, output: -output)
+    truth = target.generate(**ids, max_new_tokens=4, do_sample=False)
+    hook.remove()
+    target.lm_head.register_forward_hook(ablated)
+    assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), wanted)
+    assert len(seen) > 2
+    assert all(torch.equal(one, truth) for one in seen)
 
 
 def attached(target: nn.Module) -> list[str]:

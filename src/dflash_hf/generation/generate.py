@@ -13,11 +13,12 @@ import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import NoneType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
+from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.checkpoints import explain_foreign_draft
@@ -203,7 +204,7 @@ def decode(call: Call) -> DFlashGenerateOutput | torch.LongTensor:
     engine = choose_engine(target, draft)
     kept = UserCache.find(target, call.cache, bool(config.return_dict_in_generate))
     # Code of the user's between two forwards may call the target itself: it finds it as it left it.
-    is_ours = engine == "eager" and not call.calls_out
+    is_ours = engine == "eager" and not call.calls_out and type(call.cache) in (NoneType, DynamicCache)
     with (
         eagerly(target.modules, call.draft_modules),
         nullcontext() if kept is None else kept.restored_on_error(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -57,6 +57,28 @@ def is_bare(module: Any) -> bool:
     return not own["_forward_hooks"] or all(map(_records_attention, own["_forward_hooks"].values()))
 
 
+def is_untouched(modules: Sequence[nn.Module]) -> bool:
+    """Returns True if nothing but code of torch and Transformers runs in a model, given as all its modules.
+
+    Code of the user's in there may change what comes behind it, or call the model itself.
+    """
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+        return False
+    for module in modules:
+        own = module.__dict__
+        if "forward" in own or own["_forward_pre_hooks"]:
+            return False
+        if own["_forward_hooks"] and not all(_records(hook) for hook in own["_forward_hooks"].values()):
+            return False
+    model = type(modules[0])
+    is_own = "prepare_inputs_for_generation" in vars(modules[0]) or not _is_theirs(model.__module__)
+    return not is_own and all(_has_published_forward(kind) for kind in set(map(type, modules)))
+
+
+def _records(hook: Any) -> bool:
+    return is_recorder(hook, "hidden_states", "attentions")
+
+
 def is_recorder(hook: Any, *keys: str) -> bool:
     """Returns True for Transformers' own hook that records outputs of one of these kinds.
 
@@ -86,13 +108,21 @@ def is_published(module: Any) -> bool:
 
     What a forward of the user's reads besides (a class attribute, a flag set later) no trial can show.
     """
-    forward: Any = type(module).forward
+    return _has_published_forward(type(module)) and not module._buffers
+
+
+def _has_published_forward(kind: type) -> bool:
+    forward: Any = getattr(kind, "forward", None)
     while forward is not None:  # and what it is wrapped in
-        names = getattr(forward, "__globals__", {})
-        if str(names.get("__name__")).partition(".")[0] not in ("torch", "transformers"):
+        if not _is_theirs(str(getattr(forward, "__globals__", {}).get("__name__"))):
             return False
         forward = getattr(forward, "__wrapped__", None)
-    return not module._buffers
+    return True
+
+
+def _is_theirs(name: str) -> bool:
+    """Returns True for the name of a module of torch's or Transformers'."""
+    return name.partition(".")[0] in ("torch", "transformers")
 
 
 def head_norms(module: Any) -> list[Any]:
@@ -305,6 +335,7 @@ __all__ = [
     "is_bare",
     "is_published",
     "is_recorder",
+    "is_untouched",
     "linear",
     "norm_eps",
     "over_caches",

@@ -43,6 +43,7 @@ from dflash_hf.target.formulas import (
     gated_like,
     head_norms,
     is_bare,
+    is_untouched,
     norm_eps,
 )
 from dflash_hf.target.parts import Target
@@ -61,9 +62,10 @@ COMPILED = "_dflash_compiled"
 
 
 class _Here(threading.local):
-    """The model that this thread runs in fewer operations, if it does."""
+    """The model that this thread runs in fewer operations, if it does, and whether for a whole run."""
 
     model: PreTrainedModel | None = None
+    is_whole_run: bool = False
 
 
 class _Plan(NamedTuple):
@@ -93,23 +95,25 @@ _plans: weakref.WeakKeyDictionary[PreTrainedModel, _Plan] = weakref.WeakKeyDicti
 
 
 @contextmanager
-def fused_modules(target: Target) -> Generator[None]:
+def fused_modules(target: Target, takes_prompts: bool = False) -> Generator[None]:
     """Runs modules of the target's decoder whose formula is known in fewer operations, in this thread only.
 
-    Within itself nothing is looked up again.
+    Within a whole run, [`short_layers`], nothing is looked up again.
 
     Args:
         target (`Target`): The target; nothing happens unless its embedding is on a CPU or where kernels run.
+        takes_prompts (`bool`): Whether what is called over Transformers' cache is a prefill of ours.
     """
     weight: Any = target.embedding.weight
     is_kernels = ops.fuses(weight)
-    if _here.model is target.model or (not is_kernels and not ops.shortens(weight)):
+    is_within = _here.is_whole_run and _here.model is target.model
+    if is_within or (not is_kernels and not ops.shortens(weight)):
         yield
         return
-    plan, user, before = _plan(target, weight.dtype, is_kernels), object(), _here.model
+    plan, user, before = _plan(target, weight.dtype, is_kernels), object(), (_here.model, _here.is_whole_run)
 
     def put_back() -> None:
-        _here.model = before
+        _here.model, _here.is_whole_run = before
         with _patching:
             users = _users.setdefault(target.model, set())
             users.discard(user)
@@ -124,10 +128,10 @@ def fused_modules(target: Target) -> Generator[None]:
             users = _users.setdefault(target.model, set())
             users.add(user)
             is_changed = any(module._forward_pre_hooks for module in (target.model, target.decoder))
-            config = target.config if plan.layers and by_sdpa(target.config) else None
             for weak, short in plan.layers:
+                short.forget()  # what another thread has looked up may have been changed since
                 if not is_changed and (module := weak()) is not None:
-                    short.prepare(module, config)
+                    short.prepare(module, target.config if takes_prompts else None)
             compiled = [layer for layer in target.layers if hasattr(vars(layer).get("forward"), COMPILED)]
             traced = {part for layer in compiled for part in layer.modules()}
             for weak, forward in plan.forwards:
@@ -136,18 +140,18 @@ def fused_modules(target: Target) -> Generator[None]:
                 # One of the user's stays. Bound, so that a copy of the module has its own.
                 if module is not None and module not in traced and (own is None or hasattr(own, MARK)):
                     vars(module)["forward"] = MethodType(forward, module)
-        _here.model = target.model
+        _here.model, _here.is_whole_run = target.model, takes_prompts
         yield
 
 
 def short_layers(target: Target) -> AbstractContextManager[None]:
     """[`fused_modules`] of a run from its prefill on, in which nothing but its forwards uses the target.
 
-    On a CPU only: kernels are for a verify. Not where a hook on the whole model could change something in between.
+    On a CPU only: kernels are for a verify. Not where code of the user's runs within a forward.
     """
     weight: Any = target.embedding.weight
-    has_hooks = any(module._forward_hooks for module in (target.model, target.decoder))
-    return nullcontext() if has_hooks or not ops.shortens(weight) else fused_modules(target)
+    is_ours = ops.shortens(weight) and by_sdpa(target.config) and is_untouched(target.modules)
+    return fused_modules(target, takes_prompts=True) if is_ours else nullcontext()
 
 
 def fused_attention(target: Target) -> list[nn.Module]:
