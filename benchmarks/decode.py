@@ -50,7 +50,8 @@ from harness.zlab import zlab_method
 logger = logging.getLogger(__name__)
 METHODS = ("plain", "ours", "stock", "zlab", "lookup")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FLOOR_SAMPLES = 10
+# Of the bare forwards: behind the first repeat, and behind every prompt of the others.
+FLOOR_SAMPLES, SAMPLES_BESIDE = 10, 2
 BUSY_EXIT = 3
 
 DECODE_COLUMNS: list[Column] = [
@@ -179,7 +180,8 @@ def run_decode(
 ) -> tuple[dict[tuple[int, str], Group], dict[int, BareForwards]]:
     """Measures all methods over all prompts, `repeats` times, after one run of each that does not count.
 
-    Returns the runs by batch and method, and the bare forwards by batch, timed between the repeats.
+    Returns the runs by batch and method, and the bare forwards by batch, timed behind the first repeat, which says how
+    long texts are, and then beside every prompt.
     """
     groups: dict[tuple[int, str], Group] = defaultdict(Group)
     bare: dict[int, BareForwards] = {}
@@ -197,9 +199,11 @@ def run_decode(
                 }
                 for name, outcome in outcomes.items():
                     groups[batch, name].add((kind, first), outcome, outcomes.get("plain"))
+                if batch in bare:
+                    bare[batch].sample(SAMPLES_BESIDE)
             if batch not in bare:
                 bare[batch] = BareForwards(pair, batch, _middle(groups, batch))
-            bare[batch].sample(FLOOR_SAMPLES)
+                bare[batch].sample(FLOOR_SAMPLES)
     return groups, bare
 
 
