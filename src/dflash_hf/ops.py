@@ -5,7 +5,7 @@ installed and can build them; everywhere else torch computes the same. Those tha
 also run in float32. Triton is imported when the first one is launched. One function each says whether a kernel is to
 be used: `attends`, `writes` (both that write caches), `fuses` (norms and activations), `picks` and `accepts`; `best`,
 `likeliest`, `commit` and those of trees ask by themselves. They read nothing on the
-host, but for what defines trees, which runs where their kernels do not, and for a commit on the CPU itself.
+host, but for what defines trees, which runs where their kernels do not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from dflash_kernels import (
     top_tokens,
 )
 from dflash_kernels._dispatch import has_triton
-from dflash_kernels.accept_and_prepare import accept_on_host
 from dflash_kernels.block_attention import covers
 from dflash_kernels.build_tree import MAX_NODES, num_paths
 from dflash_kernels.gumbel_argmax import exponential_noise
@@ -141,11 +140,8 @@ def accepts(counts: Tensor) -> bool:
 
 
 def commit(block_BW: Tensor, tokens_BW: Tensor, **rows: Any) -> None:
-    """Ends a step by [`accept_and_prepare`], whose arguments these are: by the kernel, on a CPU without operations of
-    torch's, else as torch defines it.
-    """
-    on_host = block_BW.device.type == "cpu" and not _is_watched(block_BW) and not accepts(block_BW)
-    (accept_on_host if on_host else _either(accept_and_prepare, block_BW))(block_BW, tokens_BW, **rows)
+    """Ends a step by [`accept_and_prepare`], whose arguments these are: by the kernel or as torch defines it."""
+    _either(accept_and_prepare, block_BW)(block_BW, tokens_BW, **rows)
 
 
 def grow_tree(log_probs_BDSR: Tensor, order_BDSR: Tensor, *given: Tensor | None) -> None:
@@ -169,11 +165,8 @@ def _either(operation: Any, counts: Tensor) -> Any:
 
 def _watched(operation: Any, counts: Tensor) -> Any:
     # Its definition reads tensors: whoever watches a step on a CPU sees one operation, as where it is a kernel.
-    return operation if _is_watched(counts) else _either(operation, counts)
-
-
-def _is_watched(counts: Tensor) -> bool:
-    return counts.device.type == "cpu" and torch._C._len_torch_dispatch_stack() > 0
+    is_watched = counts.device.type == "cpu" and torch._C._len_torch_dispatch_stack() > 0
+    return operation if is_watched else _either(operation, counts)
 
 
 def best(logits: Tensor) -> Tensor:
