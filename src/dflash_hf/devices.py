@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ def execution_device(module: nn.Module) -> torch.device:
     Raises:
         ValueError: If that weight is on `meta` and nothing brings it in.
     """
-    for part in [module] if _first_weight(module) is not None else modules_of(module):
+    for part in module.modules():  # one by one: the first few decide
         weight = _first_weight(part)
         if weight is None:
             continue
@@ -62,12 +62,41 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
     return cast(list[nn.Module], list(found))
 
 
-def execution_devices(modules: Iterable[nn.Module]) -> set[torch.device]:
-    """Returns every device that those of some modules compute on that have weights of their own."""
-    weights = {part: weight for part in modules for weight in part._parameters.values() if weight is not None}
-    found = {weight.device for weight in weights.values()}
+class Inventory(NamedTuple):
+    """All modules of a model, and what is on them, from one walk: they are far apart in memory.
+
+    Args:
+        modules (`list[nn.Module]`): Itself first, each once.
+        weights, buffers (`list[torch.Tensor]`): Theirs, and `None` for those that are left out.
+        altered (`list[nn.Module]`): Those with hooks, or with a forward or a compiled call of their own.
+    """
+
+    modules: list[nn.Module]
+    weights: list[Tensor | None]
+    buffers: list[Tensor | None]
+    altered: list[nn.Module]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Inventory:
+        """Walks through a model."""
+        found = cls(modules_of(model), [], [], [])
+        for module in found.modules:
+            own = module.__dict__
+            if weights := own["_parameters"]:
+                found.weights.extend(weights.values())
+            if buffers := own["_buffers"]:
+                found.buffers.extend(buffers.values())
+            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own or "_compiled_call_impl" in own:
+                found.altered.append(module)
+        return found
+
+
+def execution_devices(parts: Inventory) -> set[torch.device]:
+    """Returns every device that those of a model's modules compute on that have weights of their own."""
+    found = {weight.device for weight in parts.weights if weight is not None}
     if not any(device.type == "meta" for device in found):
         return found
+    weights = {part: weight for part in parts.modules for weight in part._parameters.values() if weight is not None}
     return {
         execution_device(part) if weight.device.type == "meta" else weight.device for part, weight in weights.items()
     }
@@ -147,11 +176,11 @@ def is_offloaded(module: nn.Module) -> bool:
     return any(getattr(hook, "offload", False) for part in module.modules() for hook in _hooks(part))
 
 
-def is_compiled(parts: Sequence[nn.Module]) -> bool:
+def is_compiled(parts: Inventory) -> bool:
     """Returns True if a call of one of these modules runs code of `torch.compile`, however that was asked for."""
-    if any(hasattr(kind, "_torchdynamo_orig_callable") for kind in {type(part) for part in parts}):
+    if any(hasattr(kind, "_torchdynamo_orig_callable") for kind in set(map(type, parts.modules))):
         return True
-    for part in parts:
+    for part in parts.altered:
         own = part.__dict__
         if ("_compiled_call_impl" in own and own["_compiled_call_impl"] is not None) or "_orig_mod" in own["_modules"]:
             return True
@@ -168,15 +197,13 @@ _stance: Any = None
 
 
 @contextmanager
-def eagerly(*models: Sequence[nn.Module]) -> Generator[None]:
+def eagerly(*models: Inventory) -> Generator[None]:
     """Runs compiled models as they were before `torch.compile`; does nothing where none is compiled.
-
-    A model is given as all its modules, itself first, as [`modules_of`] returns them.
 
     Compiled code runs no hooks that were added later, so it cannot be tapped. The stance is one for all threads: the
     first run sets it and the last one puts it back, and what other threads have compiled runs eagerly meanwhile.
     """
-    compiled = [type(modules[0]).__name__ for modules in models if is_compiled(modules)]
+    compiled = [type(parts.modules[0]).__name__ for parts in models if is_compiled(parts)]
     if not compiled:
         yield
         return
@@ -209,6 +236,7 @@ def _set_stance() -> None:
 
 
 __all__ = [
+    "Inventory",
     "brought_in",
     "eagerly",
     "execution_device",

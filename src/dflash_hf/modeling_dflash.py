@@ -259,9 +259,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def stack_weights(self, cache: RaggedCache, into: ContextWeights | None = None) -> ContextWeights | None:
         """Copies what a kernel needs to write context of all layers into this cache at once; see `cache.context`."""
-        attentions = [layer.self_attn for layer in self._layers()]
-        projections = [module for attention in attentions for module in (attention.k_proj, attention.v_proj)]
-        return stack_weights(projections, [a.k_norm.weight for a in attentions], cache.buffers(), into)
+        own = [layer.self_attn for layer in self._layers()] if ops.fuses(self.fc.weight) else []
+        projections = [module for attention in own for module in (attention.k_proj, attention.v_proj)]
+        return stack_weights(projections, [attention.k_norm.weight for attention in own], cache.buffers(), into)
 
     def write_context(self, context: NewContext, cache: RaggedCache) -> None:
         """Writes a block's context keys and values into the ragged cache, in place, where that block stood.

@@ -45,15 +45,17 @@ def undoing(undo: Callable[[], None]) -> Generator[None]:
     Args:
         undo (callable): Takes the change back; it may be called several times, and before the change was made.
     """
-    change = (_holder(), undo)
+    change, is_undone = (_holder(), undo), False
     try:
         try:
             _open.changes.append(change)
             yield
         finally:
             undo()
+            is_undone = True
     finally:
-        undo()  # an interrupt may have cut the first one short, or come before it
+        if not is_undone:  # an interrupt may have cut the first one short, or come before it
+            undo()
         _open.changes[:] = [other for other in _open.changes if other is not change]
 
 

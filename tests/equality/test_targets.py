@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dflash_hf.attention import RaggedBlock
-from dflash_hf.devices import eagerly, execution_device, is_compiled, modules_of
+from dflash_hf.devices import Inventory, eagerly, execution_device, is_compiled
 from dflash_hf.target.parts import find_target
 from helpers.half import pairs
 from tiny import DEPTH, OracleDraft, draft_config, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
@@ -190,7 +190,7 @@ def test_a_compiled_target_gives_the_plain_text(compiled: Callable[[Any], Any]) 
         inputs = prompts(lengths, 1)
         ref = tiny_target("qwen3").generate(**inputs, **GREEDY)
         target = compiled(tiny_target("qwen3"))
-        assert is_compiled(modules_of(target))
+        assert is_compiled(Inventory.of(target))
         draft = oracle_draft(target, truth_of(inputs, ref), 1)
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
         assert 1.0 < draft.last_stats.acceptance_length < 8.0
@@ -207,7 +207,7 @@ def test_the_stance_is_put_back_after_the_last_of_several_runs() -> None:
 
     double = torch.compile(lambda x: x * 2, backend=backend)
     module = compile_method(nn.Linear(2, 2))
-    first, second = eagerly([module]), eagerly([module])
+    first, second = eagerly(Inventory.of(module)), eagerly(Inventory.of(module))
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -216,7 +216,7 @@ def test_the_stance_is_put_back_after_the_last_of_several_runs() -> None:
     second.__exit__(None, None, None)
     double(torch.ones(2))
     assert len(graphs) == 1
-    with eagerly([nn.Linear(2, 2)]):
+    with eagerly(Inventory.of(nn.Linear(2, 2))):
         double(torch.ones(3, 3))
     assert len(graphs) == 2, "what is not compiled changes nothing"
 

@@ -49,6 +49,7 @@ from transformers.initialization import no_init_weights
 from dflash_hf import DFlashConfig, DFlashDraftModel, ops
 from dflash_hf.cache import context
 from dflash_hf.cache.ragged import RaggedLayer
+from dflash_hf.devices import Inventory
 from dflash_hf.generation import prefill as prefill_module
 from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.ranks import Ranks
@@ -173,7 +174,7 @@ def begin(
         call = Call(
             target=find_target(model),
             draft=draft,
-            draft_modules=list(draft.modules()),
+            draft_parts=Inventory.of(draft),
             ranks=Ranks(model),
             answer=functools.partial(prefill_module.prefill, keeps_buffers=True),
             streamer=None,

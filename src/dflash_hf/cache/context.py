@@ -84,7 +84,7 @@ def stack_weights(
         into (`ContextWeights`, *optional*): Earlier copies, written again where they fit: their addresses stay.
     """
     weights = [module.weight for module in projections if isinstance(module, nn.Linear) and _is_its_weight(module)]
-    if len(weights) < len(projections) or not ops.writes([*weights, *norms], buffers):
+    if not weights or len(weights) < len(projections) or not ops.writes([*weights, *norms], buffers):
         return None
     if into is None or not _fits(into, weights, norms):
         return ContextWeights(torch.cat(weights), torch.stack(list(norms)))

@@ -93,7 +93,7 @@ class RaggedLayer(CacheLayerMixin):
         where = prompts.of(self.ring, key_BSGE.shape[1], self.key_buffer.device)
         for buffer, states in ((self.key_buffer, key_BSGE), (self.value_buffer, value_BSGE)):
             if isinstance(where, slice):
-                buffer[:, where] = states
+                buffer.narrow(1, where.start, where.stop - where.start).copy_(states)
             else:
                 kept, slots = where
                 new = states.flatten(0, 1) if kept is None else states.flatten(0, 1).index_select(0, kept)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from dflash_hf.devices import execution_devices, free_memory, is_compiled, is_offloaded, modules_of
+from dflash_hf.devices import Inventory, execution_devices, free_memory, is_compiled, is_offloaded
 from dflash_hf.generation.sampling import gumbel_noise, new_key
 
 logger: Any = logging.get_logger(__name__)
@@ -157,10 +157,10 @@ def _widened(tensor: Tensor) -> Tensor:
 
 def _no_copy(target: PreTrainedModel) -> str | None:
     """Says why a target gets no float32 copy, if it does not."""
-    devices = execution_devices(modules := modules_of(target))
+    devices = execution_devices(parts := Inventory.of(target))
     if is_offloaded(target) or len(devices) > 1:
         return "the target is not all on one device"
-    if is_compiled(modules):
+    if is_compiled(parts):
         return "the target is compiled"
     if getattr(target.config, "quantization_config", None) is not None:
         return "the target is quantised"

@@ -28,7 +28,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from dflash_hf import ops
-from dflash_hf.devices import execution_devices, is_offloaded, modules_of
+from dflash_hf.devices import Inventory, execution_devices, is_offloaded
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads, counts_groups
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.step import StaticStep
@@ -147,7 +147,7 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str | None:
     parts = [*target.layers, target.embedding, target.head]
     if any(is_offloaded(part) for part in (model, draft)):
         return "weights that are offloaded"
-    if len({device for part in (*parts, draft) for device in execution_devices(modules_of(part))}) > 1:
+    if len({device for part in (*parts, draft) for device in execution_devices(Inventory.of(part))}) > 1:
         return "parts on several devices"
     if not target.takes_inference_mode:
         return "weights that are no plain tensors (quantised or sharded)"

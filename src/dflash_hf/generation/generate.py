@@ -22,7 +22,7 @@ from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList, S
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.checkpoints import explain_foreign_draft
-from dflash_hf.devices import eagerly, execution_devices, modules_of
+from dflash_hf.devices import Inventory, eagerly, execution_devices
 from dflash_hf.generation.buffers import give_buffers
 from dflash_hf.generation.checks import Settings, check_images, check_inputs, check_settings, check_stock
 from dflash_hf.generation.cuda_graph import check_capturable, choose_engine, device_errors_explained, start_engine
@@ -124,8 +124,8 @@ def _prepare(
     target = find_target(model)
     check_target(target)
     check_pair(target, draft.config)
-    draft_modules = modules_of(draft)
-    if len(devices := execution_devices(draft_modules)) > 1:
+    draft_parts = Inventory.of(draft)
+    if len(devices := execution_devices(draft_parts)) > 1:
         raise ValueError(
             f"expected a draft on one device, got {sorted(str(device) for device in devices)}; load it with "
             'device_map={"": device}'
@@ -152,7 +152,7 @@ def _prepare(
     arguments["custom_generate"] = Call(
         target=target,
         draft=draft,
-        draft_modules=draft_modules,
+        draft_parts=draft_parts,
         ranks=ranks,
         answer=answer,
         streamer=arguments.get("streamer"),
@@ -206,7 +206,7 @@ def decode(call: Call) -> DFlashGenerateOutput | torch.LongTensor:
     # Code of the user's between two forwards may call the target itself: it finds it as it left it.
     is_ours = engine == "eager" and not call.calls_out and type(call.cache) in (NoneType, DynamicCache)
     with (
-        eagerly(target.modules, call.draft_modules),
+        eagerly(target.parts, call.draft_parts),
         nullcontext() if kept is None else kept.restored_on_error(),
         short_layers(target) if is_ours else nullcontext(),
     ):
@@ -263,6 +263,8 @@ def keep(run: Run, sequences: Tensor) -> None:
         run (`Run`): Finished; it cannot go on afterwards.
         sequences (`torch.Tensor` of shape `[B, columns + longest answer]`): What `generate` returns.
     """
+    if run.kept is None:
+        return
 
     @torch.inference_mode()
     def verify_all(blocks: Iterator[RaggedBlock]) -> None:
@@ -271,12 +273,11 @@ def keep(run: Run, sequences: Tensor) -> None:
             for block in blocks:
                 verify(run, block)
 
-    if run.kept is not None:
-        make_room(run)  # for padding behind rows that ended early
-        run.state.width = run.buffers.shape.path  # of a chain
-        run.stats.num_target_forwards += run.kept.finish(
-            run.state, run.cache, run.generator, sequences, verify_all, keeps_buffers=run.keeps_buffers
-        )
+    make_room(run)  # for padding behind rows that ended early
+    run.state.width = run.buffers.shape.path  # of a chain
+    run.stats.num_target_forwards += run.kept.finish(
+        run.state, run.cache, run.generator, sequences, verify_all, keeps_buffers=run.keeps_buffers
+    )
 
 
 def _sequences(state: DecodeState, generation_config: GenerationConfig) -> torch.LongTensor:

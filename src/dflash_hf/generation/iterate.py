@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dflash_hf.devices import eagerly, is_compiled, modules_of
+from dflash_hf.devices import Inventory, eagerly, is_compiled
 from dflash_hf.errors import require
 from dflash_hf.generation.accept import Accept
 from dflash_hf.generation.candidate_generator import Propose
@@ -148,7 +148,7 @@ def _start(call: Call, propose: Propose | None, accept: Accept | None) -> Run:
             "expected no past_key_values, got a cache: a run that may be left half-way cannot advance one; pass the "
             "whole conversation instead"
         )
-    with eagerly(call.target.modules, call.draft_modules):
+    with eagerly(call.target.parts, call.draft_parts):
         run = prefill(call, is_looked_at=True)
     if options.verify_width is None:
         run.chooser = None  # to be looked at, a run drafts at every step
@@ -161,9 +161,9 @@ def _start(call: Call, propose: Propose | None, accept: Accept | None) -> Run:
 
 def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generator[DFlashStep]:
     """Yields the prefill, then one step after the other; nothing is held while it waits."""
-    state, models = run.state, (run.target.modules, modules_of(run.generator.draft))
+    state, models = run.state, (run.target.parts, Inventory.of(run.generator.draft))
     # Looked up once: every part of both models has to be asked.
-    compiled = [modules for modules in models if is_compiled(modules)]
+    compiled = [parts for parts in models if is_compiled(parts)]
     no_gradients = torch.inference_mode if run.target.takes_inference_mode else torch.no_grad
     first = torch.stack(_committed(run, [1] * state.ids.shape[0]))
     yield DFlashStep(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationConfig, StoppingCriteriaList
+from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -25,12 +26,14 @@ from dflash_hf.generation.step import settle, take_note
 from dflash_hf.generation.user_cache import UserCache
 from dflash_hf.generation.widths import WidthChooser, take_chooser
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target.fused import runs_whole
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
 from dflash_hf.target.reentry import outermost
 from dflash_hf.target.support import check_length
 from dflash_hf.tree import MAX_NODES, TreeBuilder
 
+_PREPARE = cast(Any, GenerationMixin).prepare_inputs_for_generation
 # Times as many nodes as a chain has tokens, at most, where the run chooses how many.
 MOST_NODES = 4
 
@@ -137,7 +140,8 @@ def _fill(
 
     ids, deepstack = draft.config.target_layer_ids, draft.config.tap_after_deepstack
     with (
-        outermost(target.model, target.decoder) as is_ours,
+        # Nobody else calls it where nothing of the user's runs in it.
+        nullcontext(lambda: True) if runs_whole(target) else outermost(target.model, target.decoder) as is_ours,
         Taps(target.layers, ids, sink, deepstack, counts=lambda kwargs: is_ours()).open(),
     ):
         outputs = run_prefill(call, past, positions.shape[1])
@@ -270,7 +274,8 @@ def _chooser(generator: DFlashCandidateGenerator, state: DecodeState, keeps_buff
     options = draft.generation_config
     asked = "auto" if options.num_tree_nodes == "auto" else options.verify_width
     if asked is None and WidthChooser.by_default and not keeps_buffers:
-        is_half = target.model.dtype.itemsize < 4 or torch.is_autocast_enabled(target.device.type)
+        weight: Any = target.embedding.weight
+        is_half = weight.dtype.itemsize < 4 or torch.is_autocast_enabled(target.device.type)
         asked = None if is_half or (state.is_sampled and generator.rule == "sample") else "auto"
     if asked != "auto" or width < 2:
         return None
@@ -380,10 +385,12 @@ def position_delta(call: Call, lengths: Tensor) -> Tensor:
     if call.inputs.get("position_ids") is None:
         return torch.zeros_like(lengths)
     model: Any = call.target.model
-    kwargs = {**call.inputs, "past_key_values": _empty_cache(call), "use_cache": True}
-    last = torch.zeros_like(lengths[:, None])
-    step = model.prepare_inputs_for_generation(last, next_sequence_length=1, is_first_iteration=False, **kwargs)
-    position_ids = step.get("position_ids")
+    position_ids = call.inputs["position_ids"]
+    if getattr(model.prepare_inputs_for_generation, "__func__", None) is not _PREPARE:  # that one takes the last
+        kwargs = {**call.inputs, "past_key_values": _empty_cache(call), "use_cache": True}
+        last = torch.zeros_like(lengths[:, None])
+        step = model.prepare_inputs_for_generation(last, next_sequence_length=1, is_first_iteration=False, **kwargs)
+        position_ids = step.get("position_ids")
     if position_ids is None:
         raise ValueError(
             f"expected a target that takes its positions from generate, got {type(model).__name__}, which counts them "

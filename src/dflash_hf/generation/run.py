@@ -16,14 +16,13 @@ from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import nn
 from transformers import Cache, GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.recurrent import noting
-from dflash_hf.devices import plain_tensors
+from dflash_hf.devices import Inventory, plain_tensors
 from dflash_hf.generation.accept import Accept, SynchronizedRows
 from dflash_hf.generation.buffers import FixedBuffers, else_freed
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
@@ -51,7 +50,7 @@ class Call:
 
     Args:
         target, draft, ranks: Of the call.
-        draft_modules (`list[nn.Module]`): The draft and all its parts.
+        draft_parts (`Inventory`): The modules of the draft.
         answer (callable): What is done once everything is prepared.
         streamer (`BaseStreamer`, *optional*): Gets every accepted run; `generate` puts the prompt.
         cache (`Cache`, *optional*): `past_key_values` that the caller passed.
@@ -66,7 +65,7 @@ class Call:
 
     target: Target
     draft: DFlashDraftModel
-    draft_modules: list[nn.Module]
+    draft_parts: Inventory
     ranks: Ranks
     answer: Callable[[Call], Any]
     streamer: BaseStreamer | None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -24,6 +24,7 @@ from dflash_hf import ops
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import LayerShape
+from dflash_hf.devices import Inventory
 from dflash_hf.target.reentry import KEYWORD, RAGGED_BLOCK
 
 logger = logging.getLogger(__name__)
@@ -57,22 +58,25 @@ def is_bare(module: Any) -> bool:
     return not own["_forward_hooks"] or all(map(_records_attention, own["_forward_hooks"].values()))
 
 
-def is_untouched(modules: Sequence[nn.Module]) -> bool:
-    """Returns True if nothing but code of torch and Transformers runs in a model, given as all its modules.
+def is_untouched(parts: Inventory) -> bool:
+    """Returns True if nothing but code of torch and Transformers runs in a model, on plain weights of one dtype.
 
     Code of the user's in there may change what comes behind it, or call the model itself.
     """
     if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return False
-    for module in modules:
+    for module in parts.altered:
         own = module.__dict__
-        if "forward" in own or own["_forward_pre_hooks"]:
+        if own["_forward_pre_hooks"] or not all(map(_records, own["_forward_hooks"].values())):
             return False
-        if own["_forward_hooks"] and not all(_records(hook) for hook in own["_forward_hooks"].values()):
+        if "forward" in own or own.get("_compiled_call_impl") is not None:
             return False
-    model = type(modules[0])
-    is_own = "prepare_inputs_for_generation" in vars(modules[0]) or not _is_theirs(model.__module__)
-    return not is_own and all(_has_published_forward(kind) for kind in set(map(type, modules)))
+    weights = [weight for weight in parts.weights if weight is not None]
+    if {*map(type, weights)} != {nn.Parameter} or len({(weight.device, weight.dtype) for weight in weights}) > 1:
+        return False
+    model = parts.modules[0]
+    is_own = "prepare_inputs_for_generation" in vars(model) or not _is_theirs(type(model).__module__)
+    return not is_own and all(map(_has_published_forward, set(map(type, parts.modules))))
 
 
 def _records(hook: Any) -> bool:

@@ -72,7 +72,7 @@ class _Plan(NamedTuple):
     """What can be fused in a model, as long as its modules are these.
 
     Args:
-        modules (list of weak references): Those of the target.
+        facts (`object`): Those of the target.
         dtype (`torch.dtype`): What was checked.
         is_kernels (`bool`): Whether it is fused by kernels, else by torch.
         classes (`dict`): What each class of module computed by.
@@ -80,7 +80,7 @@ class _Plan(NamedTuple):
         layers (list of `(weak reference, ShortLayer)`): Those that have to be prepared.
     """
 
-    modules: list[weakref.ref[nn.Module]]
+    facts: object
     dtype: torch.dtype
     is_kernels: bool
     classes: dict[type, tuple[object, ...]]
@@ -90,7 +90,7 @@ class _Plan(NamedTuple):
 
 _here = _Here()
 _patching = threading.Lock()
-_users: weakref.WeakKeyDictionary[nn.Module, set[object]] = weakref.WeakKeyDictionary()
+_users: weakref.WeakKeyDictionary[nn.Module, dict[object, _Plan]] = weakref.WeakKeyDictionary()
 _plans: weakref.WeakKeyDictionary[PreTrainedModel, _Plan] = weakref.WeakKeyDictionary()
 
 
@@ -106,8 +106,7 @@ def fused_modules(target: Target, takes_prompts: bool = False) -> Generator[None
     """
     weight: Any = target.embedding.weight
     is_kernels = ops.fuses(weight)
-    is_within = _here.is_whole_run and _here.model is target.model
-    if is_within or (not is_kernels and not ops.shortens(weight)):
+    if runs_whole(target) or (not is_kernels and not ops.shortens(weight)):
         yield
         return
     plan, user, before = _plan(target, weight.dtype, is_kernels), object(), (_here.model, _here.is_whole_run)
@@ -115,23 +114,24 @@ def fused_modules(target: Target, takes_prompts: bool = False) -> Generator[None
     def put_back() -> None:
         _here.model, _here.is_whole_run = before
         with _patching:
-            users = _users.setdefault(target.model, set())
-            users.discard(user)
-            for module in [] if users else target.modules:
-                if "forward" in vars(module) and hasattr(module.forward, MARK):
+            users = _users.setdefault(target.model, {})
+            users.pop(user, None)
+            if any(other is plan for other in users.values()):
+                return
+            for weak, _ in plan.forwards:
+                if (module := weak()) is not None and hasattr(vars(module).get("forward"), MARK):
                     del module.forward
-            for _, short in [] if users else plan.layers:
+            for _, short in plan.layers:
                 short.forget()
 
     with undoing(put_back):
         with _patching:
-            users = _users.setdefault(target.model, set())
-            users.add(user)
+            _users.setdefault(target.model, {})[user] = plan
             is_changed = any(module._forward_pre_hooks for module in (target.model, target.decoder))
             for weak, short in plan.layers:
                 short.forget()  # what another thread has looked up may have been changed since
                 if not is_changed and (module := weak()) is not None:
-                    short.prepare(module, target.config if takes_prompts else None)
+                    short.prepare(module, target.config if takes_prompts else None, is_untouched=takes_prompts)
             compiled = [layer for layer in target.layers if hasattr(vars(layer).get("forward"), COMPILED)]
             traced = {part for layer in compiled for part in layer.modules()}
             for weak, forward in plan.forwards:
@@ -150,8 +150,13 @@ def short_layers(target: Target) -> AbstractContextManager[None]:
     On a CPU only: kernels are for a verify. Not where code of the user's runs within a forward.
     """
     weight: Any = target.embedding.weight
-    is_ours = ops.shortens(weight) and by_sdpa(target.config) and is_untouched(target.modules)
+    is_ours = ops.shortens(weight) and by_sdpa(target.config) and is_untouched(target.parts)
     return fused_modules(target, takes_prompts=True) if is_ours else nullcontext()
+
+
+def runs_whole(target: Target) -> bool:
+    """Returns True within [`short_layers`]: no code of the user's runs in the target."""
+    return _here.is_whole_run and _here.model is target.model
 
 
 def fused_attention(target: Target) -> list[nn.Module]:
@@ -167,8 +172,8 @@ def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
     if (
         plan is None
         or plan[1:3] != kind
+        or plan.facts is not target.facts
         or any(computed_by(known) != by for known, by in plan.classes.items())
-        or [module() for module in plan.modules] != target.modules
     ):
         found = list[tuple[weakref.ref[nn.Module], Forward]]()
         layers = list[tuple[weakref.ref[nn.Module], ShortLayer]]()
@@ -184,7 +189,7 @@ def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
             # Kernels' layers call their parts, short ones do what these would.
             within |= set() if is_kernels else set(module.modules())
         classes = {type(module): computed_by(type(module)) for module in target.modules}
-        plan = _Plan([weakref.ref(module) for module in target.modules], *kind, classes, found, layers)
+        plan = _Plan(target.facts, *kind, classes, found, layers)
         _plans[target.model] = plan
     return plan
 
@@ -310,4 +315,4 @@ def _is_layer(module: Any, eps: float, dtype: torch.dtype) -> bool:
     return agrees(("layer", type(module.input_layernorm), eps, *facts(module)), dtype, both)
 
 
-__all__ = ["COMPILED", "fused_attention", "fused_modules", "short_layers"]
+__all__ = ["COMPILED", "fused_attention", "fused_modules", "runs_whole", "short_layers"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from dflash_hf.cache.recurrence import Recurrence, Rule, find_recurrence, find_recurrences
-from dflash_hf.devices import execution_device, modules_of
+from dflash_hf.devices import Inventory, execution_device
 from dflash_hf.target.code import unsupported_code
 
 
@@ -24,7 +24,8 @@ class Target:
 
     Args:
         model (`PreTrainedModel`): The model `generate` was called on.
-        modules (`list[nn.Module]`): It and all its parts.
+        parts (`Inventory`): Its modules, and what is on them.
+        facts (`object`): The same one as long as the modules and their classes are.
         config (`PreTrainedConfig`): Its text config.
         layers (`tuple[nn.Module, ...]`): Decoder layers; layer `i` is the `i`-th.
         embedding (`nn.Module`): Input embedding of text tokens.
@@ -37,7 +38,8 @@ class Target:
     """
 
     model: PreTrainedModel
-    modules: list[nn.Module]
+    parts: Inventory
+    facts: object
     config: PreTrainedConfig
     layers: tuple[nn.Module, ...]
     embedding: nn.Module
@@ -46,6 +48,11 @@ class Target:
     recurrences: dict[int, Recurrence]
     num_positions: int | None = None
     unsupported: str | None = None
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The model and all its parts."""
+        return self.parts.modules
 
     @property
     def device(self) -> torch.device:
@@ -68,8 +75,7 @@ class Target:
     @property
     def takes_inference_mode(self) -> bool:
         """Returns True if all weights are plain tensors: some quantised ones break in torch's inference mode."""
-        held = [tensors for module in self.modules for tensors in (module._parameters, module._buffers) if tensors]
-        kinds = {type(tensor) for tensors in held for tensor in tensors.values()}
+        kinds = {*map(type, self.parts.weights), *map(type, self.parts.buffers)}
         return kinds <= {torch.Tensor, nn.Parameter, type(None)}
 
     @property
@@ -125,8 +131,8 @@ def find_target(model: PreTrainedModel) -> Target:
             f"expected a target with an input embedding and an output head, got {name}; "
             "load it with AutoModelForCausalLM or AutoModelForImageTextToText"
         )
-    modules, facts = modules_of(model), _known.get(model)
-    kinds = list(map(type, modules))
+    parts, facts = Inventory.of(model), _known.get(model)
+    modules, kinds = parts.modules, list(map(type, parts.modules))
     if (
         facts is None
         or facts.config is not config
@@ -136,7 +142,8 @@ def find_target(model: PreTrainedModel) -> Target:
         facts = _known[model] = _find_facts(model, modules, config, embedding)
     return Target(
         model=model,
-        modules=modules,
+        parts=parts,
+        facts=facts,
         config=config,
         layers=tuple(modules[index] for index in facts.layers),
         embedding=embedding,

@@ -157,14 +157,14 @@ class _Attention(NamedTuple):
     window: int | None
 
     @classmethod
-    def of(cls, module: Any, eps: float) -> _Attention:
+    def of(cls, module: Any, eps: float, is_untouched: bool = False) -> _Attention:
         """Looks up what a module is made of."""
         # Some say it in their config alone; to ask a config takes time.
         own = vars(module)
         window = own["sliding_window"] if "sliding_window" in own else getattr(own["config"], "sliding_window", None)
         return cls(
             module,
-            *(_projection(module._modules[name]) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+            *[_projection(module._modules[name], is_untouched) for name in ("q_proj", "k_proj", "v_proj", "o_proj")],
             norms=[norm.weight for norm in head_norms(module)],
             eps=eps,
             size=module.head_dim,
@@ -210,11 +210,13 @@ class _Layer(NamedTuple):
     epsilons: list[float]
 
     @classmethod
-    def of(cls, module: Any, epsilons: list[float], is_gated: bool) -> _Layer:
+    def of(cls, module: Any, epsilons: list[float], is_gated: bool, is_untouched: bool = False) -> _Layer:
         """Looks up what a module is made of; `epsilons` are of its two norms and of its attention's."""
         parts = module._modules
-        mlp = functools.partial(_run_gated, *map(_projection, _gated(parts["mlp"]))) if is_gated else parts["mlp"]
-        attention = _Attention.of(parts["self_attn"], epsilons[2])
+        mlp = parts["mlp"]
+        if is_gated:
+            mlp = functools.partial(_run_gated, *[_projection(part, is_untouched) for part in _gated(mlp)])
+        attention = _Attention.of(parts["self_attn"], epsilons[2], is_untouched)
         first, second = _norms(module)
         return cls(module, first.weight, second.weight, attention, mlp, epsilons)
 
@@ -240,6 +242,7 @@ class ShortLayer:
         self._kinds = [*map(type, self._parts(module))]
         # What each norm calls its epsilon.
         self._names = [next(n for n, v in vars(norm).items() if isinstance(v, float)) for norm in self._norms(module)]
+        self._wanted = [*epsilons[:2], *epsilons[2:] * (len(self._names) - 2)]
         self._layer: _Layer | None = None
         self._is_sdpa = False
 
@@ -276,26 +279,22 @@ class ShortLayer:
                 return cls(module, epsilons, is_gated, takes_prompts)
         return None
 
-    def prepare(self, module: Any, config: Any) -> None:
+    def prepare(self, module: Any, config: Any, is_untouched: bool = False) -> None:
         """Looks up what the layer is made of; as its class does it, if hooks or forwards of the user's are about.
 
         Args:
             module (`nn.Module`): The layer.
             config (`PreTrainedConfig`, *optional*): The one whose attention is Transformers' SDPA.
+            is_untouched (`bool`): Whether the whole model was found so.
         """
         parts, norms = self._parts(module), self._norms(module)
         self._layer = None
         if [*map(type, parts)] != self._kinds or any(part.training for part in parts):
             return
         # Settings of a norm may be others than they were; what a hook on the layer changes is not looked up again.
-        wanted = [*self.epsilons[:2], *self.epsilons[2:] * (len(norms) - 2)]
-        weights = [norm._parameters["weight"] for norm in norms]
-        is_known = [vars(norm).get(name) for norm, name in zip(norms, self._names, strict=True)] == wanted
-        is_known &= {type(weight) for weight in weights} == {nn.Parameter} and weights[0].device.type == "cpu"
-        is_known &= len({(weight.dtype, weight.device) for weight in weights}) == 1
-        is_recorded = all(is_recorder(hook, "hidden_states") for hook in module._forward_hooks.values())
-        if is_known and is_recorded and not module._forward_pre_hooks and all(map(is_bare, parts[1:])):
-            self._layer = _Layer.of(module, self.epsilons, self.is_gated)
+        epsilons = [vars(norm).get(name) for norm, name in zip(norms, self._names, strict=True)]
+        if epsilons == self._wanted and (is_untouched or _is_bare_layer(parts, norms)):
+            self._layer = _Layer.of(module, self.epsilons, self.is_gated, is_untouched)
             self._is_sdpa = parts[1].config is config
 
     def _parts(self, module: Any) -> list[Any]:
@@ -326,10 +325,20 @@ class ShortLayer:
         return plain(module, *args, **kwargs)
 
 
-def _projection(linear: Any) -> Run:
+def _is_bare_layer(parts: list[Any], norms: list[Any]) -> bool:
+    """Returns True if the weights of a layer's norms are plain, alike and on a CPU, and hooks only record."""
+    weights = [norm._parameters["weight"] for norm in norms]
+    if {*map(type, weights)} != {nn.Parameter} or len({(weight.dtype, weight.device) for weight in weights}) > 1:
+        return False
+    is_recorded = all(is_recorder(hook, "hidden_states") for hook in parts[0]._forward_hooks.values())
+    is_recorded = is_recorded and not parts[0]._forward_pre_hooks and all(map(is_bare, parts[1:]))
+    return is_recorded and weights[0].device.type == "cpu"
+
+
+def _projection(linear: Any, is_untouched: bool) -> Run:
     """A projection to be called: torch's own is not worth a call of a module."""
     is_torchs = type(linear) is nn.Linear and nn.Linear.forward.__globals__["__name__"] == nn.Linear.__module__
-    if not is_torchs or not is_bare(linear) or linear._parameters.keys() != {"weight", "bias"}:
+    if not is_torchs or not (is_untouched or is_bare(linear)) or linear._parameters.keys() != {"weight", "bias"}:
         return linear
     return functools.partial(nn.functional.linear, **linear._parameters)
 
