@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.generation import generate
+from dflash_hf.generation.run import Run
 
 VOCAB = 64
 DEPTH = 4
@@ -183,12 +185,23 @@ class OracleDraft(DFlashDraftModel):
 
     # The logit of the token it wants, all others being 0.
     strength = 100.0
+    # Which of the call's rows go on, once some have ended.
+    rows: list[int]
 
     def arm(self, truth: list[list[int]], seed: int) -> OracleDraft:
         """Sets what it knows: row -> all of the row's true tokens, prompt included and padding not."""
         self.truth = truth
         self.random = torch.Generator().manual_seed(seed)
         return self
+
+    def write_prompt(self, context_hidden_states: Tensor, positions: Tensor, cache: RaggedCache) -> None:
+        """Begins a run, with all rows."""
+        self.rows = []
+        super().write_prompt(context_hidden_states, positions, cache)
+
+    def rows_of(self, batch: int) -> list[int]:
+        """Returns the call's rows that a batch consists of."""
+        return self.rows or list(range(batch))
 
     def forward_block(self, noise_embeds: Tensor, cache: RaggedCache, context: Any = None) -> Tensor:
         """Runs the real forward, and remembers where the block stands."""
@@ -201,13 +214,29 @@ class OracleDraft(DFlashDraftModel):
         logits = super().compute_logits(hidden_states, head)
         batch, width, vocab = logits.shape
         wanted = torch.zeros(batch, width, dtype=torch.long)
-        for row in range(batch):
-            good = int(torch.randint(0, width + 1, (), generator=self.random))
+        # For all rows, so that it does not matter which of them go on.
+        good = [int(torch.randint(0, width + 1, (), generator=self.random)) for _ in self.truth]
+        for place, row in enumerate(self.rows_of(batch)):
             for slot in range(width):
-                index = int(self.positions[row, 0]) + 1 + slot
+                index = int(self.positions[place, 0]) + 1 + slot
                 true = self.truth[row][index] if index < len(self.truth[row]) else 0
-                wanted[row, slot] = true if slot < good else (true + 1 + slot) % vocab
+                wanted[place, slot] = true if slot < good[row] else (true + 1 + slot) % vocab
         return nn.functional.one_hot(wanted, vocab).to(logits.dtype) * self.strength
+
+
+def _tell_which_rows_go_on() -> None:
+    """Has every oracle know which of the call's rows its batch consists of."""
+    drop = generate.drop_finished
+
+    def told(run: Run) -> None:
+        drop(run)
+        if isinstance(run.generator.draft, OracleDraft):
+            run.generator.draft.rows = run.rows.copy()
+
+    generate.drop_finished = told
+
+
+_tell_which_rows_go_on()
 
 
 def oracle_draft(

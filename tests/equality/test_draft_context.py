@@ -24,7 +24,8 @@ class Recording(OracleDraft):
     def forward_block(self, noise_embeds: Tensor, cache: RaggedCache, context: Any = None) -> Tensor:
         hidden = super().forward_block(noise_embeds, cache, context)
         assert cache.block is not None
-        self.blocks.append((cache.block.lengths.clone(), noise_embeds.clone(), hidden.clone()))
+        rows = self.rows_of(len(hidden))
+        self.blocks.append((rows, cache.block.lengths.clone(), noise_embeds.clone(), hidden.clone()))
         return hidden
 
 
@@ -47,10 +48,10 @@ def test_every_block_equals_one_forward_over_the_committed_text(family: str, blo
             torch.cat([target(torch.tensor([row]), output_hidden_states=True).hidden_states[i] for i in (1, 3)], -1)
             for row in truth
         ]
-        for lengths, noise, hidden in draft.blocks:
-            for row, length in enumerate(lengths.tolist()):
-                once = draft(noise[row : row + 1], features[row][:, :length]).last_hidden_state[0]
-                assert (once - hidden[row]).abs().max() < 1e-9 * once.abs().max()
+        for rows, lengths, noise, hidden in draft.blocks:
+            for place, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True)):
+                once = draft(noise[place : place + 1], features[row][:, :length]).last_hidden_state[0]
+                assert (once - hidden[place]).abs().max() < 1e-9 * once.abs().max()
 
 
 def test_a_tap_records_the_output_of_its_layer() -> None:

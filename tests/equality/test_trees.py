@@ -73,8 +73,11 @@ def test_a_path_has_the_context_that_a_chain_has(nodes: int, monkeypatch: pytest
         found = seen.setdefault(name, {})
 
         def note(self: Any, states: Tensor, head: Any, found: Any = found) -> Tensor:
-            for row, first in enumerate(self.positions[:, 0].tolist()):
-                found.setdefault((row, first), compute(self, states, head)[row, :1].clone())
+            logits = compute(self, states, head)
+            for place, (row, first) in enumerate(
+                zip(self.rows_of(len(states)), self.positions[:, 0].tolist(), strict=True)
+            ):
+                found.setdefault((row, first), logits[place, :1].clone())
             return Oracle.compute_logits(self, states, head)
 
         monkeypatch.setattr(draft, "compute_logits", note.__get__(draft))

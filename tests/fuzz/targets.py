@@ -60,9 +60,9 @@ class Oracle(TensorOracle):
         logits = DFlashDraftModel.compute_logits(self, hidden_states, head)
         batch, width, vocab = logits.shape
         first = self.block_positions[:batch, :1] + 1
-        slots, rows = (torch.arange(num, device=first.device) for num in (width, batch))
+        slots, rows = torch.arange(width, device=first.device), torch.tensor(self.rows_of(batch), device=first.device)
         drawn = torch.frac(torch.sin(first.double() * 12.9898 + rows[:, None] * 78.233 + self.seed) * 43758.5453).abs()
-        true = self.known.gather(1, (first + slots).clamp_max(self.known.shape[1] - 1))
+        true = self.known[rows].gather(1, (first + slots).clamp_max(self.known.shape[1] - 1))
         wrong = torch.floor(drawn * (width + 2)) - 1  # -1 is everywhere, `width` is nowhere
         is_wrong = (slots == wrong) | (wrong < 0)
         wanted = torch.where(is_wrong, (true + 1 + slots) % vocab, true)

@@ -68,9 +68,11 @@ class TensorOracle(OracleDraft):
             self.known = self.known.to(logits.device)
         first = self.positions[:batch, :1] + 1
         slots = torch.arange(width, device=logits.device)
-        rows = torch.arange(batch, device=logits.device)[:, None]
-        drawn = torch.frac(torch.sin(first.double() * 12.9898 + rows * 78.233 + self.seed) * DECIMALS).abs()
-        true = self.known.gather(1, (first + slots).clamp_max(self.known.shape[1] - 1))
+        rows = (
+            torch.tensor(self.rows, device=logits.device) if self.rows else torch.arange(batch, device=logits.device)
+        )
+        drawn = torch.frac(torch.sin(first.double() * 12.9898 + rows[:, None] * 78.233 + self.seed) * DECIMALS).abs()
+        true = self.known[rows].gather(1, (first + slots).clamp_max(self.known.shape[1] - 1))
         wanted = torch.where(slots < torch.floor(drawn * (width + 1)), true, (true + 1 + slots) % vocab)
         # Not `one_hot`: older torch looks at its values on the host.
         is_wanted = wanted[..., None] == torch.arange(vocab, device=logits.device)

@@ -21,6 +21,7 @@ from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache.prompts import PromptSlots
 from dflash_hf.cache.recurrence import Recurrence
 from dflash_hf.cache.recurrent import Members, RecurrentGroup, RecurrentLayer, plan_groups
+from dflash_hf.cache.rows import kept_rows
 from dflash_hf.cache.size import LayerShape, check_memory
 from dflash_hf.devices import plain_tensors
 
@@ -67,6 +68,11 @@ class RaggedLayer(CacheLayerMixin):
                 new[:, : self.ring] = old
             setattr(self, name, new)
         self.ring = ring
+        self._rows = self._all = self._views = None
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Keeps these rows alone; see [`kept_rows`]."""
+        self.key_buffer, self.value_buffer = kept_rows(self.key_buffer, rows), kept_rows(self.value_buffer, rows)
         self._rows = self._all = self._views = None
 
     def write(self, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> None:
@@ -339,6 +345,12 @@ class RaggedCache(Cache):
             check_memory(shapes, device, here[0][1].shape[0], max_length, self.longest_block, freed)
         for layer in longer:
             layer.grow(layer.shape.ring(max_length, self.longest_block))
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Keeps these rows alone, where all layers are of attention; see [`kept_rows`]."""
+        for layer in self.layers:
+            assert isinstance(layer, RaggedLayer)
+            layer.keep_rows(rows)
 
     def attended_by(self, module: nn.Module) -> tuple[RaggedBlock, int | None]:
         """Notes that an attention module runs over what it has just written.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from dflash_hf import ops
 from dflash_hf.cache.context import ContextWeights
 from dflash_hf.cache.ragged import RaggedCache, RaggedLayer
 from dflash_hf.cache.recurrent import RecurrentGroup
+from dflash_hf.cache.rows import kept_rows
 from dflash_hf.cache.size import OutOfRoomError, buffer_bytes, check_memory
 from dflash_hf.devices import free_memory, total_memory
 from dflash_hf.generation.state import BufferShape, DecodeState
@@ -143,6 +144,16 @@ class FixedBuffers:
                 part, RecurrentGroup
             ):
                 part.clear()
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Keeps these rows alone, for the rest of a run whose buffers are not kept; see [`kept_rows`]."""
+        assert self.cache is not None
+        self.shape = replace(self.shape, batch=len(rows))
+        for name in ("context_states", "context_lengths", "offset", "node_states"):
+            if (tensor := getattr(self, name)) is not None:
+                setattr(self, name, kept_rows(tensor, rows))
+        for part in (self.state, self.draft_cache, self.cache):
+            part.keep_rows(rows)
 
     def take_cache(self, cache: RaggedCache) -> None:
         """Keeps the target's cache; what was captured over another one is dropped."""

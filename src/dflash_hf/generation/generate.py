@@ -28,8 +28,7 @@ from dflash_hf.generation.checks import Settings, check_images, check_inputs, ch
 from dflash_hf.generation.cuda_graph import check_capturable, choose_engine, device_errors_explained, start_engine
 from dflash_hf.generation.prefill import keep_new_images, prefill
 from dflash_hf.generation.ranks import Ranks
-from dflash_hf.generation.run import Call, Run, make_room, tapped
-from dflash_hf.generation.state import DecodeState
+from dflash_hf.generation.run import Call, Run, drop_finished, make_room, tapped
 from dflash_hf.generation.stats import DFlashGenerateOutput
 from dflash_hf.generation.step import step, verify
 from dflash_hf.generation.user_cache import UserCache
@@ -216,13 +215,13 @@ def decode(call: Call) -> DFlashGenerateOutput | torch.LongTensor:
                 advance(run, engine)
         finally:
             draft.last_stats = run.stats
-        sequences = _sequences(run.state, config)
+        sequences = _sequences(run, config)
         keep(run, sequences)
         run.ranks.meet()
     if run.keeps_buffers:
         give_buffers(draft, run.buffers)
     elif run.chooser is not None:
-        give_chooser(run.chooser, draft, target.model, run.state.ids.shape[0])
+        give_chooser(run.chooser, draft, target.model, len(sequences))
     if run.streamer is not None:
         run.streamer.end()
     sequences = cast(torch.LongTensor, sequences.to(call.given_on))
@@ -253,6 +252,7 @@ def advance(run: Run, engine: Engine = "eager") -> None:
             return
         with nullcontext() if run.calls_out else tapped(run):
             while not run.finished:
+                drop_finished(run)
                 step(run)
 
 
@@ -280,14 +280,14 @@ def keep(run: Run, sequences: Tensor) -> None:
     )
 
 
-def _sequences(state: DecodeState, generation_config: GenerationConfig) -> torch.LongTensor:
+def _sequences(run: Run, generation_config: GenerationConfig) -> torch.LongTensor:
     """Prompts and committed tokens `[B, S + longest answer]`, finished rows padded as `generate` pads them."""
-    num_columns = state.columns + int(state.num_new.max())
-    ids = state.ids[:, :num_columns].clone()
-    beyond = torch.arange(num_columns, device=ids.device) >= state.cursor[:, None]
-    pad = generation_config._pad_token_tensor
-    if pad is not None:
-        ids = torch.where(beyond, pad.to(ids.device), ids)
+    state, pad = run.state, generation_config._pad_token_tensor
+    ends = zip(run.rows, state.cursor.tolist(), strict=True)
+    texts = run.ended | {row: state.ids[index, :end] for index, (row, end) in enumerate(ends)}
+    ids = state.ids.new_full((len(texts), max(map(len, texts.values()))), 0 if pad is None else int(pad))
+    for row, text in texts.items():
+        ids[row, : len(text)] = text
     return cast(torch.LongTensor, ids)
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
+from torch import Tensor
 from transformers import Cache, GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -33,6 +34,7 @@ from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.user_cache import UserCache
 from dflash_hf.generation.widths import WidthChooser
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target.formulas import is_untouched
 from dflash_hf.target.fused import fused_modules
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
@@ -130,7 +132,9 @@ class Run:
         num_new (`int`): Tokens that the longest answer has.
         keeps_buffers (`bool`): Whether the buffers go back for the next call when the run has ended well.
         calls_out (`bool`): See [`Call`].
-        finished (`bool`): Whether every row has ended.
+        rows (`list[int]`): Which of the call's rows each row of the state is.
+        reported (`list[list[int]]`): The first five rows of the last step's `state.outcome`.
+        ended (`dict[int, torch.Tensor]`): Prompt and answer of each of the call's rows that was dropped.
         taps (`Taps`, *optional*): Those that are open, see [`tapped`].
     """
 
@@ -157,13 +161,27 @@ class Run:
     accept: Accept | None = None
     num_new: int = 0
     calls_out: bool = False
-    finished: bool = False
+    rows: list[int] = field(init=False)
+    reported: list[list[int]] = field(default_factory=list[list[int]])
+    ended: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     taps: Taps | None = None
+
+    def __post_init__(self) -> None:
+        self.rows = list(range(self.state.ids.shape[0]))
+
+    @property
+    def finished(self) -> bool:
+        """Whether every row has ended."""
+        return all(self.reported[3])
 
     @property
     def state(self) -> DecodeState:
         """What the steps change."""
         return self.buffers.state
+
+    def note_longest(self) -> None:
+        """Notes what follows from `reported`."""
+        self.longest, self.num_new = max(self.reported[2]), max(self.reported[4]) - self.state.columns
 
     def decides(self) -> bool:
         """Returns True if nothing of the user's has to look at a step before it is committed or after it."""
@@ -215,6 +233,29 @@ def has_room(run: Run, num_unread: int = 0) -> bool:
     return run.room >= run.state.limit or run.num_new + num_unread * run.generator.verify_width <= run.room
 
 
+def drop_finished(run: Run) -> None:
+    """Goes on without the rows that have ended: eagerly, a forward costs what its rows do.
+
+    The last rows go where they were. But sampled ones, whose noise follows from where they stand: of them the last are
+    dropped. None where somebody has to see the whole batch, or has states of it.
+    """
+    _, _, _, done, filled = run.reported
+    if not any(done) or not run.decides() or run.kept is not None or run.extra or run.cache.groups:
+        return
+    running = [row for row, has_ended in enumerate(done) if not has_ended]
+    num = running[-1] + 1 if run.state.is_sampled else len(running)
+    if num == len(done) or run.ranks.size > 1 or not is_untouched(run.target.parts):
+        return
+    moved = [row for row in running if row >= num]
+    kept = [moved.pop() if done[row] and moved else row for row in range(num)]
+    for row in set(range(len(done))).difference(kept):
+        run.ended[run.rows[row]] = run.state.ids[row, : filled[row]].clone()
+    for notes in (run.rows, *run.reported, *([] if run.reach is None else [run.reach])):
+        notes[:] = [notes[row] for row in kept]
+    run.buffers.keep_rows(kept)
+    run.note_longest()
+
+
 def make_room(run: Run) -> None:
     """Lets both caches and the ids grow where the next step could need it; what is in them stays.
 
@@ -242,4 +283,4 @@ def _grow(run: Run, room: int) -> None:
     run.stats.cache_bytes = run.cache.num_bytes() + generator.cache.num_bytes()
 
 
-__all__ = ["Call", "Run", "first_room", "has_room", "make_room", "tapped"]
+__all__ = ["Call", "Run", "drop_finished", "first_room", "has_room", "make_room", "tapped"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dflash_hf.cache.rows import kept_rows
 from dflash_hf.devices import execution_device
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.tree import DraftTree, along
@@ -304,6 +306,13 @@ class DecodeState:
     def key(self) -> Tensor | None:
         """Seed of the sampling noise; `None` is greedy."""
         return self.seed if self.is_sampled else None
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Keeps these rows alone; see [`kept_rows`]."""
+        dims = {"outcome": 1, "nodes": 1, "position_delta": self.position_delta.dim() - 1}
+        for name in self.__slots__:
+            if isinstance(tensor := getattr(self, name), Tensor) and name not in ("padded_eos_ids", "seed"):
+                setattr(self, name, kept_rows(tensor, rows, dims.get(name, 0)))
 
     def tensors(self) -> list[Tensor]:
         """Returns every tensor that stays where it is from step to step."""

@@ -178,8 +178,8 @@ def finish(run: Run, outcome: Tensor, width: int) -> list[int]:
     take_note(run, reported, outcome[NUM_REPORTED : NUM_REPORTED + width].T)
     running = [row for row, num in enumerate(committed) if num]
     for row in running:
-        stats.num_committed[row].append(committed[row])
-        stats.num_accepted[row].append(accepted[row])
+        stats.num_committed[run.rows[row]].append(committed[row])
+        stats.num_accepted[run.rows[row]].append(accepted[row])
     stats.verify_widths.append(width)
     kept: list[list[int]] | None = None
     chains: list[tuple[int, int]] = []
@@ -208,7 +208,7 @@ def take_note(run: Run, reported: list[list[int]], tokens: Tensor) -> None:
         reported (`list[list[int]]`): The first five rows of the step's `state.outcome`.
         tokens (`torch.Tensor` of shape `[B, width]`, int64): The step's `state.tokens`, on any device.
     """
-    committed, _, lengths, done, filled = reported
+    committed, _, lengths, done, _ = reported
     if run.reach is not None:
         for length, reach, has_ended in zip(lengths, run.reach, done, strict=True):
             # At the forward that plain decoding would fail in: nothing is made of positions that do not exist.
@@ -220,8 +220,8 @@ def take_note(run: Run, reported: list[list[int]], tokens: Tensor) -> None:
     if run.streamer is not None and run.synchronized is None and committed[0]:
         # A copy: the next step writes into the same memory, and a streamer may keep what it gets.
         run.streamer.put(tokens[0, : committed[0]].to("cpu", copy=True))
-    run.longest, run.num_new = max(lengths), max(filled) - run.state.columns
-    run.finished = all(done)
+    run.reported = reported
+    run.note_longest()
 
 
 @dataclass(slots=True)

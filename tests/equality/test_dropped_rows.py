@@ -1,0 +1,146 @@
+"""Rows that have ended are no part of later forwards; texts and statistics are what they are with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.generation import generate, step
+from dflash_hf.generation.run import Run
+from fuzz.targets import Oracle
+from helpers.vision import vision_prompts, vision_target
+from tiny import draft_config, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+
+SETTINGS: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": [9, 33, 40, 41, 42], "pad_token_id": 0}
+LENGTHS = [4, 11, 7, 2, 9]
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Notes how many rows each verify has."""
+    found, verify = list[int](), step.verify
+
+    def noted(run: Run, *given: Any) -> Any:
+        found.append(run.state.ids.shape[0])
+        return verify(run, *given)
+
+    monkeypatch.setattr(step, "verify", noted)
+    return found
+
+
+def counts_of(draft: DFlashDraftModel) -> list[Any]:
+    stats = draft.last_stats
+    return [stats.num_committed, stats.num_accepted, stats.num_accepted_by_node, stats.num_target_forwards]
+
+
+def check(
+    target: PreTrainedModel, draft: DFlashDraftModel, inputs: dict[str, Tensor], sizes: list[int], **settings: Any
+) -> None:
+    """The text is plain `generate`'s, with and without rows that are dropped, and so is what was accepted."""
+    ref: Any = target.generate(**inputs, **settings)
+    assert len({int((row == 0).sum()) for row in ref}) > 1, "rows have to end one after the other"
+    found = list[list[Any]]()
+    for drops in (True, False):
+        sizes.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            if not drops:
+                patch.setattr(generate, "drop_finished", lambda run: None)
+            draft.arm(truth_of(inputs, ref), 0)  # pyright: ignore[reportCallIssue]
+            out: Any = target.generate(**inputs, **settings, assistant_model=draft)
+        assert torch.equal(out, ref)
+        found.append(counts_of(draft))
+        assert sizes == sorted(sizes, reverse=True)
+        assert (sizes[-1] < len(ref)) if drops else (set(sizes) == {len(ref)})
+    assert found[0] == found[1]
+    assert draft.last_stats.acceptance_length > 1.2
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "gemma3", "gpt-oss"])
+def test_chains(family: str, sizes: list[int]) -> None:
+    target = tiny_target(family)
+    for seed in range(3):
+        inputs = prompts(LENGTHS[: 5 - seed], seed)
+        draft = oracle_draft(target, [], seed, 6)
+        check(target, draft, inputs, sizes, do_sample=False, **SETTINGS)
+
+
+def test_trees(sizes: list[int]) -> None:
+    target, inputs = tiny_target("qwen3-sliding"), prompts(LENGTHS, 1)
+    draft: Any = Oracle(draft_config(target, 8)).to(target.dtype).eval()
+    draft.strength = 4.0  # so that a second choice counts
+    draft.generation_config.num_tree_nodes = 12
+    check(target, draft, inputs, sizes, do_sample=False, **SETTINGS)
+
+
+def test_pictures(sizes: list[int]) -> None:
+    target: Any = vision_target("qwen3-vl")
+    inputs = vision_prompts(target, "qwen3-vl", [[(4, 4)], [], [(4, 8), (4, 4)]], 0)
+    ref = target.generate(**inputs, do_sample=False, max_new_tokens=30)
+    ends = [int(row[inputs["input_ids"].shape[1] + 4 + 6 * index]) for index, row in enumerate(ref[:2])]
+    draft = oracle_draft(target, [], 0, 6)
+    check(target, draft, inputs, sizes, do_sample=False, **SETTINGS | {"eos_token_id": ends})
+
+
+def test_sampled_rows_stay_where_they_are(sizes: list[int]) -> None:
+    """Their noise follows from where they stand: only the last ones are dropped."""
+    target, dropped = tiny_target("qwen3"), 0
+    for seed in range(4):
+        inputs, texts = prompts(LENGTHS, seed), list[Tensor]()
+        for drops in (True, False):
+            sizes.clear()
+            with pytest.MonkeyPatch.context() as patch:
+                if not drops:
+                    patch.setattr(generate, "drop_finished", lambda run: None)
+                torch.manual_seed(seed)
+                draft = tiny_draft(target, 6)
+                texts.append(target.generate(**inputs, **SETTINGS, do_sample=True, assistant_model=draft))
+            dropped += sizes[-1] < len(LENGTHS)
+        assert torch.equal(*texts)
+    assert 0 < dropped <= 4
+
+
+class Watching(nn.Module):
+    """A module of the user's that sees the batch."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.inner(states)
+
+
+def hooked(target: Any) -> dict[str, Any]:
+    target.model.layers[1].mlp.register_forward_hook(lambda *args: None)
+    return {}
+
+
+def replaced(target: Any) -> dict[str, Any]:
+    target.model.layers[1].mlp = Watching(target.model.layers[1].mlp)
+    return {}
+
+
+ONLOOKERS: dict[str, Any] = {
+    "a hook": hooked,
+    "a module": replaced,
+    "scores": lambda target: {"output_scores": True, "return_dict_in_generate": True},
+    "a cache": lambda target: {"return_dict_in_generate": True},
+    "a processor": lambda target: {"repetition_penalty": 1.2},
+    "a criterion": lambda target: {"max_time": 1000.0},
+}
+
+
+@pytest.mark.parametrize("onlooker", ONLOOKERS)
+def test_whoever_sees_the_batch_sees_all_of_it(onlooker: str, sizes: list[int]) -> None:
+    target, inputs = tiny_target("qwen3"), prompts(LENGTHS, 0)
+    settings = {**inputs, **SETTINGS, "do_sample": False, **ONLOOKERS[onlooker](target)}
+    ref: Any = target.generate(**settings)
+    draft = oracle_draft(target, truth_of(inputs, getattr(ref, "sequences", ref)), 0, 6)
+    out: Any = target.generate(**settings, assistant_model=draft)
+    assert torch.equal(getattr(out, "sequences", out), getattr(ref, "sequences", ref))
+    assert set(sizes) == {len(LENGTHS)}
