@@ -9,7 +9,8 @@ one prompt at a time. Within a prompt every method runs before the next prompt d
 that a machine that drifts does so for all of them.
 
 Definitions. A *step* is one forward of the target after the prefill; its time runs from the end of one forward to the
-end of the next, so drafting and all that happens between forwards is in it. *Acceptance length* is the number of
+end of the next, so drafting and all that happens between forwards is in it (`ours`, where a hook on the target would
+change what runs: the mean of each run, by its statistics). *Acceptance length* is the number of
 tokens committed per verify, the bonus included, pooled over rows and prompts; the prefill's token (for lookup: all
 that the first forward commits) belongs to no verify. For `stock` and `lookup` it is counted as new tokens per forward
 of the target, by a hook. *tokens/s* is new tokens over the wall time of the whole call, *decode tokens/s* leaves the

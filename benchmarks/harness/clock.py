@@ -64,8 +64,8 @@ class StepClock:
         model (`nn.Module`): The target; a hook is put on it while the block runs.
         device (`torch.device`): Where it runs.
         is_hooked (`bool`): `False` where a hook would change what is measured: replayed forwards call none, compiled
-            ones would take it in. Then the run calls `marks.mark` itself behind every token, or [`take`] says how
-            long the parts took.
+            ones would take it in, and with a draft a target on which hooks hang runs otherwise. Then the run calls
+            `marks.mark` itself behind every token, or [`take`] says how long the parts took.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, is_hooked: bool = True) -> None:

@@ -72,14 +72,14 @@ class Method:
         name (`str`): What rows call it.
         run (callable): Decodes prompts of a pair.
         batches (`bool`): Whether it takes more than one prompt at a time.
-        replays (`bool`): Whether its steps are CUDA graphs where there is CUDA, which call no hooks.
+        tells (`bool`): Whether its statistics say how long it took: ours, which runs otherwise where a hook hangs.
         marks_tokens (`bool`): Whether it calls `on_token` instead, because its forwards may be compiled.
     """
 
     name: str
     run: Callable[[Pair, Inputs, Settings], Raw]
     batches: bool
-    replays: bool = False
+    tells: bool = False
     marks_tokens: bool = False
 
 
@@ -210,7 +210,7 @@ def ours_with(name: str, **options: Any) -> Method:
             for option, value in before.items():
                 setattr(config, option, value)
 
-    return Method(name=name, run=run, batches=True, replays=options.get("engine") in (None, "auto", "cuda_graph"))
+    return Method(name=name, run=run, batches=True, tells=True)
 
 
 def ours_on(engine: str) -> Method:
@@ -223,7 +223,7 @@ def ours_on(engine: str) -> Method:
         with uncaptured(pair.draft):
             return captured.run(pair, inputs, settings)
 
-    return replace(captured, run=run, replays=False)
+    return replace(captured, run=run)
 
 
 def ours_at(width: int, block: int, **options: Any) -> Method:
@@ -238,10 +238,10 @@ def ours_sampled(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
 
 PLAIN = Method(name="plain", run=plain, batches=True)
 PLAIN_STATIC = Method(name="plain/static", run=plain_static, batches=True, marks_tokens=True)
-OURS = Method(name="ours", run=ours, batches=True, replays=True)
+OURS = Method(name="ours", run=ours, batches=True, tells=True)
 OURS_EAGER = ours_on("eager")
 OURS_COMPILED = ours_with("ours/compiled", compile_layers=True)
-OURS_SAMPLED = Method(name="ours/sampled", run=ours_sampled, batches=True, replays=True)
+OURS_SAMPLED = Method(name="ours/sampled", run=ours_sampled, batches=True, tells=True)
 STOCK = Method(name="stock", run=stock, batches=False)
 LOOKUP = Method(name="lookup", run=lookup, batches=False)
 
@@ -255,13 +255,12 @@ def measure(pair: Pair, method: Method, inputs: Inputs, settings: Settings) -> O
     held = torch.cuda.memory_allocated(device) if is_cuda else 0
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    replays = is_cuda and method.replays and pair.draft.generation_config.engine in ("auto", "cuda_graph")
-    clock = StepClock(pair.target, device, is_hooked=not replays and not method.marks_tokens)
+    clock = StepClock(pair.target, device, is_hooked=not method.tells and not method.marks_tokens)
     if method.marks_tokens:
         settings = replace(settings, on_token=clock.marks.mark)
     with clock:
         raw = method.run(pair, inputs, settings)
-    if replays:
+    if method.tells:
         clock.take(pair.draft.last_stats)
     answers = _answers(raw.sequences, inputs["input_ids"].shape[1], pair.eos_ids())
     new = sum(len(answer) for answer in answers)
