@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.generation import generate, step
+from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.run import Run
 from fuzz.targets import Oracle
+from helpers.static import set_engine, tensor_oracle
 from helpers.vision import vision_prompts, vision_target
 from tiny import draft_config, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
@@ -102,6 +104,19 @@ def test_sampled_rows_stay_where_they_are(sizes: list[int]) -> None:
             dropped += sizes[-1] < len(LENGTHS)
         assert torch.equal(*texts)
     assert 0 < dropped <= 4
+
+
+def test_buffers_that_are_kept_keep_their_rows(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a run that was to be captured and cannot be: they are for the next call."""
+    target, inputs = tiny_target("qwen3"), prompts(LENGTHS, 0)
+    ref = target.generate(**inputs, **SETTINGS, do_sample=False)
+    draft = tensor_oracle(target, truth_of(inputs, ref), 0, 6)
+    set_engine(draft, "static")
+    monkeypatch.setattr(generate, "start_engine", lambda run, engine: None)
+    for _ in range(2):
+        assert torch.equal(target.generate(**inputs, **SETTINGS, do_sample=False, assistant_model=draft), ref)
+        assert [kept.shape.batch for kept in kept_buffers(draft)] == [len(LENGTHS)]
+    assert set(sizes) == {len(LENGTHS)}
 
 
 class Watching(nn.Module):

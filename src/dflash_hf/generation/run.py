@@ -240,7 +240,7 @@ def drop_finished(run: Run) -> None:
     dropped. None where somebody has to see the whole batch, or has states of it.
     """
     _, _, _, done, filled = run.reported
-    if not any(done) or not run.decides() or run.kept is not None or run.extra or run.cache.groups:
+    if not any(done) or not run.decides() or run.keeps_buffers or run.kept or run.extra or run.cache.groups:
         return
     running = [row for row, has_ended in enumerate(done) if not has_ended]
     num = running[-1] + 1 if run.state.is_sampled else len(running)
