@@ -37,7 +37,7 @@ from dflash_kernels import (
 from dflash_kernels._dispatch import has_triton
 from dflash_kernels.block_attention import covers
 from dflash_kernels.build_tree import MAX_NODES, num_paths
-from dflash_kernels.gumbel_argmax import exponential_noise
+from dflash_kernels.gumbel_argmax import ROW_BITS, exponential_noise
 from dflash_kernels.rotary import norm_and_rotate
 
 logger = logging.getLogger(__name__)
@@ -219,6 +219,7 @@ def _say_triton_is_missing() -> None:
 
 __all__ = [
     "MAX_NODES",
+    "ROW_BITS",
     "accepts",
     "add_norm",
     "argmax",

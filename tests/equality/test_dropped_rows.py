@@ -16,7 +16,7 @@ from dflash_hf.generation.run import Run
 from fuzz.targets import Oracle
 from helpers.static import set_engine, tensor_oracle
 from helpers.vision import vision_prompts, vision_target
-from tiny import draft_config, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import DFLASH2, draft_config, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 SETTINGS: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": [9, 33, 40, 41, 42], "pad_token_id": 0}
 LENGTHS = [4, 11, 7, 2, 9]
@@ -88,22 +88,51 @@ def test_pictures(sizes: list[int]) -> None:
     check(target, draft, inputs, sizes, do_sample=False, **SETTINGS | {"eos_token_id": ends})
 
 
-def test_sampled_rows_stay_where_they_are(sizes: list[int]) -> None:
-    """Their noise follows from where they stand: only the last ones are dropped."""
-    target, dropped = tiny_target("qwen3"), 0
-    for seed in range(4):
-        inputs, texts = prompts(LENGTHS, seed), list[Tensor]()
+@pytest.mark.parametrize("nodes", [0, 12])
+@pytest.mark.parametrize("options", [{}, DFLASH2], ids=["dflash", "dflash2"])
+@pytest.mark.parametrize("rule", ["argmax", "shared_noise", "sample"])
+def test_sampled_texts_do_not_follow_from_where_rows_stand(
+    rule: Any, options: dict[str, Any], nodes: int, sizes: list[int]
+) -> None:
+    """Their noise is keyed by rows: by the call's, wherever they have moved."""
+    target = tiny_target("qwen3")
+    for seed in range(3):
+        inputs, texts, counts = prompts(LENGTHS, seed), list[Tensor](), list[Any]()
         for drops in (True, False):
             sizes.clear()
             with pytest.MonkeyPatch.context() as patch:
                 if not drops:
                     patch.setattr(generate, "drop_finished", lambda run: None)
                 torch.manual_seed(seed)
-                draft = tiny_draft(target, 6)
-                texts.append(target.generate(**inputs, **SETTINGS, do_sample=True, assistant_model=draft))
-            dropped += sizes[-1] < len(LENGTHS)
+                draft = tiny_draft(target, 6, **options)
+                draft.generation_config.proposal, draft.generation_config.num_tree_nodes = rule, nodes
+                texts.append(target.generate(**inputs, **SETTINGS, do_sample=True, top_k=5, assistant_model=draft))
+            counts.append(counts_of(draft))
+            assert (sizes[-1] < len(LENGTHS)) is drops
         assert torch.equal(*texts)
-    assert 0 < dropped <= 4
+        assert counts[0] == counts[1]
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [8.0, 4.0, 3.0, 2.0],
+    "original_max_position_embeddings": 16,
+}
+
+
+@pytest.mark.parametrize("lengths", [[30, 4, 6], [4, 30, 6], [30, 4]])
+def test_a_rope_that_follows_the_longest_row_keeps_it(lengths: list[int], sizes: list[int]) -> None:
+    target = tiny_target("llama", max_position_embeddings=256, rope_parameters=LONGROPE)
+    inputs = prompts(lengths, 0)
+    text = target.generate(**inputs, do_sample=False, max_new_tokens=12)
+    end = int(text[lengths.index(30), 31])  # the long row's second token
+    settings = {**inputs, "do_sample": False, "max_new_tokens": 12, "eos_token_id": end, "pad_token_id": 0}
+    ref = target.generate(**settings)
+    draft = oracle_draft(target, truth_of(inputs, ref), 0, 4)
+    assert torch.equal(target.generate(**settings, assistant_model=draft), ref)
+    assert set(sizes) == {len(lengths)}
 
 
 def test_buffers_that_are_kept_keep_their_rows(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

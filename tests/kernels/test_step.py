@@ -133,7 +133,8 @@ class Recording(TensorOracle):
 
     def forward_block(self, noise_embeds: Tensor, cache: Any, context: Any = None) -> Tensor:
         hidden = super().forward_block(noise_embeds, cache, context)
-        self.blocks.append((cache.block.lengths.clone(), noise_embeds.clone(), hidden.clone()))
+        rows = self.rows_of(len(hidden))
+        self.blocks.append((rows, cache.block.lengths.clone(), noise_embeds.clone(), hidden.clone()))
         return hidden
 
 
@@ -159,10 +160,10 @@ def check_context(target: Any, engine: Any, lengths: list[int], new: int, tolera
             for row in truth
         ]
         checked = 0
-        for starts, noise, hidden in draft.blocks:
-            for row, start in enumerate(starts.tolist()):
-                once = draft(noise[row : row + 1], features[row][:, :start]).last_hidden_state[0]
-                assert (once - hidden[row]).abs().max() < tolerance * once.abs().max()
+        for rows, starts, noise, hidden in draft.blocks:
+            for place, (row, start) in enumerate(zip(rows, starts.tolist(), strict=True)):
+                once = draft(noise[place : place + 1], features[row][:, :start]).last_hidden_state[0]
+                assert (once - hidden[place]).abs().max() < tolerance * once.abs().max()
                 checked += start > lengths[row]
     assert checked > 3
 

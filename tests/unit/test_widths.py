@@ -415,3 +415,28 @@ def test_what_a_run_has_seen_is_kept_for_the_next_of_its_pair_and_rows() -> None
     assert list(_kept[draft]) == [(weakref.ref(other), 1, 4, False, None)], (
         "what belongs to a target that is no more is dropped"
     )
+
+
+def test_what_steps_take_is_known_for_every_number_of_rows_apart() -> None:
+    chooser, clock = WidthChooser(8), 0.0
+
+    def run(rows: int, seconds: float, steps: int) -> None:
+        nonlocal clock
+        chooser.use_rows(rows)
+        for _ in range(steps):
+            clock += seconds
+            chooser.observe(chooser.next_width(), [7] * rows, clock)
+
+    run(4, 0.4, 8)
+    assert chooser.costs()[8] == pytest.approx(0.4)
+    chooser.use_rows(2)
+    assert chooser.costs()[8] == pytest.approx(0.2), "at first in proportion"
+    run(2, 0.3, 8)
+    assert chooser.costs()[8] == pytest.approx(0.3)
+    run(1, 0.25, 2)
+    chooser.begin()
+    clock = 0.0
+    chooser.use_rows(4)
+    assert chooser.costs()[8] == pytest.approx(0.4), "as before the rows ended"
+    chooser.use_rows(2)
+    assert chooser.costs()[8] == pytest.approx(0.3)

@@ -98,8 +98,7 @@ def decide_at_once(
         state.tokens.copy_(tokens)
         return num_accepted
     if tree is not None:
-        positions = state.next_positions[:, :1] + tree.depths + 1
-        state.tokens.copy_(choose_from_logits(logits_BWV, processors, state.key, positions))
+        state.tokens.copy_(choose_from_logits(logits_BWV, processors, state.key, state.positions_behind(tree)))
         state.follow(tree)
         return None
     state.tokens.copy_(choose_from_logits(logits_BWV, processors, state.key, state.decided_positions))

@@ -175,7 +175,7 @@ class DFlashCandidateGenerator:
             states = hidden.to(device, dtype)
         logits = draft.compute_logits(states, self.target.head).to(device)
         self.logits = logits if self.keeps_logits else None
-        positions = block.positions[:, slots] + self.ahead
+        positions = state.keyed(block.positions[:, slots] + self.ahead)
         if trees is not None:
             self._propose_tree(trees, state, hidden, logits, positions)
             return

@@ -284,7 +284,9 @@ def _chooser(generator: DFlashCandidateGenerator, state: DecodeState, keeps_buff
     may_be_chain = is_tree and options.num_tree_nodes in (None, "auto") and longest <= width and not keeps_buffers
     chain, rows = longest if may_be_chain else None, state.ids.shape[0]
     kept = None if keeps_buffers else take_chooser(draft, target.model, rows, width, is_tree, chain)
-    return WidthChooser(width, is_tree, longest, chain) if kept is None else kept
+    chooser = WidthChooser(width, is_tree, longest, chain) if kept is None else kept
+    chooser.use_rows(rows)
+    return chooser
 
 
 def _limit(criteria: StoppingCriteriaList, generation_config: GenerationConfig, num_columns: int) -> int:

@@ -39,6 +39,7 @@ from dflash_hf.target.fused import fused_modules
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
 from dflash_hf.target.reentry import KEYWORD, ragged_attention
+from dflash_hf.target.support import LENGTH_DEPENDENT_ROPE, rope_kinds
 
 # Criteria that the commit itself decides.
 LENGTH_AND_END = (EosTokenCriteria, MaxLengthCriteria)
@@ -236,24 +237,25 @@ def has_room(run: Run, num_unread: int = 0) -> bool:
 def drop_finished(run: Run) -> None:
     """Goes on without the rows that have ended: eagerly, a forward costs what its rows do.
 
-    The last rows go where they were. But sampled ones, whose noise follows from where they stand: of them the last are
-    dropped. None where somebody has to see the whole batch, or has states of it.
+    The last rows go where they were. None is dropped where somebody has to see the whole batch, or has states of it.
     """
     _, _, _, done, filled = run.reported
     if not any(done) or not run.decides() or run.keeps_buffers or run.kept or run.extra or run.cache.groups:
         return
-    running = [row for row, has_ended in enumerate(done) if not has_ended]
-    num = running[-1] + 1 if run.state.is_sampled else len(running)
-    if num == len(done) or run.ranks.size > 1 or not is_untouched(run.target.parts):
+    # Such a RoPE goes by the longest row of the batch, also where that has ended.
+    if run.ranks.size > 1 or rope_kinds(run.target) & set(LENGTH_DEPENDENT_ROPE) or not is_untouched(run.target.parts):
         return
-    moved = [row for row in running if row >= num]
-    kept = [moved.pop() if done[row] and moved else row for row in range(num)]
+    running = [row for row, has_ended in enumerate(done) if not has_ended]
+    moved = [row for row in running if row >= len(running)]
+    kept = [moved.pop() if done[row] else row for row in range(len(running))]
     for row in set(range(len(done))).difference(kept):
         run.ended[run.rows[row]] = run.state.ids[row, : filled[row]].clone()
     for notes in (run.rows, *run.reported, *([] if run.reach is None else [run.reach])):
         notes[:] = [notes[row] for row in kept]
     run.buffers.keep_rows(kept)
     run.note_longest()
+    if run.chooser is not None:
+        run.chooser.use_rows(len(kept))
 
 
 def make_room(run: Run) -> None:

@@ -331,7 +331,7 @@ def accept_drawn(state: DecodeState, tree: DraftTree, target_scores_BNV: Tensor,
     """
     assert state.draft_probs is not None
     assert state.key is not None
-    positions = state.next_positions[:, :1] + tree.depths + 1
+    positions = state.positions_behind(tree)
     may_read = may_read and positions.device.type == "cpu"
     probs = torch.softmax(target_scores_BNV, dim=-1, dtype=torch.float32)
     stands, token = walk(tree, state.block, probs, state.draft_probs, state.key, positions, may_read)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dflash_hf import ops
 from dflash_hf.cache.rows import kept_rows
 from dflash_hf.devices import execution_device
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -119,6 +120,8 @@ class DecodeState:
             index in the row; several of them per token under M-RoPE.
         padded_eos_ids (`torch.Tensor` of shape `[N]`, int64): End-of-sequence ids; negative ones are none.
         seed (`torch.Tensor` of shape `[]`, int64): Of the sampling noise.
+        moved (`torch.Tensor` of shape `[B]`, int64, *optional*): What makes a position that of the row where it was at
+            first, once rows have moved: noise is keyed by rows, too.
         columns (`int`): Columns of the prompts in `ids`.
         limit (`int`): Tokens a row may generate.
         width (`int`): Tokens that the step verifies, at most `W`; each step may have its own.
@@ -145,6 +148,7 @@ class DecodeState:
     padded_eos_ids: Tensor
     seed: Tensor
     nodes: Tensor | None = None
+    moved: Tensor | None = None
     columns: int = 0
     limit: int = 0
     width: int = 1
@@ -197,6 +201,7 @@ class DecodeState:
         The first commit, of the token that the prefill decides, makes that token the anchor.
         """
         self.columns, self.limit, self.width, self.is_chain = input_ids.shape[1], limit, 1, False
+        self.moved = None
         self.ids.zero_()[:, : self.columns] = input_ids
         self.cursor.fill_(self.columns)
         self.remaining.fill_(limit)
@@ -244,8 +249,16 @@ class DecodeState:
 
     @property
     def decided_positions(self) -> Tensor:
-        """Index in its row of each of `tokens` `[B, width]`, in the order of a chain."""
-        return self.next_positions[:, : self.width] + 1
+        """What noise is keyed by for each of `tokens` `[B, width]`, in the order of a chain."""
+        return self.keyed(self.next_positions[:, : self.width] + 1)
+
+    def positions_behind(self, tree: DraftTree) -> Tensor:
+        """What noise is keyed by for the token behind each node `[B, N]`."""
+        return self.keyed(self.next_positions[:, :1] + tree.depths + 1)
+
+    def keyed(self, positions: Tensor) -> Tensor:
+        """Returns what noise is keyed by for tokens at these indices in their rows `[B, n]`, which are above 0."""
+        return positions if self.moved is None else positions ^ self.moved[:, None]
 
     def report_in(self, outcome: Tensor, width: int) -> TreeReport | None:
         """What the `outcome` of a step says of its tree of `width` tokens, if it verified one; views."""
@@ -309,9 +322,15 @@ class DecodeState:
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keeps these rows alone; see [`kept_rows`]."""
+        if self.is_sampled:
+            # As `ops.exponential_noise` puts rows and positions together.
+            places = (
+                torch.tensor([row ^ place for place, row in enumerate(rows)], device=self.ids.device) << ops.ROW_BITS
+            )
+            self.moved = places if self.moved is None else self.moved[list(rows)] ^ places
         dims = {"outcome": 1, "nodes": 1, "position_delta": self.position_delta.dim() - 1}
         for name in self.__slots__:
-            if isinstance(tensor := getattr(self, name), Tensor) and name not in ("padded_eos_ids", "seed"):
+            if isinstance(tensor := getattr(self, name), Tensor) and name not in ("padded_eos_ids", "seed", "moved"):
                 setattr(self, name, kept_rows(tensor, rows, dims.get(name, 0)))
 
     def tensors(self) -> list[Tensor]:
@@ -319,7 +338,7 @@ class DecodeState:
         return [
             value
             for name in self.__slots__
-            if name != "draft_probs" and isinstance(value := getattr(self, name), Tensor)
+            if name not in ("draft_probs", "moved") and isinstance(value := getattr(self, name), Tensor)
         ]
 
 

@@ -199,7 +199,9 @@ class WidthChooser:
         # What was chosen for the step that was launched last: a width of `widths`, or `CHAIN`.
         self.current = widest
         self._measured: dict[int, float] | None = None
-        self._times: dict[int, deque[float]] = {}
+        # What steps of each choice took, of the rows that are running, and of every number of rows.
+        self._rows, self._times = 0, dict[int, deque[float]]()
+        self._times_of = {0: self._times}
         self._clock = 0.0
         # The width that is held, for how many steps it has been, after how many another one is tried, and whether the
         # last verify brought more than steps without a draft had in its time.
@@ -217,6 +219,14 @@ class WidthChooser:
         self._clock, self._pays = 0.0, False
         if self._held == 1:  # nothing is learned without a draft
             self._hold = min(self._hold, FIRST_HOLD)
+
+    def use_rows(self, rows: int) -> None:
+        """Goes on with so many rows: what a step of as many takes, at first as if it were in proportion to them."""
+        if rows == self._rows:
+            return
+        share, before = rows / (self._rows or rows), self._times
+        scaled = {width: deque((share * time for time in times), NUM_TIMES) for width, times in before.items()}
+        self._rows, self._times, self._steps = rows, self._times_of.setdefault(rows, scaled), 0
 
     def set_costs(self, costs: Mapping[int, float]) -> None:
         """Gives the costs of the only widths that may be chosen from now on; the run's own times count no more."""

@@ -10,6 +10,8 @@ from ..operation import Given, Sizes, check_dtype, operation
 
 MULTIPLIER = 0x45D9F3B37197344B
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+# Where a row's number stands in what noise is keyed by, above the position.
+ROW_BITS = 40
 
 
 def _mix(bits: Tensor) -> Tensor:
@@ -32,7 +34,7 @@ def exponential_noise(seed: Tensor, positions_BK: Tensor, tokens: Tensor, stream
         `torch.Tensor` of shape `[B, K, N]`, float32, positive.
     """
     rows = torch.arange(positions_BK.shape[0], device=positions_BK.device)[:, None]
-    lane = _mix(_mix(seed + stream) ^ (rows << 40) ^ positions_BK)
+    lane = _mix(_mix(seed + stream) ^ (rows << ROW_BITS) ^ positions_BK)
     bits = _mix(lane[..., None] + (tokens + 1) * GOLDEN)
     # 32 bits at the middle of their cell: never 0, and a resolution of 2^-32 where the winners of a Gumbel draw are.
     # Near 1 float32 would round up to 1, whose exponential is infinite: where one token is left, it would tie with
@@ -87,4 +89,4 @@ def gumbel_argmax(
     return (scores - torch.log(exponential_noise(seed, positions_BK, tokens, stream))).argmax(dim=-1)
 
 
-__all__ = ["exponential_noise", "gumbel_argmax"]
+__all__ = ["ROW_BITS", "exponential_noise", "gumbel_argmax"]
