@@ -145,7 +145,7 @@ def prefilled(monkeypatch: pytest.MonkeyPatch, target: Any, lengths: list[int], 
     draft = tensor_oracle(target, truth_of(inputs, wanted.sequences), 2, 6)
     with monkeypatch.context() as patch:
         patch.setattr(
-            short_forwards._Attention, "_over_prompt", lambda own, *args: used.append(own.module) or plain(own, *args)
+            short_forwards._Attention, "_over_prompt", lambda own, *args: used.append(args[0]) or plain(own, *args)
         )
         out = target.generate(**inputs, **options, assistant_model=draft)
     assert torch.equal(out.logits[0], wanted.logits[0])
@@ -383,16 +383,15 @@ def test_a_layer_that_is_trained_runs_as_it_is() -> None:
     short = short_forward_of(layer, torch.float64)
     assert isinstance(short, ShortLayer)
     for is_training in (True, False):
-        short.prepare(layer.train(is_training), None)
-        assert (short._layer is None) == is_training
+        assert (short.prepared(layer.train(is_training), None) is None) == is_training
 
 
 def test_hooks_that_transformers_leaves_behind_are_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target("qwen3")
     target(torch.arange(1, 9)[None], output_hidden_states=True)
     assert cast(Any, target).model.layers[1].self_attn._forward_hooks
-    plain, used = short_forwards._Layer.run, list[bool]()
-    monkeypatch.setattr(short_forwards._Layer, "run", lambda *args: used.append(True) or plain(*args))
+    plain, used = short_forwards.PreparedLayer.run, list[bool]()
+    monkeypatch.setattr(short_forwards.PreparedLayer, "run", lambda *args: used.append(True) or plain(*args))
     decoded(target)
     assert used
 
@@ -404,6 +403,55 @@ def test_nothing_holds_a_layer_when_the_verify_is_over() -> None:
     del target
     gc.collect()
     assert not any(module() is not None for module in kept)
+
+
+def replaced_parameter(layer: Any) -> None:
+    layer.self_attn.v_proj.weight = nn.Parameter(-layer.self_attn.v_proj.weight.detach())
+
+
+def replaced_norm_weight(layer: Any) -> None:
+    layer.self_attn.q_norm.weight = nn.Parameter(layer.self_attn.q_norm.weight.detach().flip(0))
+
+
+def replaced_projection(layer: Any) -> None:
+    other = nn.Linear(layer.mlp.up_proj.in_features, layer.mlp.up_proj.out_features, bias=True)
+    layer.mlp.up_proj = other.to(layer.mlp.up_proj.weight.dtype)
+
+
+def other_scaling(layer: Any) -> None:
+    layer.self_attn.scaling *= 3
+
+
+def parameter_beside(layer: Any) -> None:
+    layer.mlp.gate_proj.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    layer.mlp.gate_proj.weight.data.mul_(-1)
+
+
+CHANGES = [replaced_parameter, replaced_norm_weight, replaced_projection, other_scaling, parameter_beside]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_is_changed_between_two_calls_counts_in_the_second(
+    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text, logits, keys and values; what the first call has kept of its layers is of no further use."""
+    target: Any = tiny_target("qwen3")
+    num = len(target.model.layers)
+    assert prefilled(monkeypatch, target, [9]) == num
+    change(target.model.layers[1])
+    assert prefilled(monkeypatch, target, [9]) == num
+    decoded(target)
+
+
+def test_a_projection_that_was_replaced_leaves_no_weights_behind() -> None:
+    target: Any = tiny_target("qwen3")
+    decoded(target)
+    attention = target.model.layers[1].self_attn
+    weight = weakref.ref(attention.q_proj.weight)
+    attention.q_proj = copy.deepcopy(attention.q_proj)
+    gc.collect()
+    assert weight() is None
+    decoded(target)
 
 
 def test_hooks_on_all_modules_are_not_passed_by() -> None:

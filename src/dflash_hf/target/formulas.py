@@ -59,7 +59,7 @@ def is_bare(module: Any) -> bool:
 
 
 def is_untouched(parts: Inventory) -> bool:
-    """Returns True if nothing but code of torch and Transformers runs in a model, on plain weights of one dtype.
+    """Returns True if nothing but code of torch and Transformers runs in a model, on plain weights.
 
     Code of the user's in there may change what comes behind it, or call the model itself.
     """
@@ -71,8 +71,7 @@ def is_untouched(parts: Inventory) -> bool:
             return False
         if "forward" in own or own.get("_compiled_call_impl") is not None:
             return False
-    weights = [weight for weight in parts.weights if weight is not None]
-    if {*map(type, weights)} != {nn.Parameter} or len({(weight.device, weight.dtype) for weight in weights}) > 1:
+    if not {*map(type, parts.weights)} <= {nn.Parameter, type(None)}:
         return False
     model = parts.modules[0]
     is_own = "prepare_inputs_for_generation" in vars(model) or not _is_theirs(type(model).__module__)

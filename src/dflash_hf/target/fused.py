@@ -15,9 +15,9 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +50,7 @@ from dflash_hf.target.parts import Target
 from dflash_hf.target.reentry import KEYWORD
 from dflash_hf.target.short_forwards import (
     Forward,
+    PreparedLayer,
     ShortLayer,
     attend_ragged,
     by_sdpa,
@@ -62,9 +63,10 @@ COMPILED = "_dflash_compiled"
 
 
 class _Here(threading.local):
-    """The model that this thread runs in fewer operations, if it does, and whether for a whole run."""
+    """The model that this thread runs in fewer operations, if it does, its layers, and whether for a whole run."""
 
     model: PreTrainedModel | None = None
+    layers: Mapping[nn.Module, PreparedLayer] = MappingProxyType({})
     is_whole_run: bool = False
 
 
@@ -77,7 +79,7 @@ class _Plan(NamedTuple):
         is_kernels (`bool`): Whether it is fused by kernels, else by torch.
         classes (`dict`): What each class of module computed by.
         forwards (list of `(weak reference, callable)`): Modules and their forwards.
-        layers (list of `(weak reference, ShortLayer)`): Those that have to be prepared.
+        layers (list of `(weak reference, ShortLayer)`): Those of them that have to be prepared.
     """
 
     facts: object
@@ -109,29 +111,23 @@ def fused_modules(target: Target, takes_prompts: bool = False) -> Generator[None
     if runs_whole(target) or (not is_kernels and not ops.shortens(weight)):
         yield
         return
-    plan, user, before = _plan(target, weight.dtype, is_kernels), object(), (_here.model, _here.is_whole_run)
+    plan, user = _plan(target, weight.dtype, is_kernels), object()
+    before = _here.model, _here.layers, _here.is_whole_run
 
     def put_back() -> None:
-        _here.model, _here.is_whole_run = before
+        _here.model, _here.layers, _here.is_whole_run = before
         with _patching:
             users = _users.setdefault(target.model, {})
             users.pop(user, None)
             if any(other is plan for other in users.values()):
                 return
             for weak, _ in plan.forwards:
-                if (module := weak()) is not None and hasattr(vars(module).get("forward"), MARK):
+                if (module := weak()) is not None and hasattr(module.__dict__.get("forward"), MARK):
                     del module.forward
-            for _, short in plan.layers:
-                short.forget()
 
     with undoing(put_back):
         with _patching:
             _users.setdefault(target.model, {})[user] = plan
-            is_changed = any(module._forward_pre_hooks for module in (target.model, target.decoder))
-            for weak, short in plan.layers:
-                short.forget()  # what another thread has looked up may have been changed since
-                if not is_changed and (module := weak()) is not None:
-                    short.prepare(module, target.config if takes_prompts else None, is_untouched=takes_prompts)
             compiled = [layer for layer in target.layers if hasattr(vars(layer).get("forward"), COMPILED)]
             traced = {part for layer in compiled for part in layer.modules()}
             for weak, forward in plan.forwards:
@@ -140,7 +136,14 @@ def fused_modules(target: Target, takes_prompts: bool = False) -> Generator[None
                 # One of the user's stays. Bound, so that a copy of the module has its own.
                 if module is not None and module not in traced and (own is None or hasattr(own, MARK)):
                     vars(module)["forward"] = MethodType(forward, module)
-        _here.model, _here.is_whole_run = target.model, takes_prompts
+        layers = dict[nn.Module, PreparedLayer]()
+        # What runs before the layers may change what they are made of.
+        is_changed = any(module._forward_pre_hooks for module in (target.model, target.decoder))
+        for weak, short in [] if is_changed else plan.layers:
+            config = target.config if takes_prompts else None
+            if (module := weak()) is not None and (layer := short.prepared(module, config, takes_prompts)) is not None:
+                layers[module] = layer
+        _here.model, _here.layers, _here.is_whole_run = target.model, layers, takes_prompts
         yield
 
 
@@ -183,9 +186,10 @@ def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
         for module in [] if is_compiled else target.decoder.modules():
             if module in within or (fused := forward_of(module, dtype)) is None:
                 continue
-            found.append((weakref.ref(module), _switched(fused)))
+            weak = weakref.ref(module)
             if isinstance(fused, ShortLayer):
-                layers.append((weakref.ref(module), fused))
+                layers.append((weak, fused))
+            found.append((weak, _layer_forward_here if isinstance(fused, ShortLayer) else _switched(fused)))
             # Kernels' layers call their parts, short ones do what these would.
             within |= set() if is_kernels else set(module.modules())
         classes = {type(module): computed_by(type(module)) for module in target.modules}
@@ -203,6 +207,16 @@ def _switched(fused: Forward) -> Forward:
 
     setattr(forward, MARK, True)
     return forward
+
+
+def _layer_forward_here(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A forward for a layer, to be bound: as one function where this thread has prepared it, elsewhere its class's."""
+    layer = _here.layers.get(self)
+    out = None if layer is None else layer.answer(self, args, kwargs)
+    return type(self).forward(self, *args, **kwargs) if out is None else out
+
+
+setattr(_layer_forward_here, MARK, True)
 
 
 def _forward_of(module: Any, dtype: torch.dtype) -> Forward | None:

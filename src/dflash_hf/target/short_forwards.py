@@ -9,6 +9,7 @@ quantised ones, are called as ever; hooks and forwards of the user's within a la
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -49,15 +50,18 @@ from dflash_hf.target.reentry import KEYWORD, ragged_block
 Forward = Callable[..., Any]
 # From states to states.
 Run = Callable[[Tensor], Tensor]
+# A module's own parameters by name, as they are: it is replaced where the module's is.
+Parameters = dict[str, Any]
+Projection = Run | Parameters
 # What a decoder layer is called with in a prefill: with anything else its class knows what to do.
 PREFILL = {"attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings"}
 
 
-def short_forward_of(module: Any, dtype: torch.dtype) -> Forward | None:
+def short_forward_of(module: Any, dtype: torch.dtype) -> Forward | ShortLayer | None:
     """Returns the forward in fewer operations of torch of a module whose formula is known, else `None`.
 
     It is called with the class's forward, the module, and what the module is called with. A [`ShortLayer`] has to be
-    prepared before it is.
+    prepared for each run, which gives what is called.
 
     Args:
         module (`nn.Module`): A norm, an attention, or a layer of both and an MLP.
@@ -139,18 +143,17 @@ def _attention_forward(eps: float, plain: Forward, module: Any, *args: Any, **kw
 def _attend_by_parts(
     module: Any, eps: float, cache: RaggedCache, states: Tensor, kwargs: dict[str, Any]
 ) -> tuple[Tensor, None]:
-    return _Attention.of(module, eps).run(states, cache, kwargs), None
+    return _Attention.of(module, eps).run(module, states, cache, kwargs), None
 
 
 class _Attention(NamedTuple):
-    """An attention: its projections, the weights of its norms, if it has any, and settings."""
+    """An attention: its projections, the parameters of its norms, if it has any, and settings."""
 
-    module: Any
-    query: Run
-    key: Run
-    value: Run
-    out: Run
-    norms: list[Tensor]
+    query: Projection
+    key: Projection
+    value: Projection
+    out: Projection
+    norms: list[Parameters]
     eps: float
     size: int
     scaling: float
@@ -159,76 +162,103 @@ class _Attention(NamedTuple):
     @classmethod
     def of(cls, module: Any, eps: float, is_untouched: bool = False) -> _Attention:
         """Looks up what a module is made of."""
-        # Some say it in their config alone; to ask a config takes time.
-        own = vars(module)
-        window = own["sliding_window"] if "sliding_window" in own else getattr(own["config"], "sliding_window", None)
-        return cls(
-            module,
-            *[_projection(module._modules[name], is_untouched) for name in ("q_proj", "k_proj", "v_proj", "o_proj")],
-            norms=[norm.weight for norm in head_norms(module)],
-            eps=eps,
-            size=module.head_dim,
-            scaling=module.scaling,
-            window=window,
-        )
+        names = ("q_proj", "k_proj", "v_proj", "o_proj")
+        query, key, value, out = (_projection(module._modules[name], is_untouched) for name in names)
+        norms = [norm._parameters for norm in head_norms(module)]
+        return cls(query, key, value, out, norms, eps, *_settings(module))
 
-    def run(self, states: Tensor, cache: Cache, kwargs: dict[str, Any]) -> Tensor:
+    def run(self, module: Any, states: Tensor, cache: Cache, kwargs: dict[str, Any]) -> Tensor:
         """Attends over a cache; heads stay where the projections put them, nothing is transposed for RoPE."""
         shape = (*states.shape[:-1], -1, self.size)
         cos, sin = (part.unsqueeze(2) for part in kwargs["position_embeddings"])
-        query, key = self.query(states).view(shape), self.key(states).view(shape)
+        query, key, value = (_project(states, by).view(shape) for by in (self.query, self.key, self.value))
         if self.norms:
-            query, key = rms_norm(query, self.norms[0], self.eps), rms_norm(key, self.norms[1], self.eps)
-        query = ops.norm_and_rotate(query, None, cos, sin, self.eps)
+            query, key = (
+                rms_norm(heads, norm["weight"], self.eps) for heads, norm in zip((query, key), self.norms, strict=True)
+            )
+        query = ops.norm_and_rotate(query, None, cos, sin, self.eps).transpose(1, 2)
         key = ops.norm_and_rotate(key, None, cos, sin, self.eps)
         over = self._over_ragged if isinstance(cache, RaggedCache) else self._over_prompt
-        return self.out(over(query.transpose(1, 2), key, self.value(states).view(shape), cache, kwargs).flatten(2))
+        return _project(over(module, query, key, value, cache, kwargs).flatten(2), self.out)
 
-    def _over_ragged(self, query: Tensor, key: Tensor, value: Tensor, cache: Any, kwargs: dict[str, Any]) -> Tensor:
+    def _over_ragged(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, cache: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
         """Attention over the ragged cache, with the mask that follows from it."""
-        keys, values = cache.extend(self.module.layer_idx, key, value)
-        block, window = cache.attended_by(self.module)
+        keys, values = cache.extend(module.layer_idx, key, value)
+        block, window = cache.attended_by(module)
         window = window if self.window is None else self.window
         mask = block.on(keys.device).mask(keys.shape[2], window, True, 1, query.dtype)
         return attend(query, keys, values, mask, self.scaling)
 
-    def _over_prompt(self, query: Tensor, key: Tensor, value: Tensor, cache: Any, kwargs: dict[str, Any]) -> Tensor:
+    def _over_prompt(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, cache: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
         """Attention as Transformers' own, with the mask that the decoder made."""
-        keys, values = cache.update(key.transpose(1, 2), value.transpose(1, 2), self.module.layer_idx)
+        keys, values = cache.update(key.transpose(1, 2), value.transpose(1, 2), module.layer_idx)
         mask = kwargs.get("attention_mask")
-        return sdpa_attention_forward(self.module, query, keys, values, mask, scaling=self.scaling)[0]
+        return sdpa_attention_forward(module, query, keys, values, mask, scaling=self.scaling)[0]
 
 
-class _Layer(NamedTuple):
-    """A layer with pre-norms: the weights of its norms, its attention, its MLP, and the epsilons of its norms."""
+def _settings(attention: Any) -> tuple[int, float, int | None]:
+    """Returns the size of an attention's heads, its scaling and its window."""
+    own = vars(attention)
+    # Some say it in their config alone; to ask a config takes time.
+    window = own["sliding_window"] if "sliding_window" in own else getattr(own["config"], "sliding_window", None)
+    return attention.head_dim, attention.scaling, window
 
-    module: Any
-    first: Tensor
-    second: Tensor
+
+class PreparedLayer(NamedTuple):
+    """What a layer with pre-norms is made of: parameters and epsilons of its norms, its attention, its MLP.
+
+    Parameters are looked up where they are used, so that one may be replaced.
+    """
+
+    first: Parameters
+    second: Parameters
     attention: _Attention
     mlp: Run
     epsilons: list[float]
+    takes_prompts: bool
 
     @classmethod
-    def of(cls, module: Any, epsilons: list[float], is_gated: bool, is_untouched: bool = False) -> _Layer:
+    def of(
+        cls,
+        module: Any,
+        epsilons: list[float],
+        is_gated: bool,
+        is_untouched: bool = False,
+        takes_prompts: bool = False,
+    ) -> PreparedLayer:
         """Looks up what a module is made of; `epsilons` are of its two norms and of its attention's."""
         parts = module._modules
         mlp = parts["mlp"]
         if is_gated:
             mlp = functools.partial(_run_gated, *[_projection(part, is_untouched) for part in _gated(mlp)])
+        first, second = (norm._parameters for norm in _norms(module))
         attention = _Attention.of(parts["self_attn"], epsilons[2], is_untouched)
-        first, second = _norms(module)
-        return cls(module, first.weight, second.weight, attention, mlp, epsilons)
+        return cls(first, second, attention, mlp, epsilons, takes_prompts)
 
-    def run(self, states: Tensor, cache: Cache, kwargs: dict[str, Any]) -> Tensor:
-        """Returns the states `[B, W, D]` behind the layer."""
-        normed = rms_norm(states, self.first, self.epsilons[0])
-        states = states + self.attention.run(normed, cache, kwargs)
-        return states + self.mlp(rms_norm(states, self.second, self.epsilons[1]))
+    def answer(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Runs the layer on what it is called with; `None` where its class has to: it is another call than ours."""
+        attention, cache = module._modules["self_attn"], None
+        if KEYWORD not in kwargs:
+            cache = cache_of_prefill(attention, kwargs) if self.takes_prompts else None
+        elif kwargs.get("attention_mask") is None:
+            cache = cache_of_verify(attention, kwargs)
+        if cache is None or len(args) != 1 or args[0].dtype != self.first["weight"].dtype or not args[0].is_cpu:
+            return None
+        return self.run(attention, args[0], cache, kwargs)
+
+    def run(self, attention: Any, states: Tensor, cache: Cache, kwargs: dict[str, Any]) -> Tensor:
+        """Returns the states `[B, W, D]` behind the layer, whose attention is given."""
+        normed = rms_norm(states, self.first["weight"], self.epsilons[0])
+        states = states + self.attention.run(attention, normed, cache, kwargs)
+        return states + self.mlp(rms_norm(states, self.second["weight"], self.epsilons[1]))
 
 
 class ShortLayer:
-    """The forward of a layer with the parts of Llama's and Qwen3's, as one function.
+    """What is known of a layer with the parts of Llama's and Qwen3's: that it may run as one function.
 
     Args:
         module (`nn.Module`): The layer.
@@ -239,12 +269,14 @@ class ShortLayer:
 
     def __init__(self, module: Any, epsilons: list[float], is_gated: bool, takes_prompts: bool) -> None:
         self.epsilons, self.is_gated, self.takes_prompts = epsilons, is_gated, takes_prompts
-        self._kinds = [*map(type, self._parts(module))]
+        norms = [*_norms(module), *head_norms(module.self_attn)]
         # What each norm calls its epsilon.
-        self._names = [next(n for n, v in vars(norm).items() if isinstance(v, float)) for norm in self._norms(module)]
-        self._wanted = [*epsilons[:2], *epsilons[2:] * (len(self._names) - 2)]
-        self._layer: _Layer | None = None
-        self._is_sdpa = False
+        self._names = [next(n for n, v in vars(norm).items() if isinstance(v, float)) for norm in norms]
+        self._wanted = [*epsilons[:2], *epsilons[2:] * (len(norms) - 2)]
+        # What the layer of an untouched model was made of, by which settings, and what may end.
+        self._kept: PreparedLayer | None = None
+        self._settings: tuple[object, ...] = ()
+        self._products, self._parts = list[Parameters](), list[weakref.ref[nn.Module]]()
 
     @classmethod
     def of(cls, module: Any, dtype: torch.dtype) -> ShortLayer | None:
@@ -269,7 +301,9 @@ class ShortLayer:
                     like.self_attn,
                     draw,
                     lambda states, cache, given: type(module).forward(like, states, **given),
-                    lambda states, cache, given: _Layer.of(like, epsilons, is_gated).run(states, cache, given),
+                    lambda states, cache, given: PreparedLayer.of(like, epsilons, is_gated).run(
+                        like.self_attn, states, cache, given
+                    ),
                 )
 
             key = (cls, is_gated, *epsilons, *facts(module), *map(type, norms), *attention_facts(attention))
@@ -279,73 +313,70 @@ class ShortLayer:
                 return cls(module, epsilons, is_gated, takes_prompts)
         return None
 
-    def prepare(self, module: Any, config: Any, is_untouched: bool = False) -> None:
-        """Looks up what the layer is made of; as its class does it, if hooks or forwards of the user's are about.
+    def prepared(self, module: Any, config: Any, is_untouched: bool = False) -> PreparedLayer | None:
+        """Looks up what the layer is made of; `None` where it runs as its class does it.
 
         Args:
             module (`nn.Module`): The layer.
             config (`PreTrainedConfig`, *optional*): The one whose attention is Transformers' SDPA.
-            is_untouched (`bool`): Whether the whole model was found so.
+            is_untouched (`bool`): Whether the whole model was found so; else hooks and forwards are looked for here.
         """
-        parts, norms = self._parts(module), self._norms(module)
-        self._layer = None
-        if [*map(type, parts)] != self._kinds or any(part.training for part in parts):
-            return
+        attention, mlp = module._modules["self_attn"], module._modules["mlp"]
+        norms = [*_norms(module), *head_norms(attention)]
+        weights = [norm._parameters["weight"] for norm in norms]
+        dtype = weights[0].dtype
         # Settings of a norm may be others than they were; what a hook on the layer changes is not looked up again.
         epsilons = [vars(norm).get(name) for norm, name in zip(norms, self._names, strict=True)]
-        if epsilons == self._wanted and (is_untouched or _is_bare_layer(parts, norms)):
-            self._layer = _Layer.of(module, self.epsilons, self.is_gated, is_untouched)
-            self._is_sdpa = parts[1].config is config
+        if epsilons != self._wanted or not all(w.is_cpu and w.dtype == dtype for w in weights):
+            return None
+        takes_prompts = self.takes_prompts and vars(attention)["config"] is config
+        parts = [module, attention, *norms, *((mlp, *_activation(mlp)) if self.is_gated else ())]
+        if any(part.training for part in parts) or not (is_untouched or _is_bare_layer(parts, weights)):
+            return None
+        if not is_untouched:
+            return self._look_up(module, False, takes_prompts)
+        kept, settings = self._kept, (takes_prompts, *_settings(attention))
+        if kept is None or settings != self._settings or any(len(held) != 2 for held in self._products):
+            kept, self._settings = self._look_up(module, True, takes_prompts), settings
+            self._keep(kept, module, attention, mlp)
+        return kept
 
-    def _parts(self, module: Any) -> list[Any]:
-        """The layer, and all in it that is not called."""
-        attention, mlp = module._modules["self_attn"], module._modules["mlp"]
-        return [module, attention, *self._norms(module), *((mlp, *_activation(mlp)) if self.is_gated else ())]
+    def _look_up(self, module: Any, is_untouched: bool, takes_prompts: bool) -> PreparedLayer:
+        return PreparedLayer.of(module, self.epsilons, self.is_gated, is_untouched, takes_prompts)
 
-    def _norms(self, module: Any) -> list[Any]:
-        return [*_norms(module), *head_norms(module._modules["self_attn"])]
+    def _keep(self, layer: PreparedLayer, module: Any, attention: Any, mlp: Any) -> None:
+        """Keeps what was looked up for later runs, if all of it is parameters, and until one of their modules ends."""
+        held = [*layer.attention[:4], *(layer.mlp.args if isinstance(layer.mlp, functools.partial) else (layer.mlp,))]
+        self._products = [parameters for parameters in held if isinstance(parameters, dict)]
+        self._kept = layer if len(self._products) == len(held) else None
+        parts = [*attention._modules.values(), *mlp._modules.values(), *_norms(module)] if self._kept else []
+        self._parts = [weakref.ref(part, self._forget) for part in parts]
 
-    def forget(self) -> None:
-        """Lets go of the layer."""
-        self._layer = None
-
-    def __call__(self, plain: Forward, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layer, by its class where this is another call or it is not the one that was prepared."""
-        layer = self._layer
-        if layer is not None and layer.module is module and len(args) == 1:
-            cache: Cache | None = None
-            if KEYWORD not in kwargs:
-                takes = self.takes_prompts and self._is_sdpa
-                cache = cache_of_prefill(layer.attention.module, kwargs) if takes else None
-            elif kwargs.get("attention_mask") is None:
-                cache = cache_of_verify(layer.attention.module, kwargs)
-            states = args[0]
-            if cache is not None and states.dtype == layer.first.dtype and states.device.type == "cpu":
-                return layer.run(states, cache, kwargs)
-        return plain(module, *args, **kwargs)
+    def _forget(self, _: object) -> None:
+        self._kept, self._products = None, []
 
 
-def _is_bare_layer(parts: list[Any], norms: list[Any]) -> bool:
-    """Returns True if the weights of a layer's norms are plain, alike and on a CPU, and hooks only record."""
-    weights = [norm._parameters["weight"] for norm in norms]
-    if {*map(type, weights)} != {nn.Parameter} or len({(weight.dtype, weight.device) for weight in weights}) > 1:
-        return False
+def _is_bare_layer(parts: list[Any], weights: list[Any]) -> bool:
+    """Returns True if the weights of a layer's norms are plain, and hooks only record."""
     is_recorded = all(is_recorder(hook, "hidden_states") for hook in parts[0]._forward_hooks.values())
-    is_recorded = is_recorded and not parts[0]._forward_pre_hooks and all(map(is_bare, parts[1:]))
-    return is_recorded and weights[0].device.type == "cpu"
+    is_plain = {*map(type, weights)} == {nn.Parameter} and not parts[0]._forward_pre_hooks
+    return is_plain and is_recorded and all(map(is_bare, parts[1:]))
 
 
-def _projection(linear: Any, is_untouched: bool) -> Run:
-    """A projection to be called: torch's own is not worth a call of a module."""
+def _projection(linear: Any, is_untouched: bool) -> Projection:
+    """The parameters of torch's own projection, which is not worth a call of a module; else what is to be called."""
     is_torchs = type(linear) is nn.Linear and nn.Linear.forward.__globals__["__name__"] == nn.Linear.__module__
-    if not is_torchs or not (is_untouched or is_bare(linear)) or linear._parameters.keys() != {"weight", "bias"}:
-        return linear
-    return functools.partial(nn.functional.linear, **linear._parameters)
+    is_product = is_torchs and linear._parameters.keys() == {"weight", "bias"}
+    return linear._parameters if is_product and (is_untouched or is_bare(linear)) else linear
 
 
-def _run_gated(gate: Run, up: Run, down: Run, states: Tensor) -> Tensor:
+def _project(states: Tensor, by: Projection) -> Tensor:
+    return nn.functional.linear(states, **by) if isinstance(by, dict) else by(states)
+
+
+def _run_gated(gate: Projection, up: Projection, down: Projection, states: Tensor) -> Tensor:
     """`down(silu(gate(x)) * up(x))`."""
-    return down(nn.functional.silu(gate(states)) * up(states))
+    return _project(nn.functional.silu(_project(states, gate)) * _project(states, up), down)
 
 
 def _other_like(mlp: Any) -> Any:
@@ -372,4 +403,13 @@ def _is_alike(states: Tensor, norm: Any) -> bool:
     return states.device.type == "cpu" and states.dtype == norm.weight.dtype
 
 
-__all__ = ["Forward", "ShortLayer", "attend_ragged", "by_sdpa", "cache_of_verify", "rms_norm", "short_forward_of"]
+__all__ = [
+    "Forward",
+    "PreparedLayer",
+    "ShortLayer",
+    "attend_ragged",
+    "by_sdpa",
+    "cache_of_verify",
+    "rms_norm",
+    "short_forward_of",
+]
