@@ -2,10 +2,10 @@
 
     python benchmarks/trees.py e96103f
 
-Prints for either tree what a call of one token costs beyond plain `generate`'s (one row, greedy), the median step with
-one row and with four, and tokens per second, on the bundled pair in float32 with one torch thread; the last line is
-the record as JSON. Models and prompts are this tree's: only the package is the commit's. On a busy machine it refuses
-to begin, as `decode.py` does.
+Prints for either tree what a call of one token costs beyond plain `generate`'s (one row, greedy), how much of that is
+the draft's forward over the prompt, the median step with one row and with four, and tokens per second, on the bundled
+pair in float32 with one torch thread; the last line is the record as JSON. Models and prompts are this tree's: only the
+package is the commit's. On a busy machine it refuses to begin, as `decode.py` does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from harness.machine import ROOT, LoadWatch, provenance
 from harness.report import show
 
 CHILD = Path(__file__).parent / "harness" / "one_tree.py"
-NAMES = ("call_ms", "step_ms", "step_4_rows_ms", "tokens_per_second")
+NAMES = ("call_ms", "draft_forward_ms", "step_ms", "step_4_rows_ms", "tokens_per_second")
 
 
 def run_one(tree: Path, counts: list[int]) -> dict[str, float]:

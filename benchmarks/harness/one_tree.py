@@ -1,6 +1,6 @@
 """What `trees.py` runs in a process of its own, with the package of either tree: times of calls and steps, as JSON.
 
-Only what every tree has had is used here: `load_draft`, `generate`, `draft.last_stats`.
+Only what every tree has had is used here: `load_draft`, `generate`, `draft.last_stats`, `draft.write_prompt`.
 """
 
 from __future__ import annotations
@@ -66,6 +66,12 @@ def measure(calls: int, rounds: int, max_new_tokens: int) -> dict[str, float]:
         )
         for _ in range(calls)
     ]
+    write, forwards = draft.write_prompt, list[float]()
+    draft.write_prompt = lambda *args: forwards.append(milliseconds(lambda: write(*args)))
+    for _ in range(calls):
+        answer(prompts[0], 1)
+        answer(prompts[0], 1, assistant_model=draft)
+    del draft.write_prompt
     steps, batch_steps, tokens, seconds = [], [], 0, 0.0
     for _ in range(rounds):
         for inputs in prompts:
@@ -78,6 +84,7 @@ def measure(calls: int, rounds: int, max_new_tokens: int) -> dict[str, float]:
         batch_steps.append(step_ms())
     return {
         "call_ms": statistics.median(drafted - plain for plain, drafted in pairs),
+        "draft_forward_ms": statistics.median(forwards),
         "step_ms": statistics.median(steps),
         "step_4_rows_ms": statistics.median(batch_steps),
         "tokens_per_second": tokens / seconds,

@@ -14,6 +14,7 @@ Source: DDTree, arXiv 2604.12989.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dflash_hf import ops
+from dflash_hf.devices import plain_tensors
 from dflash_hf.ops import MAX_NODES
 
 # How likely a text goes on as it did before, by how many of its last tokens are the same, and then token by token. A
@@ -114,7 +116,7 @@ class TreeBuilder:
                 f"at {depth} positions), got {num_nodes}; lower it"
             )
         self.num_nodes, self.num_ranks = num_nodes, min(vocab_size, num_nodes - 1)
-        self.follows = torch.tensor((FOLLOWS, GOES_ON), dtype=torch.float32, device="cpu").log().to(device)
+        self.follows = _follows(device)
 
     def build(
         self,
@@ -139,6 +141,13 @@ class TreeBuilder:
         scores = scores if candidates_BDC is not None else scores[:, :, None]
         best, order = ops.likeliest(scores, self.num_ranks)
         ops.grow_tree(best, order, nodes, block_BN, candidates_BDC, *(text or (None, None, None)))
+
+
+@functools.cache
+def _follows(device: torch.device) -> Tensor:
+    """What `dflash_kernels.build_tree` calls `follows`, `[2, MAX_MATCHING + 1]`; it never changes."""
+    with plain_tensors():
+        return torch.tensor((FOLLOWS, GOES_ON), dtype=torch.float32, device="cpu").log().to(device)
 
 
 __all__ = ["MAX_MATCHING", "MAX_NODES", "DraftTree", "TreeBuilder", "along"]

@@ -9,8 +9,7 @@ instead of keys and values, are in `recurrent`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -165,8 +164,7 @@ class RaggedLayer(CacheLayerMixin):
         return self.ring
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LayerPlan:
+class _LayerPlan(NamedTuple):
     """What a layer of a prefill's cache will be moved into."""
 
     shape: LayerShape
@@ -203,13 +201,7 @@ class _LayerPlan:
     def is_met_by(self, layer: RaggedLayer, batch: int) -> bool:
         """Returns True if a layer is what `allocate` returns, but for its length."""
         keys, values = layer.key_buffer, layer.value_buffer
-        return (layer.shape, keys.shape[0], keys.dtype, values.dtype, keys.device) == (
-            self.shape,
-            batch,
-            self.dtype,
-            self.value_dtype,
-            self.device,
-        )
+        return keys.shape[0] == batch and (layer.shape, keys.dtype, values.dtype, keys.device) == self[:4]
 
 
 class RaggedCache(Cache):

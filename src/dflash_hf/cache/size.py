@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from dflash_hf.devices import free_memory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerShape:
+class LayerShape(NamedTuple):
     """Shape of one layer of the cache.
 
     Args:

@@ -96,15 +96,15 @@ class FixedBuffers:
         """
         itemsize, device, batch = shape.draft_dtype.itemsize, shape.draft_device, shape.batch
         features, config = draft.fc.in_features, draft.config
-        shapes = [(layer, itemsize, itemsize) for layer in draft.cache_shapes()]
-        check_memory(shapes, device, batch, capacity, shape.block)
+        layers = draft.cache_shapes()
+        check_memory([(layer, itemsize, itemsize) for layer in layers], device, batch, capacity, shape.block)
         return cls(
             shape=shape,
             capacity=capacity,
             target=weakref.ref(target.model),
             state=DecodeState.allocate(shape, num_columns),
             draft_cache=RaggedCache(
-                draft.cache_shapes(),
+                layers,
                 batch=batch,
                 max_length=capacity,
                 block=shape.block,

@@ -35,9 +35,9 @@ from dflash_hf.generation.user_cache import UserCache
 from dflash_hf.generation.widths import give_chooser
 from dflash_hf.generation_config import DFlashGenerationConfig, Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target.fused import short_layers
+from dflash_hf.target.fused import runs_whole, short_layers
 from dflash_hf.target.parts import find_target
-from dflash_hf.target.support import check_pair, check_target
+from dflash_hf.target.support import check_pair, check_target, has_fixed_rope
 
 _signature = functools.cache(inspect.signature)
 
@@ -204,14 +204,17 @@ def decode(call: Call) -> DFlashGenerateOutput | torch.LongTensor:
     kept = UserCache.find(target, call.cache, bool(config.return_dict_in_generate))
     # Code of the user's between two forwards may call the target itself: it finds it as it left it.
     is_ours = engine == "eager" and not call.calls_out and type(call.cache) in (NoneType, DynamicCache)
+    no_gradients = torch.inference_mode if target.takes_inference_mode else torch.no_grad
     with (
         eagerly(target.parts, call.draft_parts),
         nullcontext() if kept is None else kept.restored_on_error(),
         short_layers(target) if is_ours else nullcontext(),
     ):
-        run = prefill(call, kept, keeps_buffers=engine != "eager")
+        # What a prefill makes stays here if no cache is kept, and nothing of the user's sees a part of it.
+        with no_gradients() if kept is None and runs_whole(target) and has_fixed_rope(target) else nullcontext():
+            run = prefill(call, kept, keeps_buffers=engine != "eager")
         try:
-            with torch.inference_mode() if target.takes_inference_mode else torch.no_grad():
+            with no_gradients():
                 advance(run, engine)
         finally:
             draft.last_stats = run.stats

@@ -39,7 +39,7 @@ from dflash_hf.target.fused import fused_modules
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
 from dflash_hf.target.reentry import KEYWORD, ragged_attention
-from dflash_hf.target.support import LENGTH_DEPENDENT_ROPE, rope_kinds
+from dflash_hf.target.support import has_fixed_rope
 
 # Criteria that the commit itself decides.
 LENGTH_AND_END = (EosTokenCriteria, MaxLengthCriteria)
@@ -243,7 +243,7 @@ def drop_finished(run: Run) -> None:
     if not any(done) or not run.decides() or run.keeps_buffers or run.kept or run.extra or run.cache.groups:
         return
     # Such a RoPE goes by the longest row of the batch, also where that has ended.
-    if run.ranks.size > 1 or rope_kinds(run.target) & set(LENGTH_DEPENDENT_ROPE) or not is_untouched(run.target.parts):
+    if run.ranks.size > 1 or not has_fixed_rope(run.target) or not is_untouched(run.target.parts):
         return
     running = [row for row, has_ended in enumerate(done) if not has_ended]
     moved = [row for row in running if row >= len(running)]

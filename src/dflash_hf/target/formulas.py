@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -100,10 +101,23 @@ def _records_attention(hook: Any) -> bool:
 
 def computed_by(kind: type) -> tuple[object, ...]:
     """Returns what a class of modules computes by: its forward, and the functions of its file that this names."""
-    forward: Any = getattr(kind, "forward", None)
-    code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
-    found = [names.get(name) for name in ([] if code is None else code.co_names)]
-    return forward, *(function for function in found if isinstance(function, FunctionType))
+    names, values = _named(kind)
+    found = map(values.get, names)
+    return getattr(kind, "forward", None), *(function for function in found if isinstance(function, FunctionType))
+
+
+def computes_by(kind: Any) -> Callable[[], bool]:
+    """Returns what says whether a class still computes by the same: in less time than to look for it again."""
+    forward, (names, values) = getattr(kind, "forward", None), _named(kind)
+    found = [*map(values.get, names)]
+    return lambda: kind.forward is forward and all(map(operator.is_, map(values.get, names), found))
+
+
+def _named(kind: Any) -> tuple[Sequence[str], dict[str, Any]]:
+    """The names in the code of a class's forward, and what they are in its file, if they are there."""
+    forward = getattr(kind, "forward", None)
+    code = getattr(forward, "__code__", None)
+    return () if code is None else code.co_names, getattr(forward, "__globals__", {})
 
 
 def is_published(module: Any) -> bool:
@@ -329,6 +343,7 @@ __all__ = [
     "attention_facts",
     "attention_like",
     "computed_by",
+    "computes_by",
     "copied",
     "facts",
     "floats_of",

@@ -36,7 +36,7 @@ from dflash_hf.target.formulas import (
     Draw,
     agrees,
     attention_eps,
-    computed_by,
+    computes_by,
     copied,
     facts,
     gated_facts,
@@ -77,7 +77,7 @@ class _Plan(NamedTuple):
         facts (`object`): Those of the target.
         dtype (`torch.dtype`): What was checked.
         is_kernels (`bool`): Whether it is fused by kernels, else by torch.
-        classes (`dict`): What each class of module computed by.
+        classes (list of callables): Say of each class of module whether it computes by what it did.
         forwards (list of `(weak reference, callable)`): Modules and their forwards.
         layers (list of `(weak reference, ShortLayer)`): Those of them that have to be prepared.
     """
@@ -85,7 +85,7 @@ class _Plan(NamedTuple):
     facts: object
     dtype: torch.dtype
     is_kernels: bool
-    classes: dict[type, tuple[object, ...]]
+    classes: list[Callable[[], bool]]
     forwards: list[tuple[weakref.ref[nn.Module], Forward]]
     layers: list[tuple[weakref.ref[nn.Module], ShortLayer]]
 
@@ -176,7 +176,7 @@ def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
         plan is None
         or plan[1:3] != kind
         or plan.facts is not target.facts
-        or any(computed_by(known) != by for known, by in plan.classes.items())
+        or not all(is_same() for is_same in plan.classes)
     ):
         found = list[tuple[weakref.ref[nn.Module], Forward]]()
         layers = list[tuple[weakref.ref[nn.Module], ShortLayer]]()
@@ -192,7 +192,7 @@ def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
             found.append((weak, _layer_forward_here if isinstance(fused, ShortLayer) else _switched(fused)))
             # Kernels' layers call their parts, short ones do what these would.
             within |= set() if is_kernels else set(module.modules())
-        classes = {type(module): computed_by(type(module)) for module in target.modules}
+        classes = [computes_by(kind) for kind in {type(module) for module in target.modules}]
         plan = _Plan(target.facts, *kind, classes, found, layers)
         _plans[target.model] = plan
     return plan

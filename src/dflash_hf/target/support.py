@@ -123,6 +123,11 @@ def rope_kinds(target: Target) -> set[str]:
     return {kind for kind in kinds if kind is not None}
 
 
+def has_fixed_rope(target: Target) -> bool:
+    """Returns True unless the frequencies of a target's RoPE follow the longest row of a call; it keeps those then."""
+    return not rope_kinds(target) & set(LENGTH_DEPENDENT_ROPE)
+
+
 def check_length(target: Target, longest_prompt: int, max_length: int) -> None:
     """Refuses runs during which a RoPE that depends on the length of the call would change its frequencies.
 
@@ -136,9 +141,9 @@ def check_length(target: Target, longest_prompt: int, max_length: int) -> None:
     Raises:
         ValueError: If the run may cross the boundary.
     """
-    rope, kinds = getattr(target.config, "rope_parameters", None) or {}, rope_kinds(target)
-    if not kinds & set(LENGTH_DEPENDENT_ROPE):
+    if has_fixed_rope(target):
         return
+    rope, kinds = getattr(target.config, "rope_parameters", None) or {}, rope_kinds(target)
     original = rope.get("original_max_position_embeddings") or getattr(
         target.config, "original_max_position_embeddings", None
     )
@@ -152,4 +157,4 @@ def check_length(target: Target, longest_prompt: int, max_length: int) -> None:
     )
 
 
-__all__ = ["LENGTH_DEPENDENT_ROPE", "check_length", "check_pair", "check_target", "rope_kinds"]
+__all__ = ["LENGTH_DEPENDENT_ROPE", "check_length", "check_pair", "check_target", "has_fixed_rope", "rope_kinds"]

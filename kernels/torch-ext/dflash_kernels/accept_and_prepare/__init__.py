@@ -92,8 +92,7 @@ def accept_and_prepare(
     column = (cursor_B[:, None] + index) % size
     kept = index < torch.minimum(committed, size - cursor_B)[:, None]
     ids_BT.scatter_(1, column, torch.where(kept, tokens_BW.to(ids_BT.dtype), ids_BT.gather(1, column)))
-    last = committed.clamp_min(1)[:, None] - 1
-    anchor = torch.where(committed[:, None] > 0, tokens_BW.gather(1, last), block_BW[:, :1])
+    anchor = torch.cat([block_BW[:, :1], tokens_BW], dim=1).gather(1, committed[:, None])
 
     lengths_B += committed
     cursor_B += committed
