@@ -4,8 +4,8 @@
 
 Prints for either tree what a call of one token costs beyond plain `generate`'s (one row, greedy), how much of that is
 the draft's forward over the prompt, the median step with one row and with four, and tokens per second, on the bundled
-pair in float32 with one torch thread; the last line is the record as JSON. Models and prompts are this tree's: only the
-package is the commit's. On a busy machine it refuses to begin, as `decode.py` does.
+pair in float32 with one torch thread; the last line is the record as JSON. Models and prompts are this tree's, only
+the package is the commit's. On a busy machine it refuses to begin, as `decode.py` does.
 """
 
 from __future__ import annotations
