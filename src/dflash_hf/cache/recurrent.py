@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from dflash_hf.cache.recurrence import Recurrence, Rule
+from dflash_hf.cache.recurrence import Noted, Recurrence, Rule
 from dflash_hf.scopes import Hook, hooked
 
 
@@ -247,9 +247,8 @@ class RecurrentGroup:
         num_kept = lengths - self.lengths
         inputs = torch.cat([self.windows, self.blocks], dim=-1)
         if self.states is not None:
-            modules = [module() for module in self.modules]
-            kept = self._steps < num_kept[:, None]
-            self.states.copy_(self.rule.replay(modules, inputs, self.noted, self.states, kept))
+            modules, kept = [module() for module in self.modules], self._steps < num_kept[:, None]
+            self.states.copy_(self.rule.replay(Noted(modules, inputs, self.noted, self.states, kept)))
         columns = (num_kept[:, None] + self._columns)[None, :, None].expand_as(self.windows)
         self.windows.copy_(inputs.gather(-1, columns))
         self.lengths.copy_(lengths)
@@ -261,8 +260,7 @@ class RecurrentGroup:
 
     def clear(self) -> None:
         """Empties the buffers in place."""
-        states = [] if self.states is None else [self.states]
-        for buffer in (self.windows, *states, self.blocks, self.noted, self.lengths):
+        for buffer in self.buffers()[:-2]:  # steps and columns never change
             buffer.zero_()
 
 
