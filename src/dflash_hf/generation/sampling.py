@@ -250,57 +250,45 @@ def ends_row(tokens: Tensor, eos_ids: Tensor) -> Tensor:
 # tokens that are drawn take the nodes' places. Draws of a position are the same behind every node; only one is walked.
 
 
-def draw_tree(trees: TreeBuilder, state: DecodeState, scores_BDV: Tensor, positions_BD: Tensor) -> None:
+def draw_tree(
+    trees: TreeBuilder,
+    state: DecodeState,
+    scores: Tensor,
+    positions_BD: Tensor,
+    vocab_size: int,
+    candidates_BDC: Tensor | None = None,
+) -> None:
     """Proposes a tree of tokens drawn from `softmax(scores)`. No host sync.
 
     Args:
         trees (`TreeBuilder`): The run's.
         state (`DecodeState`): Its `nodes`, `proposals` and `draft_probs` are written.
-        scores_BDV (`torch.Tensor` of shape `[B, D, V]`, float32): The draft's processed scores.
+        scores, candidates_BDC (`torch.Tensor`): As [`TreeBuilder.build`] takes them; scores processed, float32.
         positions_BD (`torch.Tensor` of shape `[B, D]`, int64): Index in its row of each token that is drawn.
+        vocab_size (`int`): `V`.
     """
     assert state.key is not None
-    probs = torch.softmax(scores_BDV, dim=-1)
-    tree = _branched(trees, state, probs)
-    tokens = torch.arange(probs.shape[-1], device=probs.device)
-    noise = gumbel_noise(state.key, positions_BD, tokens, DRAFT_STREAM)
-    draws = (scores_BDV + noise).topk(trees.num_ranks, dim=-1).indices.flatten(1)
-    at = (tree.depths - 1).clamp_min(0) * trees.num_ranks + tree.ranks()
-    state.proposals.copy_(draws.gather(1, at)[:, 1:])
-    # Behind the deepest nodes nothing is drawn, and no matter what stands there.
-    state.draft_probs = along(tree.depths.clamp_max(probs.shape[1] - 1), probs)
-
-
-def draw_tree_behind(
-    trees: TreeBuilder,
-    state: DecodeState,
-    candidates_BDC: Tensor,
-    scores_BDCC: Tensor,
-    positions_BD: Tensor,
-    vocab: int,
-) -> None:
-    """Proposes a tree where the distribution depends on the token before, as in DFlash 2. No host sync.
-
-    Args:
-        trees, state, positions_BD: As in [`draw_tree`].
-        candidates_BDC (`torch.Tensor` of shape `[B, D, C]`, int64): Tokens that each position chooses among.
-        scores_BDCC (`torch.Tensor` of shape `[B, D, C, C]`, float32): Processed scores behind each candidate before.
-        vocab (`int`): `V`.
-    """
-    assert state.key is not None
-    probs, num, depth = torch.softmax(scores_BDCC, dim=-1), candidates_BDC.shape[-1], candidates_BDC.shape[1]
+    probs, num, num_ranks = torch.softmax(scores, dim=-1), scores.shape[-1], trees.num_ranks
     tree = _branched(trees, state, probs, candidates_BDC)
-    noise = gumbel_noise(state.key, positions_BD, candidates_BDC, DRAFT_STREAM)
-    draws = (scores_BDCC + noise[:, :, None]).argsort(dim=-1, descending=True).flatten(2)
-    at, ranks = torch.zeros_like(tree.depths), tree.ranks()  # which candidate each node is
-    for level in range(depth):
-        drawn = draws[:, level].gather(1, at.gather(1, tree.parents) * num + ranks)
-        at = torch.where(tree.depths == level + 1, drawn, at)
-    tokens = candidates_BDC.flatten(1).gather(1, (tree.depths - 1).clamp_min(0) * num + at)
-    state.proposals.copy_(tokens[:, 1:])
-    behind = tree.depths.clamp_max(depth - 1)
-    probs = along(behind * num + at, probs.flatten(1, 2))
-    state.draft_probs = probs.new_zeros(*at.shape, vocab).scatter_(-1, along(behind, candidates_BDC), probs)
+    tokens = torch.arange(vocab_size, device=probs.device) if candidates_BDC is None else candidates_BDC
+    noise = gumbel_noise(state.key, positions_BD, tokens, DRAFT_STREAM)
+    noisy = scores + (noise if candidates_BDC is None else noise[:, :, None])
+    draws, slots = noisy.topk(num_ranks, dim=-1).indices.flatten(1), (tree.depths - 1).clamp_min(0)
+    # Behind the deepest nodes nothing is drawn, and no matter what stands there.
+    behind = tree.depths.clamp_max(probs.shape[1] - 1)
+    if candidates_BDC is None:
+        at = draws.gather(1, slots * num_ranks + tree.ranks())
+        state.draft_probs = along(behind, probs)
+    else:
+        first, at = slots * (num * num_ranks) + tree.ranks(), torch.zeros_like(slots)
+        for _ in range(probs.shape[1]):  # which candidate each node is: right one level deeper every time
+            drawn = draws.gather(1, first + at.gather(1, tree.parents) * num_ranks)
+            at = drawn.masked_fill(tree.depths == 0, 0)
+        probs = along(behind * num + at, probs.flatten(1, 2))
+        scattered = probs.new_zeros(*at.shape, vocab_size)
+        state.draft_probs = scattered.scatter_(-1, along(behind, candidates_BDC), probs)
+        at = candidates_BDC.flatten(1).gather(1, slots * num + at)
+    state.proposals.copy_(at[:, 1:])
 
 
 def _branched(trees: TreeBuilder, state: DecodeState, probs: Tensor, candidates: Tensor | None = None) -> DraftTree:
@@ -421,7 +409,6 @@ __all__ = [
     "choose",
     "choose_from_logits",
     "draw_tree",
-    "draw_tree_behind",
     "ends_row",
     "gumbel_noise",
     "new_key",
