@@ -21,8 +21,8 @@ from typing import ClassVar
 
 from torch import nn
 
-# Target, rows, tokens verified at most, whether trees, and tokens of the chain beside them.
-_Pair = tuple[weakref.ref[nn.Module], int, int, bool, int | None]
+# Rows, tokens verified at most, whether trees, and tokens of the chain beside them.
+_Kind = tuple[int, int, bool, int | None]
 # What a step has shown counts for half after 14 further ones with a draft: a text changes its nature within a few
 # sentences.
 FORGETTING = 0.95
@@ -59,29 +59,24 @@ def candidate_widths(widest: int) -> list[int]:
     return sorted(found, reverse=True)
 
 
-def expected_tokens(conditional_acceptance: Sequence[float], width: int) -> float:
-    """Returns the mean number of tokens that a verify commits per row, its bonus token included.
+def expected_tokens(conditional_acceptance: Sequence[float]) -> dict[int, float]:
+    """Returns the mean number of tokens that a verify of each width commits per row, its bonus token included.
 
     Args:
         conditional_acceptance (sequence of `float`): Probability that each proposal is accepted if all before it are.
-        width (`int`): Tokens verified, the anchor included: `width - 1` proposals.
     """
-    total = reached = 1.0
-    for share in conditional_acceptance[: width - 1]:
-        reached *= share
-        total += reached
-    return total
+    reached = itertools.accumulate((1.0, *conditional_acceptance), operator.mul)
+    return dict(enumerate(itertools.accumulate(reached), 1))
 
 
-def choose_width(conditional_acceptance: Sequence[float], costs: Mapping[int, float]) -> int:
+def choose_width(tokens: Mapping[int, float], costs: Mapping[int, float]) -> int:
     """Returns the width with the most expected tokens per unit of cost; of equal ones the widest.
 
     Args:
-        conditional_acceptance (sequence of `float`): As in `expected_tokens`, for the widest one.
+        tokens (mapping of `int` to `float`): As `expected_tokens` returns them.
         costs (mapping of `int` to `float`): Cost of a step of each width to choose among, in any unit, above 0.
     """
-    totals = list(itertools.accumulate(itertools.accumulate((1.0, *conditional_acceptance), operator.mul)))
-    return max(costs, key=lambda width: (totals[width - 1] / costs[width], width))
+    return max(costs, key=lambda width: (tokens[width] / costs[width], width))
 
 
 def useful_widths(costs: Mapping[int, float]) -> list[int]:
@@ -266,18 +261,14 @@ class WidthChooser:
 
     def _best(self, costs: Mapping[int, float], optimism: float = 0.0) -> int:
         """Returns which of these brings the most tokens in its time, by [`choose_width`]; the chain only if more."""
-        widths = {width: cost for width, cost in costs.items() if width != CHAIN}
-        best = choose_width(self.conditional_acceptance(optimism), widths) if widths else CHAIN
-        if CHAIN not in costs or best == CHAIN:
-            return best
-        rates = [self._tokens(chosen, optimism) / costs[chosen] for chosen in (CHAIN, best)]
-        return CHAIN if rates[0] > rates[1] else best
+        return choose_width(self._tokens(optimism), costs)
 
-    def _tokens(self, chosen: int, optimism: float) -> float:
-        """Expected tokens of a verify."""
-        if chosen == CHAIN and self.chain is not None:
-            return expected_tokens(self._chains.shares(optimism), self.chain)
-        return expected_tokens(self.conditional_acceptance(optimism), chosen)
+    def _tokens(self, optimism: float) -> dict[int, float]:
+        """Expected tokens of a verify of each choice."""
+        tokens = expected_tokens(self.conditional_acceptance(optimism))
+        if self.chain is not None:
+            tokens[CHAIN] = expected_tokens(self._chains.shares(optimism))[self.chain]
+        return tokens
 
     def observe(
         self,
@@ -324,7 +315,7 @@ class WidthChooser:
             return
         self._pays = num_tokens > costs[tried] / costs[1]
         best = self._best({other: cost for other, cost in costs.items() if other != 1}, OPTIMISM)
-        loss = costs[best] / costs[1] - self._tokens(best, OPTIMISM)
+        loss = costs[best] / costs[1] - self._tokens(OPTIMISM)[best]
         self._hold = max(min(self._hold, int(loss / TRYING)), FIRST_PAUSE)
 
     def costs(self) -> dict[int, float]:
@@ -348,18 +339,15 @@ class WidthChooser:
         """Returns the share of each proposal that is accepted where all before it are.
 
         Of a tree, by how much less often each node is accepted than the one before: the sum that `expected_tokens`
-        forms is then the mean number of accepted nodes.
+        forms is then the mean number of accepted nodes. Nodes are accepted the less often the further back they
+        stand: counts that say otherwise are averaged. Far back, one that was not tried lately is taken to be accepted
+        as often as its number is small.
 
         Args:
             optimism (`float`): How often each is taken to have been accepted beside what was seen.
         """
-        return self._conditional_of_tree(optimism) if self.is_tree else self._counts.shares(optimism)
-
-    def _conditional_of_tree(self, optimism: float) -> list[float]:
-        """Nodes are accepted the less often the further back they stand: the counts that say otherwise are averaged.
-
-        Far back, one that was not tried lately is taken to be accepted as often as its number is small.
-        """
+        if not self.is_tree:
+            return self._counts.shares(optimism)
         runs = list[tuple[float, float, int]]()  # accepted, tried, and how many nodes are averaged
         before = 1.0
         for index, (accepted, tried) in enumerate(zip(self._counts.accepted, self._counts.tried, strict=True)):
@@ -388,15 +376,15 @@ class WidthChooser:
         )
 
 
-# Per draft, the choosers that no run has at the moment. Weak on both sides, like what is known of a target.
-_kept: weakref.WeakKeyDictionary[nn.Module, dict[_Pair, WidthChooser]] = weakref.WeakKeyDictionary()
+# Per draft and target, the choosers that no run has at the moment.
+_kept = weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Module, dict[_Kind, WidthChooser]]]()
 
 
 def take_chooser(
     draft: nn.Module, target: nn.Module, rows: int, widest: int, is_tree: bool = False, chain: int | None = None
 ) -> WidthChooser | None:
     """Returns what an earlier run of this pair has left for one of as many rows and as wide verifies, if it has."""
-    chooser = _kept.get(draft, {}).pop((weakref.ref(target), rows, widest, is_tree, chain), None)
+    chooser = _kept.get(draft, {}).get(target, {}).pop((rows, widest, is_tree, chain), None)
     if chooser is not None:
         chooser.begin()
     return chooser
@@ -404,10 +392,8 @@ def take_chooser(
 
 def give_chooser(chooser: WidthChooser, draft: nn.Module, target: nn.Module, rows: int) -> None:
     """Leaves a chooser for the next run."""
-    held = _kept.setdefault(draft, {})
-    for pair in [pair for pair in held if pair[0]() is None]:
-        del held[pair]
-    held[weakref.ref(target), rows, chooser.widths[0], chooser.is_tree, chooser.chain] = chooser
+    kept = _kept.setdefault(draft, weakref.WeakKeyDictionary()).setdefault(target, {})
+    kept[rows, chooser.widths[0], chooser.is_tree, chooser.chain] = chooser
 
 
 __all__ = [
