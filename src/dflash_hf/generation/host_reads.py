@@ -93,8 +93,8 @@ def reads_on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
         return device is not None and torch.device(device).type == "cpu" and args[0].device.type != "cpu"
     if name == "copy_":
         return args[0].device.type == "cpu" and args[1].device.type != "cpu"
-    # That one is made of others, which read only where it is not told how many there are.
-    return name != "one_hot" and not _MARKS.isdisjoint(func.tags)
+    # What is made of others is looked into: `one_hot` reads only where it is not told how many there are.
+    return not func._can_decompose() and not _MARKS.isdisjoint(func.tags)
 
 
 def _copies_from_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
