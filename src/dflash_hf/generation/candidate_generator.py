@@ -119,8 +119,8 @@ class DFlashCandidateGenerator:
 
     def take_path(self, path: Tensor, is_in_place: bool) -> None:
         """Takes the context of a tree's accepted path `[B, n]`; what is behind the path's end is rejected."""
-        assert self.buffers.node_states is not None
         nodes, taken = self.buffers.node_states, self.buffers.context_states[:, : path.shape[1]]
+        assert nodes is not None
         if is_in_place:
             taken.copy_(nodes[:, : path.shape[1]])
         else:
@@ -128,12 +128,8 @@ class DFlashCandidateGenerator:
 
     def _context(self) -> NewContext:
         """The newest context, which the draft's next forward writes."""
-        states, lengths, weights = (
-            self.buffers.context_states,
-            self.buffers.context_lengths,
-            self.buffers.context_weights,
-        )
-        return NewContext(states, RaggedBlock.at(lengths, states.shape[1]), weights)
+        buffers, states = self.buffers, self.buffers.context_states
+        return NewContext(states, RaggedBlock.at(buffers.context_lengths, states.shape[1]), buffers.context_weights)
 
     def flush(self) -> None:
         """Writes the newest context where no draft forward will."""
@@ -229,7 +225,7 @@ class DFlashCandidateGenerator:
             scores = scores + (noise if candidates is None else noise[:, :, None])
         longest = self.draft.generation_config.max_matching_ngram_size
         follows = trees.follows if longest is None else trees.follows[:, : longest + 1]
-        text = (state.ids, state.cursor, follows) if follows.shape[1] > 1 else None
+        text = (state.ids, state.cursor, follows) if follows.shape[1] > 1 else ()
         trees.build(scores, state.nodes, state.whole_block, candidates, text)
 
     def _on_draft(self, block: RaggedBlock) -> RaggedBlock:

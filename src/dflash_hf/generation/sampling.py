@@ -62,11 +62,6 @@ def _ask(function: Callable[[int, Tensor], list[int]], numbers: list[int], index
     return function(numbers[index], ids)
 
 
-def _plain(value: object) -> object:
-    """A number or switch as it is, a tensor as its values."""
-    return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else value
-
-
 def _temperature_and_top_k(warpers: LogitsProcessorList) -> tuple[float, int | None] | None:
     """Returns what a temperature and a top-k are set to, in this order, if there are no other warpers."""
     rest: list[Any] = list(warpers)
@@ -97,8 +92,12 @@ class BlockProcessors:
 
     def settings(self) -> tuple[object, ...]:
         """Returns the kinds and numbers of the stateless warpers: what a captured step has of them. Reads tensors."""
+
+        def plain(value: object) -> object:
+            return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else value
+
         return tuple(
-            (type(warper), tuple(sorted((name, _plain(value)) for name, value in vars(warper).items())))
+            (type(warper), *sorted((name, plain(value)) for name, value in vars(warper).items()))
             for warper in self.warpers
         )
 
@@ -148,16 +147,10 @@ def new_key(device: torch.device) -> Tensor:
 
 
 def choose(scores_BKV: Tensor, key: Tensor | None, positions_BK: Tensor, stream: int = TARGET_STREAM) -> Tensor:
-    """Chooses a token from processed scores: the argmax, or a sample by keyed Gumbel noise.
+    """Chooses tokens `[B, K]`, int64, from processed scores (log-probabilities up to a constant).
 
-    Args:
-        scores_BKV (`torch.Tensor` of shape `[B, K, V]`): Processed scores (log-probabilities up to a constant).
-        key (`torch.Tensor`, *optional*): The run's seed; `None` is greedy.
-        positions_BK (`torch.Tensor` of shape `[B, K]`): Index of the token being chosen.
-        stream (`int`): See `ops.exponential_noise`.
-
-    Returns:
-        `torch.Tensor` of shape `[B, K]`, int64.
+    The argmax, or a sample by keyed Gumbel noise: `key` is the run's seed, where `None` is greedy; `positions_BK` are
+    the indices of the tokens; for `stream` see `ops.exponential_noise`.
     """
     if key is not None:
         tokens = torch.arange(scores_BKV.shape[-1], device=scores_BKV.device)
@@ -189,11 +182,10 @@ def accept_rejection(
     """Keeps each proposal with probability `min(1, p / q)`; on the first refusal redraws from `max(p - q, 0)`.
 
     Args:
-        proposals (`torch.Tensor` of shape `[B, W - 1]`): Tokens drawn from `draft_probs`.
+        proposals, draft_probs (`torch.Tensor` of shape `[B, W - 1]` and `[B, W - 1, V]`): Tokens, and the distribution
+            `q` that they were drawn from.
         target_scores_BWV (`torch.Tensor` of shape `[B, W, V]`): The target's processed scores.
-        draft_probs (`torch.Tensor` of shape `[B, W - 1, V]`): The distribution `q` the proposals were drawn from.
-        key (`torch.Tensor`): The run's seed.
-        positions_BW (`torch.Tensor` of shape `[B, W]`): Index of the token that each position decides.
+        key, positions_BW (`torch.Tensor`): The run's seed, and the index of the token that each position decides.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: Number accepted `[B]`, and tokens `[B, W]`: the proposals, with the
@@ -312,7 +304,7 @@ def accept_drawn(state: DecodeState, tree: DraftTree, target_scores_BNV: Tensor,
         state (`DecodeState`): Its path, block and tokens are written, as by [`DecodeState.follow`].
         tree (`DraftTree`): What was verified.
         target_scores_BNV (`torch.Tensor` of shape `[B, N, V]`): The target's processed scores behind each node.
-        may_read (`bool`): Leave out what tests no row, by a look on the host, where that waits for no device.
+        may_read (`bool`): See [`walk`]; only where that waits for no device.
 
     Returns:
         `torch.Tensor`: The number accepted `[B]`.
