@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -25,14 +24,8 @@ from dflash_hf.devices import brought_in
 _RELEASES = "Transformers 5.16 to 5.23 have it"
 
 
-@dataclass(frozen=True, slots=True)
-class Recurrence:
-    """The recurrent part of one decoder layer.
-
-    Args:
-        rule (`Rule`): What kind it is.
-        module (`nn.Module`): The module that keeps the state.
-    """
+class Recurrence(NamedTuple):
+    """The recurrent part of one decoder layer: what kind it is, and the module that keeps the state."""
 
     rule: Rule
     module: nn.Module
@@ -80,10 +73,6 @@ class Rule:
     def replay(self, block: Noted) -> Tensor:
         """Returns the states after the tokens that are kept."""
         return block.states
-
-    def num_noted(self, module: nn.Module) -> int:
-        """Returns how many numbers per token are noted of the projections: `G`."""
-        return sum(self.projections(module).values())
 
     def why_not(self, module: nn.Module) -> str | None:
         """Says what a module lacks that its class has in the releases that are known, or `None`."""
@@ -228,17 +217,12 @@ class Mamba2(Rule):
         return after.unflatten(1, (num, -1)).transpose(0, 1)
 
 
-_DELTA, _GROUPED, _SHORT, _MAMBA2 = GatedDelta(), GroupedGatedDelta(), ShortConvolution(), Mamba2()
-
 # Class of the module -> its rule. By name, because what a class computes does not show in what it has.
 RULES: dict[str, Rule] = {
-    "Qwen3_5GatedDeltaNet": _DELTA,
-    "Qwen3_5MoeGatedDeltaNet": _DELTA,
-    "Qwen3NextGatedDeltaNet": _GROUPED,
-    "Lfm2ShortConv": _SHORT,
-    "Lfm2MoeShortConv": _SHORT,
-    "BambaMixer": _MAMBA2,
-    "GraniteMoeHybridMambaLayer": _MAMBA2,
+    **dict.fromkeys(("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), GatedDelta()),
+    "Qwen3NextGatedDeltaNet": GroupedGatedDelta(),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), ShortConvolution()),
+    **dict.fromkeys(("BambaMixer", "GraniteMoeHybridMambaLayer"), Mamba2()),
 }
 
 

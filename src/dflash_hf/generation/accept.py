@@ -78,14 +78,13 @@ def decide_at_once(
 
     Args:
         state (`DecodeState`): Its `tokens` are written.
-        logits_BWV (`torch.Tensor` of shape `[B, W, V]`): The target's.
+        logits_BWV (`torch.Tensor`): The target's.
         processors (`BlockProcessors`): The run's, all stateless.
         accept (callable, *optional*): A rule of the user's: behind the proposals that it keeps stands the target's own
             token.
         may_read (`bool`): Look on the host what can be left out, where that waits for no device.
 
-    Returns:
-        `torch.Tensor`: The number accepted `[B]` where that is not how many match, else `None`.
+    Returns the number accepted `[B]` where that is not how many match.
     """
     tree = state.tree
     if state.draft_probs is not None and state.key is not None and state.width > 1:
@@ -177,15 +176,10 @@ class Walk:
 def stop_by_criteria(state: DecodeState, criteria: list[StoppingCriteria], num_accepted: Tensor | None) -> None:
     """Asks stopping criteria after each token that would be committed, row by row, and ends rows where they say so.
 
-    Only those that look at a row's own tokens: with any other, rows are synchronized. Reads on the host.
-
-    Args:
-        state (`DecodeState`): Decided; `remaining` is lowered, and `ids` changed behind what is committed.
-        criteria (`list[StoppingCriteria]`): Those besides length and end of sequence.
-        num_accepted (`torch.Tensor` of shape `[B]`, *optional*): See [`commit`].
+    Only those that look at a row's own tokens: with any other, rows are synchronized. Reads on the host. Lowers
+    `remaining` of what is decided, and changes `ids` behind what is committed; for `num_accepted` see [`commit`].
     """
-    if num_accepted is None:
-        num_accepted = accept_matching(state.proposals, state.tokens)
+    num_accepted = accepted(state, num_accepted)
     ahead = torch.minimum(num_accepted + 1, state.remaining).masked_fill(state.done, 0).tolist()
     columns = torch.arange(state.width, device=state.ids.device) + state.cursor[:, None]
     state.ids.scatter_(1, columns, state.tokens)
@@ -200,9 +194,11 @@ def stop_by_criteria(state: DecodeState, criteria: list[StoppingCriteria], num_a
                 break
 
 
-def accept_matching(proposals: Tensor, tokens_BW: Tensor) -> Tensor:
-    """Counts the proposals `[B, W - 1]` that equal the target's own tokens, up to the first that does not: `[B]`."""
-    return (proposals == tokens_BW[:, :-1]).cumprod(dim=1).sum(dim=1)
+def accepted(state: DecodeState, num_accepted: Tensor | None) -> Tensor:
+    """Returns how many proposals stand `[B]`: if not given, as many as equal the target's tokens without a gap."""
+    if num_accepted is not None:
+        return num_accepted
+    return (state.proposals == state.tokens[:, :-1]).cumprod(dim=1).sum(dim=1)
 
 
 # Transformers' own processors look at nothing but each row's prefix and scores; SynthID keeps state.
@@ -216,8 +212,7 @@ class SynchronizedRows:
     """What is called at every column, and which rows go on.
 
     Args:
-        processors (`BlockProcessors`): The run's processors.
-        criteria (`list[StoppingCriteria]`): Stopping criteria besides length and end of sequence.
+        processors, criteria: The run's; criteria besides length and end of sequence.
         streamer (`BaseStreamer`, *optional*): Gets each column `[B]` on the CPU.
         pad_id (`int`, *optional*): What finished rows go on with; `None` without an end-of-sequence id, where they go
             on with tokens of their own until all rows have finished.
@@ -264,39 +259,28 @@ class SynchronizedRows:
     def decide(self, state: DecodeState, logits_BCV: Tensor) -> tuple[Tensor, Tensor]:
         """Decides as many columns as all running rows agree to go on with; reads on the host.
 
-        Args:
-            state (`DecodeState`): `tokens` and columns of `ids` that are not committed yet are written, and
-                `remaining` is lowered where something stops a row.
-            logits_BCV (`torch.Tensor` of shape `[B, C, V]`): The target's, `C` being the state's width.
-
-        Returns:
-            `tuple[torch.Tensor, torch.Tensor]`: Processed scores `[B, C, V]`, float32 or what a processor makes of it,
-            raw beyond the last column; and the number of proposals that each row keeps `[B]`.
+        Writes the state's `tokens` and columns of `ids` that are not committed yet, and lowers `remaining` where
+        something stops a row. Returns processed scores `[B, C, V]`, float32 or what a processor makes of it, raw
+        beyond the last column; and the number of proposals that each row keeps `[B]`.
         """
-        is_stateless, last, positions = self.processors.is_stateless, state.width - 1, state.decided_positions
-        chosen, agreed, walk = None, None, None
-        if is_stateless:
-            agreed = decide_at_once(state, logits_BCV, self.processors)
-            chosen = state.tokens.clone()
-            agreed = accept_matching(state.proposals, chosen) if agreed is None else agreed
+        last, positions = state.width - 1, state.decided_positions
+        if self.processors.is_stateless:
+            agreed, walk = accepted(state, decide_at_once(state, logits_BCV, self.processors)), None
             scores = self.processors.warp(state.along_path(logits_BCV))
         else:
-            scores = logits_BCV.to(torch.float32, copy=True)
+            agreed, scores = None, logits_BCV.to(torch.float32, copy=True)
             walk = Walk(state, scores)
         self.num_columns = int(state.num_new.max())  # what stands, which another rank may have decided
         committed, was_running = torch.zeros_like(state.remaining), self._running()
         for column in range(last + 1):
-            prefix = state.ids[:, : state.columns + self.num_columns]
-            if not is_stateless:
+            if walk is not None:
+                prefix = state.ids[:, : state.columns + self.num_columns]
                 # A copy, because processors may write into what they get while the raw logits may be asked for.
                 processed = self.processors(prefix, scores[:, column].to(torch.float32, copy=True))
                 scores = scores.to(torch.promote_types(scores.dtype, processed.dtype))
                 scores[:, column] = processed
-            if chosen is not None:
-                tokens = chosen[:, column]
-            else:
-                tokens = choose(scores[:, column, None], state.key, positions[:, column, None])[:, 0]
-            state.tokens[:, column] = tokens
+                state.tokens[:, column] = choose(scores[:, column, None], state.key, positions[:, column, None])[:, 0]
+            tokens = state.tokens[:, column]
             running = self._take_column(state, tokens, scores[:, column])
             committed += running
             if not bool(self.unfinished.any()) or column == last:
@@ -340,7 +324,7 @@ class SynchronizedRows:
 __all__ = [
     "Accept",
     "SynchronizedRows",
-    "accept_matching",
+    "accepted",
     "commit",
     "decide_at_once",
     "decide_by_position",

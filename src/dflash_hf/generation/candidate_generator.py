@@ -19,12 +19,12 @@ from dflash_hf.generation.sampling import (
     choose,
     choose_from_logits,
     draw_tree,
-    gumbel_noise,
+    with_noise,
 )
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
-from dflash_hf.tree import TreeBuilder, along
+from dflash_hf.tree import along
 
 Rule = Literal["argmax", "shared_noise", "sample"]
 # See `iterate`: the draft's logits [B, W - 1, V] and the token before the proposals [B] -> proposals [B, W - 1].
@@ -40,9 +40,8 @@ class DFlashCandidateGenerator:
     tensors are full.
 
     Args:
-        draft (`DFlashDraftModel`): The draft.
-        target (`Target`): The target, whose embedding and head serve drafts without their own.
-        processors (`BlockProcessors`): The run's processors; their stateless warpers shape the proposals too.
+        draft, target: Of the run; the target's embedding and head serve drafts without their own.
+        processors (`BlockProcessors`): The run's; their stateless warpers shape the proposals too.
         buffers (`FixedBuffers`): Its context cache and the newest context, both cleared.
         rule (`str`): How to propose when sampling.
     """
@@ -76,12 +75,9 @@ class DFlashCandidateGenerator:
         self.logits: Tensor | None = None
 
     def observe_prompt(self, context_hidden_states: Tensor, positions: Tensor) -> None:
-        """Turns the taps of (a chunk of) the prompts straight into context K/V.
+        """Turns the taps `[B, S, L * D]` of (a chunk of) the prompts straight into context K/V.
 
-        Args:
-            context_hidden_states (`torch.Tensor` of shape `[B, S, L * D]`): Tapped states.
-            positions (`torch.Tensor` of shape `[B, S]`): Index of each token in its row, negative for padding;
-                on the host.
+        `positions` `[B, S]`, on the host, are each token's index in its row, negative for padding.
         """
         states = context_hidden_states.to(self.device, self.dtype)
         own = positions if self.offset is None else positions - self.offset.to(positions.device)[:, None]
@@ -161,8 +157,8 @@ class DFlashCandidateGenerator:
         self.cache.begin(self._on_draft(block))
         noise_embeds = draft.embed(state.draft_ids, self.target.embedding)
         hidden = draft.forward_block(noise_embeds.to(self.device, self.dtype), self.cache, self._context())
-        trees = self.trees if state.tree is not None else None
-        num = state.width - 1 if trees is None else self.num_proposals
+        is_tree = state.tree is not None
+        num = self.num_proposals if is_tree else state.width - 1
         slots = slice(1 - self.ahead, num + 1 - self.ahead)  # those that propose
         hidden = states = hidden[:, slots]
         if draft.lm_head is None:
@@ -171,17 +167,16 @@ class DFlashCandidateGenerator:
         logits = draft.compute_logits(states, self.target.head).to(device)
         self.logits = logits if self.keeps_logits else None
         positions = state.keyed(block.positions[:, slots] + self.ahead)
-        if trees is not None:
-            self._propose_tree(trees, state, hidden, logits, positions)
+        if is_tree:
+            self._propose_tree(state, hidden, logits, positions)
         else:
             state.proposals.copy_(self._chain(state, hidden, logits, positions))
 
     def _chain(self, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor) -> Tensor:
         """Returns proposals `[B, W - 1]` that follow each other.
 
-        Of a selector, the noise goes over all transitions at once, whatever path they lead to; that of a token at a
-        position is the same behind every predecessor, and a path uses it once. So the distribution of a token is the
-        softmax over the candidates behind the tokens drawn before it.
+        Of a selector, the noise goes over all transitions at once, whatever path they lead to, and a path uses that of
+        a token once. So the distribution of a token is the softmax over the candidates behind those drawn before it.
         """
         if self.rule_of_user is not None:
             return self.rule_of_user(logits, state.anchor)
@@ -194,8 +189,8 @@ class DFlashCandidateGenerator:
         if candidates is None:
             state.draft_probs = torch.softmax(scores, dim=-1)
             return choose(scores, state.key, positions, DRAFT_STREAM)
-        noise = gumbel_noise(state.key, positions, candidates, DRAFT_STREAM if is_drawn else TARGET_STREAM)
-        path, path_scores = follow_path(candidates, scores, (scores + noise[:, :, None]).argmax(dim=-1))
+        noisy = with_noise(scores, state.key, positions, candidates, DRAFT_STREAM if is_drawn else TARGET_STREAM)
+        path, path_scores = follow_path(candidates, scores, noisy.argmax(dim=-1))
         if is_drawn:
             probs = torch.softmax(path_scores, dim=-1)
             state.draft_probs = probs.new_zeros(*path.shape, logits.shape[-1]).scatter_(-1, candidates, probs)
@@ -210,19 +205,16 @@ class DFlashCandidateGenerator:
             scores = self.processors.warp(scores.flatten(1, -2)).view_as(scores)
         return candidates, scores
 
-    def _propose_tree(
-        self, trees: TreeBuilder, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor
-    ) -> None:
+    def _propose_tree(self, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor) -> None:
         """Proposes a tree; under `shared_noise` of the scores that the target's own noise makes likely."""
+        trees, (candidates, scores) = self.trees, self._scores(state, hidden, logits)
+        assert trees is not None
         assert state.nodes is not None
-        candidates, scores = self._scores(state, hidden, logits)
         if state.key is not None and self.rule == "sample":  # nothing stands in it but what is drawn
             draw_tree(trees, state, scores, positions, logits.shape[-1], candidates)
             return
         if state.key is not None and self.rule != "argmax":
-            tokens = torch.arange(logits.shape[-1], device=logits.device) if candidates is None else candidates
-            noise = gumbel_noise(state.key, positions, tokens)
-            scores = scores + (noise if candidates is None else noise[:, :, None])
+            scores = with_noise(scores, state.key, positions, candidates)
         longest = self.draft.generation_config.max_matching_ngram_size
         follows = trees.follows if longest is None else trees.follows[:, : longest + 1]
         text = (state.ids, state.cursor, follows) if follows.shape[1] > 1 else ()

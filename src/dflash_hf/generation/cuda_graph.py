@@ -283,10 +283,8 @@ class GraphStep(StaticStep):
     def warm_up(self, bound: int) -> None:
         """Runs the step once, uncaptured: under guard if it is the first of its settings and width.
 
-        And again if there is something to compile, which the guard prevents.
-
-        Raises:
-            NotCapturableError: If it reads a tensor on the host.
+        And again if there is something to compile, which the guard prevents. Raises NotCapturableError if it reads a
+        tensor on the host.
         """
         is_known = any(width == self.run.state.width for _, width in self.kept)
         if not is_known:

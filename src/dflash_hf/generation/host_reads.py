@@ -139,11 +139,9 @@ def _is_on_host(tensor: Tensor) -> bool:
 
 
 def counts_groups(first: Tensor, is_scaled: bool = False) -> bool:
-    """Returns True if a product of groups copies their ends to the host, which its first operand decides.
+    """Returns True if a product of groups, of scaled numbers or not, copies their ends to the host.
 
-    Args:
-        first (`torch.Tensor`): It, or one of the same dtype on the same device.
-        is_scaled (`bool`): Whether the operands are scaled numbers.
+    That follows from dtype and device of its first operand.
     """
     if not first.is_cuda or not (is_scaled or first.dtype == torch.bfloat16):
         return True

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,10 +82,10 @@ class BlockProcessors:
     """
 
     def __init__(self, processors: LogitsProcessorList, pad_id: int = 0) -> None:
-        self.processors = processors
+        self.processors: Any = processors
         self.pad_id = pad_id
         # Exact types: a subclass may look at anything.
-        self.warpers = LogitsProcessorList([p for p in processors if type(p) in STATELESS])
+        self.warpers: Any = LogitsProcessorList([p for p in processors if type(p) in STATELESS])
         self.is_stateless = len(self.warpers) == len(processors)
         # Where there is no more than these two, in this order; without a top-k it is None.
         self.temperature_and_top_k = _temperature_and_top_k(self.warpers) if self.is_stateless else None
@@ -103,7 +103,7 @@ class BlockProcessors:
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         """Applies all processors to one position: prefixes `[B, S]`, scores `[B, V]`."""
-        return self.processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
+        return self.processors(ids, scores)
 
     def at(self, ids: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
         """Applies all processors to one position; a prefix function is asked about the given rows `[B]` only."""
@@ -113,10 +113,10 @@ class BlockProcessors:
                 # row's number in the whole batch.
                 numbers: list[int] = rows.nonzero()[:, 0].tolist()
                 allowed = functools.partial(_ask, processor._prefix_allowed_tokens_fn, numbers)
-                one = PrefixConstrainedLogitsProcessor(allowed, 1)
-                scores[rows] = one(cast(torch.LongTensor, ids[rows]), cast(torch.FloatTensor, scores[rows]))
+                one: Any = PrefixConstrainedLogitsProcessor(allowed, 1)
+                scores[rows] = one(ids[rows], scores[rows])
             else:
-                scores = processor(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
+                scores = processor(ids, scores)
         return scores
 
     def warp(self, logits_BKV: Tensor) -> Tensor:
@@ -128,9 +128,7 @@ class BlockProcessors:
         if not self.warpers:
             return scores
         flat = scores.flatten(0, 1)
-        return self.warpers(
-            cast(torch.LongTensor, flat.new_empty(flat.shape[0], 0, dtype=torch.long)), cast(torch.FloatTensor, flat)
-        ).view_as(scores)
+        return self.warpers(flat.new_empty(flat.shape[0], 0, dtype=torch.long), flat).view_as(scores)
 
 
 def gumbel_noise(key: Tensor, positions_BK: Tensor, tokens: Tensor, stream: int = TARGET_STREAM) -> Tensor:
@@ -139,6 +137,18 @@ def gumbel_noise(key: Tensor, positions_BK: Tensor, tokens: Tensor, stream: int 
     Arguments as `ops.exponential_noise`. Returns `[B, K, N]`, float32.
     """
     return -torch.log(ops.exponential_noise(key, positions_BK, tokens, stream))
+
+
+def with_noise(
+    scores: Tensor, key: Tensor, positions_BK: Tensor, candidates: Tensor | None = None, stream: int = TARGET_STREAM
+) -> Tensor:
+    """Adds noise to scores of all tokens `[B, K, V]`, or of candidates `[B, K, C]` behind each other `[B, K, C, C]`.
+
+    That of a token at a position is the same behind every predecessor.
+    """
+    if candidates is None:
+        return scores + gumbel_noise(key, positions_BK, torch.arange(scores.shape[-1], device=scores.device), stream)
+    return scores + gumbel_noise(key, positions_BK, candidates, stream)[:, :, None]
 
 
 def new_key(device: torch.device) -> Tensor:
@@ -152,10 +162,7 @@ def choose(scores_BKV: Tensor, key: Tensor | None, positions_BK: Tensor, stream:
     The argmax, or a sample by keyed Gumbel noise: `key` is the run's seed, where `None` is greedy; `positions_BK` are
     the indices of the tokens; for `stream` see `ops.exponential_noise`.
     """
-    if key is not None:
-        tokens = torch.arange(scores_BKV.shape[-1], device=scores_BKV.device)
-        scores_BKV = scores_BKV + gumbel_noise(key, positions_BK, tokens, stream)
-    return ops.best(scores_BKV)
+    return ops.best(scores_BKV if key is None else with_noise(scores_BKV, key, positions_BK, stream=stream))
 
 
 def choose_from_logits(
@@ -253,8 +260,7 @@ def draw_tree(
     """Proposes a tree of tokens drawn from `softmax(scores)`. No host sync.
 
     Args:
-        trees (`TreeBuilder`): The run's.
-        state (`DecodeState`): Its `nodes`, `proposals` and `draft_probs` are written.
+        trees, state: The run's; the state's `nodes`, `proposals` and `draft_probs` are written.
         scores, candidates_BDC (`torch.Tensor`): As [`TreeBuilder.build`] takes them; scores processed, float32.
         positions_BD (`torch.Tensor` of shape `[B, D]`, int64): Index in its row of each token that is drawn.
         vocab_size (`int`): `V`.
@@ -262,9 +268,7 @@ def draw_tree(
     assert state.key is not None
     probs, num, num_ranks = torch.softmax(scores, dim=-1), scores.shape[-1], trees.num_ranks
     tree = _branched(trees, state, probs, candidates_BDC)
-    tokens = torch.arange(vocab_size, device=probs.device) if candidates_BDC is None else candidates_BDC
-    noise = gumbel_noise(state.key, positions_BD, tokens, DRAFT_STREAM)
-    noisy = scores + (noise if candidates_BDC is None else noise[:, :, None])
+    noisy = with_noise(scores, state.key, positions_BD, candidates_BDC, DRAFT_STREAM)
     draws, slots = noisy.topk(num_ranks, dim=-1).indices.flatten(1), (tree.depths - 1).clamp_min(0)
     # Behind the deepest nodes nothing is drawn, and no matter what stands there.
     behind = tree.depths.clamp_max(probs.shape[1] - 1)
@@ -303,17 +307,15 @@ def accept_drawn(state: DecodeState, tree: DraftTree, target_scores_BNV: Tensor,
     Args:
         state (`DecodeState`): Its path, block and tokens are written, as by [`DecodeState.follow`].
         tree (`DraftTree`): What was verified.
-        target_scores_BNV (`torch.Tensor` of shape `[B, N, V]`): The target's processed scores behind each node.
+        target_scores_BNV (`torch.Tensor`): The target's processed scores behind each node.
         may_read (`bool`): See [`walk`]; only where that waits for no device.
 
-    Returns:
-        `torch.Tensor`: The number accepted `[B]`.
+    Returns the number accepted `[B]`.
     """
     assert state.draft_probs is not None
     assert state.key is not None
-    positions = state.positions_behind(tree)
+    positions, probs = state.positions_behind(tree), torch.softmax(target_scores_BNV, dim=-1, dtype=torch.float32)
     may_read = may_read and positions.device.type == "cpu"
-    probs = torch.softmax(target_scores_BNV, dim=-1, dtype=torch.float32)
     stands, token = walk(tree, state.block, probs, state.draft_probs, state.key, positions, may_read)
     # What stands is what is said after its parent.
     said = torch.where(stands & (tree.depths > 0), state.block, -1)
@@ -342,17 +344,13 @@ def walk(
     sum over what `q` still had. So two numbers a row are all that goes from one test to the next.
 
     Args:
-        tree (`DraftTree`): As drawn: siblings stand in the order of their draws.
-        block_BN (`torch.Tensor` of shape `[B, N]`, int64): The nodes' tokens; siblings differ.
-        probs_BNV (`torch.Tensor` of shape `[B, N, V]`, float32): The target's distribution behind each node.
-        draft_probs_BNV (`torch.Tensor` of shape `[B, N, V]`, float32): The one that each node's children were drawn
-            from, without putting back.
-        key (`torch.Tensor`): The run's seed.
-        positions_BN (`torch.Tensor` of shape `[B, N]`, int64): Index in its row of the token behind each node.
+        tree, block_BN: As drawn: siblings differ, and stand in the order of their draws.
+        probs_BNV, draft_probs_BNV (`torch.Tensor`, float32): The target's distribution behind each node, and the one
+            that the node's children were drawn from, without putting back.
+        key, positions_BN (`torch.Tensor`): The run's seed, and index in its row of the token behind each node.
         may_read (`bool`): Leave out what tests no row, by a look on the host.
 
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: The nodes that stand `[B, N]`, bool, and the token behind them `[B, 1]`.
+    Returns the nodes that stand `[B, N]`, bool, and the token behind them `[B, 1]`.
 
     Source: Leviathan et al., arXiv 2211.17192; without putting back, Jeon et al., arXiv 2402.14160.
     """
@@ -405,4 +403,5 @@ __all__ = [
     "gumbel_noise",
     "new_key",
     "walk",
+    "with_noise",
 ]

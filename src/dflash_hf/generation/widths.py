@@ -120,9 +120,8 @@ def along_chain(parents: Sequence[int], path: Sequence[int]) -> tuple[int, int]:
         parents (sequence of `int`): The node that each one of a tree follows, the anchor's is itself.
         path (sequence of `int`): The node at each depth, 0 behind the path's end.
 
-    Returns:
-        `tuple[int, int]`: How many proposals of the chain were accepted, and how many tried: one more where the target
-        left the chain, not where the tree had no more of it.
+    Returns how many proposals of the chain were accepted, and how many tried: one more where the target left the
+    chain, not where the tree had no more of it.
     """
     node, num = 0, 0
     while node + 1 < len(parents):
@@ -189,7 +188,7 @@ class WidthChooser:
     def __init__(self, widest: int, is_tree: bool = False, first: int | None = None, chain: int | None = None) -> None:
         self.is_tree = is_tree
         self.first = widest if first is None else first
-        self.chain, self._chains = chain, _Counts(0 if chain is None else chain - 1)
+        self.chain = chain
         self.widths = candidate_widths(widest)
         # What was chosen for the step that was launched last: a width of `widths`, or `CHAIN`.
         self.current = widest
@@ -202,7 +201,9 @@ class WidthChooser:
         # last verify brought more than steps without a draft had in its time.
         self._held = widest
         self._steps, self._hold, self._pays = 0, FIRST_HOLD, False
-        self._counts = _Counts(widest - 1)
+        # Of the nodes of trees, and of chains: beside trees of their own length, else of the widest.
+        self._nodes = _Counts(widest - 1)
+        self._chains = _Counts((chain or (1 if is_tree else widest)) - 1)
         # Steps, those with a draft, the rows that these have verified, and the tokens that came of it.
         self._num_steps = self._num_drafted = self._num_verifies = self._num_tokens = 0
 
@@ -247,24 +248,20 @@ class WidthChooser:
         costs = self.costs()
         # The first verify is as wide as may be: it shows the most.
         allowed = [width for width in costs if width <= self.first] or [min(costs)]
-        best = self._best(costs) if self._num_steps else max(allowed)
+        best = choose_width(self._tokens(), costs) if self._num_steps else max(allowed)
         self.current = best
         if best != self._held:
             self._held, self._steps, self._hold = best, 1, FIRST_HOLD if best != 1 else FIRST_PAUSE
         elif len(costs) > 1 and (self._steps > self._hold or (best == 1 and self._pays)):
             others = {width: cost for width, cost in costs.items() if width != best}
-            self.current = self._best(others, OPTIMISM if best == 1 else 0.0)
+            self.current = choose_width(self._tokens(OPTIMISM if best == 1 else 0.0), others)
             self._steps = 0
             if not self._pays or best != 1:
                 self._hold = min(2 * self._hold, LONGEST_HOLD)
         self._pays = False
 
-    def _best(self, costs: Mapping[int, float], optimism: float = 0.0) -> int:
-        """Returns which of these brings the most tokens in its time, by [`choose_width`]; the chain only if more."""
-        return choose_width(self._tokens(optimism), costs)
-
-    def _tokens(self, optimism: float) -> dict[int, float]:
-        """Expected tokens of a verify of each choice."""
+    def _tokens(self, optimism: float = 0.0) -> dict[int, float]:
+        """Expected tokens of a verify of each choice; at equal rates [`choose_width`] takes a tree, not the chain."""
         tokens = expected_tokens(self.conditional_acceptance(optimism))
         if self.chain is not None:
             tokens[CHAIN] = expected_tokens(self._chains.shares(optimism))[self.chain]
@@ -293,20 +290,18 @@ class WidthChooser:
         self._clock = clock
         if width == 1 or not accepted:
             return
-        is_chain = nodes is None and self.is_tree
-        if nodes is None:
-            counts = self._chains if is_chain else self._counts
-            counts.add_chains([(count, min(count + 1, width - 1)) for count in accepted])
+        if nodes is not None:
+            places = range(1, len(self._nodes.tried) + 1)
+            kept = [sum(node in row for row in nodes) for node in places]
+            self._nodes.add([len(nodes) if node < width else 0 for node in places], kept)
         else:
-            indices = range(len(self._counts.tried))
-            kept = [sum(index + 1 in row for row in nodes) for index in indices]
-            self._counts.add([len(nodes) if index < width - 1 else 0 for index in indices], kept)
-            self._chains.add_chains(chains)
+            chains = [(count, min(count + 1, width - 1)) for count in accepted]
+        self._chains.add_chains(chains)
         num_tokens = len(accepted) + sum(accepted)
         self._num_drafted += 1
         self._num_verifies, self._num_tokens = self._num_verifies + len(accepted), self._num_tokens + num_tokens
         if self._held == 1:
-            self._judge(CHAIN if is_chain else width, num_tokens / len(accepted))
+            self._judge(CHAIN if nodes is None and self.is_tree else width, num_tokens / len(accepted))
 
     def _judge(self, tried: int, num_tokens: float) -> None:
         """Decides from a try that gave so many tokens a row when the next one comes."""
@@ -314,8 +309,9 @@ class WidthChooser:
         if 1 not in costs:
             return
         self._pays = num_tokens > costs[tried] / costs[1]
-        best = self._best({other: cost for other, cost in costs.items() if other != 1}, OPTIMISM)
-        loss = costs[best] / costs[1] - self._tokens(OPTIMISM)[best]
+        tokens = self._tokens(OPTIMISM)
+        best = choose_width(tokens, {other: cost for other, cost in costs.items() if other != 1})
+        loss = costs[best] / costs[1] - tokens[best]
         self._hold = max(min(self._hold, int(loss / TRYING)), FIRST_PAUSE)
 
     def costs(self) -> dict[int, float]:
@@ -347,10 +343,10 @@ class WidthChooser:
             optimism (`float`): How often each is taken to have been accepted beside what was seen.
         """
         if not self.is_tree:
-            return self._counts.shares(optimism)
+            return self._chains.shares(optimism)
         runs = list[tuple[float, float, int]]()  # accepted, tried, and how many nodes are averaged
         before = 1.0
-        for index, (accepted, tried) in enumerate(zip(self._counts.accepted, self._counts.tried, strict=True)):
+        for index, (accepted, tried) in enumerate(zip(self._nodes.accepted, self._nodes.tried, strict=True)):
             likely = max(PRIOR_SHARE, index / (index + 1)) * before
             accepted, tried = accepted + PRIOR_WEIGHT * likely + optimism * before, tried + PRIOR_WEIGHT + optimism
             num, before = 1, accepted / tried
