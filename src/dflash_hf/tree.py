@@ -52,17 +52,7 @@ class DraftTree:
         return DraftTree(self.parents.to(device), self.depths.to(device), self.ancestors.to(device))
 
     def follow(self, block_BN: Tensor, tokens_BN: Tensor, node_ids_BN: Tensor, path_BN: Tensor) -> None:
-        """Finds the path that the target goes: from the anchor on, always the child that it says.
-
-        By the kernel without a host sync; its definition reads.
-
-        Args:
-            block_BN, tokens_BN (`torch.Tensor` of shape `[B, N]`, int64): The nodes' tokens, of which siblings differ,
-                and what the target says after each. Come to be in the path's order, as if it had been a chain, the
-                block with -1 behind its end.
-            node_ids_BN, path_BN (`torch.Tensor` of shape `[B, N]`, int64): Get what the block was, and the node at
-                each depth, 0 behind the path's end.
-        """
+        """Finds the path that the target goes: arguments and definition are those of `dflash_kernels.follow_tree`."""
         ops.follow_path(self.parents, self.depths, self.ancestors, block_BN, tokens_BN, node_ids_BN, path_BN)
 
     def ranks(self) -> Tensor:
@@ -124,23 +114,17 @@ class TreeBuilder:
         nodes: Tensor,
         block_BN: Tensor,
         candidates_BDC: Tensor | None = None,
-        text: tuple[Tensor, Tensor, Tensor] | None = None,
+        text: tuple[Tensor, ...] = (),
     ) -> None:
-        """Builds the best tree of each row: by the kernels without a host sync; the definition reads.
+        """Builds the best tree of each row, as `dflash_kernels.build_tree` defines it; other arguments as there.
 
         Args:
             scores (`torch.Tensor` of shape `[B, D, V]` or `[B, D, C, C]`): Log-probabilities of the next tokens, up to
                 a constant a position; with candidates as a [`CandidateSelector`] returns them.
-            nodes (`torch.Tensor` of shape `[4, B, num_nodes]`, int64): Gets parents, depths, ancestors and sources.
-            block_BN (`torch.Tensor` of shape `[B, num_nodes]`, int64): Gets the proposals, behind the anchor.
-            candidates_BDC (`torch.Tensor` of shape `[B, D, C]`, int64, *optional*): Tokens that each position chooses
-                among, where what is likely depends on the token before, as in DFlash 2.
-            text (`tuple`, *optional*): `ids [B, T]`, `cursor [B]` and `follows` of [`build_tree`], for what followed
-                the row's last tokens before.
+            text (`tuple`, *optional*): `ids_BT`, `cursor_B` and `follows_FM`.
         """
-        scores = scores if candidates_BDC is not None else scores[:, :, None]
-        best, order = ops.likeliest(scores, self.num_ranks)
-        ops.grow_tree(best, order, nodes, block_BN, candidates_BDC, *(text or (None, None, None)))
+        best, order = ops.likeliest(scores[:, :, None] if candidates_BDC is None else scores, self.num_ranks)
+        ops.grow_tree(best, order, nodes, block_BN, candidates_BDC, *text)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, iterate
@@ -57,6 +57,24 @@ def test_greedy_equals_plain_generate(family: str) -> None:
         assert sum(stats.num_accepted_by_node) == sum(map(sum, stats.num_accepted))
         is_branched |= stats.num_accepted_by_node != sorted(stats.num_accepted_by_node, reverse=True)
     assert is_branched, "a chain would have done"
+
+
+class Wider(LogitsProcessor):
+    """Returns float64, and may look at anything: it is called token by token."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores.double()
+
+
+def test_scores_that_a_processor_widens_are_those_of_the_path() -> None:
+    target = target_of("qwen3")
+    for seed, (_, nodes, lengths) in enumerate(SHAPES):
+        inputs, settings = prompts(lengths, seed), {"max_new_tokens": NEW, "do_sample": False}
+        ref = target.generate(**inputs, **settings)
+        draft = branching(target, truth_of(inputs, ref), seed, nodes)
+        out = target.generate(**inputs, **settings, logits_processor=[Wider()], assistant_model=draft)
+        assert torch.equal(out, ref)
+        assert draft.last_stats.acceptance_length > 1
 
 
 @pytest.mark.parametrize("nodes", [4, 16])
@@ -330,7 +348,7 @@ def test_what_chains_have_shown_says_nothing_of_trees() -> None:
     for nodes in (0, 16, 0, 16):
         draft.generation_config.num_tree_nodes = nodes
         assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
-    assert sorted(chooser.is_tree for chooser in _kept[draft].values()) == [False, True]
+    assert sorted(chooser.is_tree for kept in _kept[draft].values() for chooser in kept.values()) == [False, True]
 
 
 def test_steps_that_are_looked_at_show_the_path() -> None:

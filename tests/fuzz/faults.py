@@ -19,7 +19,7 @@ from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.cache.recurrent import RecurrentGroup
 from dflash_hf.generation import accept, generate, prefill, sampling, step
-from dflash_hf.generation.accept import SynchronizedRows, accept_matching
+from dflash_hf.generation.accept import SynchronizedRows, accepted
 from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.generation.stats import Recorder
 from dflash_hf.generation.user_cache import UserCache
@@ -55,7 +55,7 @@ def one_too_many(patches: Patches) -> None:
     """One proposal more than matches is accepted."""
 
     def more(commit: Any, state: Any, mask_token_id: int, num_accepted: Tensor | None = None) -> None:
-        num = accept_matching(state.proposals, state.tokens) if num_accepted is None else num_accepted
+        num = accepted(state, num_accepted)
         num = (num + 1).clamp_max(state.width - 1)
         # The target's own token stands behind what matches; a proposal that does not match has to be taken over.
         kept = torch.arange(state.width - 1, device=num.device) < num[:, None]

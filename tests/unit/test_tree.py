@@ -32,9 +32,7 @@ def best_paths(log_probs_DV: Tensor, num: int) -> set[tuple[int, ...]]:
     return found
 
 
-def built(
-    trees: TreeBuilder, scores: Tensor, text: tuple[Tensor, Tensor, Tensor] | None = None
-) -> tuple[DraftTree, Tensor, Tensor]:
+def built(trees: TreeBuilder, scores: Tensor, text: tuple[Tensor, ...] = ()) -> tuple[DraftTree, Tensor, Tensor]:
     """The trees of scores, their tokens with anchors of token 0, and their sources."""
     nodes = torch.full((4, scores.shape[0], trees.num_nodes), 7)
     block = torch.zeros(scores.shape[0], trees.num_nodes, dtype=torch.long)

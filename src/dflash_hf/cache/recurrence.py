@@ -12,10 +12,8 @@ Shapes: `L` layers alike, `B` rows, `W` tokens of a block, `C` channels of the c
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,21 +24,37 @@ from dflash_hf.devices import brought_in
 _RELEASES = "Transformers 5.16 to 5.23 have it"
 
 
-@dataclass(frozen=True, slots=True)
-class Recurrence:
-    """The recurrent part of one decoder layer.
-
-    Args:
-        rule (`Rule`): What kind it is.
-        module (`nn.Module`): The module that keeps the state.
-    """
+class Recurrence(NamedTuple):
+    """The recurrent part of one decoder layer: what kind it is, and the module that keeps the state."""
 
     rule: Rule
     module: nn.Module
 
 
-class Rule(ABC):
-    """One kind of recurrence: where its inputs are found and how it runs over a block again."""
+class Noted(NamedTuple):
+    """What is known of a block over which a rule runs again.
+
+    Args:
+        modules (sequence of `nn.Module`): The `L` modules, alike in every size.
+        inputs (`torch.Tensor` of shape `[L, B, C, k + W]`): The convolution's window before the block, and what the
+            block put in.
+        projections (`torch.Tensor` of shape `[L, B, W, G]`): One after the other.
+        states (`torch.Tensor` of shape `[L, B, ...]`): Before the block; not changed.
+        kept (`torch.Tensor` of shape `[B, W]`, bool): Which tokens stay.
+    """
+
+    modules: Sequence[Any]
+    inputs: Tensor
+    projections: Tensor
+    states: Tensor
+    kept: Tensor
+
+
+class Rule:
+    """One kind of recurrence: where its inputs are found and how it runs over a block again.
+
+    Here the convolution's window is the whole state, and the cache sees all there is.
+    """
 
     # As users know it.
     name: ClassVar[str]
@@ -52,33 +66,13 @@ class Rule(ABC):
     # Whether the module writes into the state that it is handed where it is given a single token.
     writes_state: ClassVar[bool] = False
 
-    @abstractmethod
     def projections(self, module: Any) -> dict[str, int]:
         """Returns the submodules whose outputs the gates come from, with the number of last columns that count."""
+        return {}
 
-    @abstractmethod
-    def replay(
-        self,
-        modules: Sequence[Any],
-        inputs_LBCT: Tensor,
-        noted_LBWG: Tensor,
-        states: Tensor,
-        kept_BW: Tensor,
-    ) -> Tensor:
-        """Returns the states after the tokens that are kept.
-
-        Args:
-            modules (sequence of `nn.Module`): The `L` modules, alike in every size.
-            inputs_LBCT (`torch.Tensor` of shape `[L, B, C, k + W]`): The convolution's window before the block, and
-                what the block put in.
-            noted_LBWG (`torch.Tensor` of shape `[L, B, W, G]`): The projections, one after the other.
-            states (`torch.Tensor` of shape `[L, B, ...]`): Before the block; not changed.
-            kept_BW (`torch.Tensor` of shape `[B, W]`, bool): Which tokens stay.
-        """
-
-    def num_noted(self, module: nn.Module) -> int:
-        """Returns how many numbers per token are noted of the projections: `G`."""
-        return sum(self.projections(module).values())
+    def replay(self, block: Noted) -> Tensor:
+        """Returns the states after the tokens that are kept."""
+        return block.states
 
     def why_not(self, module: nn.Module) -> str | None:
         """Says what a module lacks that its class has in the releases that are known, or `None`."""
@@ -87,7 +81,7 @@ class Rule(ABC):
             if not hasattr(module, name):
                 return f"a {kind} without {name}; {_RELEASES}"
         for name in self.functions:
-            if not callable(_globals(module).get(name)):
+            if not callable(_function(module, name)):
                 return f"a {kind} whose code does not use {name}; {_RELEASES}"
         for name, num in self.projections(module).items():
             projection = getattr(module, name, None)
@@ -104,14 +98,8 @@ class GatedDelta(Rule):
 
     name = "gated delta nets (Qwen3.5, Qwen3.5-MoE, Qwen3-Next)"
     attributes = (
-        "A_log",
-        "dt_bias",
-        "activation",
-        "key_dim",
-        "head_k_dim",
-        "head_v_dim",
-        "num_k_heads",
-        "num_v_heads",
+        *("A_log", "dt_bias", "activation"),
+        *("key_dim", "head_k_dim", "head_v_dim", "num_k_heads", "num_v_heads"),
     )
     functions = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
 
@@ -123,25 +111,18 @@ class GatedDelta(Rule):
         """Returns write strength and decay `[L, B, W, H]` before their nonlinearities."""
         return noted.split(module.num_v_heads, dim=-1)  # pyright: ignore[reportReturnType]
 
-    def replay(
-        self,
-        modules: Sequence[Any],
-        inputs_LBCT: Tensor,
-        noted_LBWG: Tensor,
-        states: Tensor,
-        kept_BW: Tensor,
-    ) -> Tensor:
+    def replay(self, block: Noted) -> Tensor:
         """With `g = 0` and `beta = 0` on the tokens that go: no decay, nothing written. Queries leave no trace."""
-        first = modules[0]
-        mixed = _convolved(modules, self.convolution, inputs_LBCT, kept_BW.shape[1], skip=first.key_dim)
+        first = block.modules[0]
+        mixed = _convolved(block, self.convolution, skip=first.key_dim)
         key, value = mixed.flatten(0, 1).split([first.key_dim, mixed.shape[-1] - first.key_dim], dim=-1)
         key = key.unflatten(-1, (first.num_k_heads, first.head_k_dim))
         value = value.unflatten(-1, (first.num_v_heads, first.head_v_dim))
         if first.num_k_heads != first.num_v_heads:  # before 5.23 the rule does not do that by itself
             key = key.repeat_interleave(first.num_v_heads // first.num_k_heads, dim=2)
-        strength, decay = self.gates(first, noted_LBWG)
-        rate, bias = (_stacked(modules, name)[:, None, None] for name in ("A_log", "dt_bias"))
-        kept = kept_BW[..., None]
+        strength, decay = self.gates(first, block.projections)
+        rate, bias = (_stacked(block.modules, name)[:, None, None] for name in ("A_log", "dt_bias"))
+        kept = block.kept[..., None]
         # As in the modules' own code; a `where` keeps out what tokens that go may hold.
         g = torch.where(kept, -rate.float().exp() * F.softplus(decay.float() + bias), 0.0)
         beta = torch.where(kept, strength.sigmoid(), 0.0)
@@ -151,11 +132,11 @@ class GatedDelta(Rule):
             value,
             g=g.flatten(0, 1),
             beta=beta.flatten(0, 1),
-            initial_state=states.flatten(0, 1),
+            initial_state=block.states.flatten(0, 1),
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
         )
-        return after.view_as(states)
+        return after.view_as(block.states)
 
 
 class GroupedGatedDelta(GatedDelta):
@@ -178,21 +159,6 @@ class ShortConvolution(Rule):
     attributes = ("conv_kernel_size",)
     functions = ("causal_conv1d_fn",)
     convolution = "conv"
-
-    def projections(self, module: Any) -> dict[str, int]:
-        """None: the cache sees all there is."""
-        return {}
-
-    def replay(
-        self,
-        modules: Sequence[Any],
-        inputs_LBCT: Tensor,
-        noted_LBWG: Tensor,
-        states: Tensor,
-        kept_BW: Tensor,
-    ) -> Tensor:
-        """Nothing besides the window."""
-        return states
 
 
 class Mamba2(Rule):
@@ -220,21 +186,14 @@ class Mamba2(Rule):
             )
         return super().why_not(module)
 
-    def replay(
-        self,
-        modules: Sequence[Any],
-        inputs_LBCT: Tensor,
-        noted_LBWG: Tensor,
-        states: Tensor,
-        kept_BW: Tensor,
-    ) -> Tensor:
+    def replay(self, block: Noted) -> Tensor:
         """With a time step of zero on the tokens that go; the layers side by side as heads, whose rates differ."""
-        first, (num, batch, width) = modules[0], noted_LBWG.shape[:3]
-        mixed = _convolved(modules, self.convolution, inputs_LBCT, width)
+        first, (num, batch, width) = block.modules[0], block.projections.shape[:3]
+        mixed = _convolved(block, self.convolution)
         groups = first.n_groups * first.ssm_state_size
         values, into, _ = mixed.split([first.intermediate_size, groups, groups], dim=-1)
         # softplus gives exactly 0 for it.
-        steps = noted_LBWG.masked_fill(~kept_BW[..., None], float("-inf"))
+        steps = block.projections.masked_fill(~block.kept[..., None], float("-inf"))
 
         def side_by_side(tensor: Tensor, size: int) -> Tensor:
             return tensor.permute(1, 2, 0, 3).reshape(batch, width, -1, size)
@@ -243,32 +202,27 @@ class Mamba2(Rule):
         _, after = _function(first, "mamba2_chunk_scan")(
             side_by_side(values, first.head_dim),
             steps.permute(1, 2, 0, 3).flatten(2),
-            -torch.exp(_stacked(modules, "A_log").flatten().float()),
+            -torch.exp(_stacked(block.modules, "A_log").flatten().float()),
             into,
             into,
             chunk_size=first.chunk_size,
             D=None,
             z=None,
             return_final_states=True,
-            dt_bias=_stacked(modules, "dt_bias").flatten(),
+            dt_bias=_stacked(block.modules, "dt_bias").flatten(),
             dt_softplus=True,
-            initial_states=states.transpose(0, 1).flatten(1, 2),
+            initial_states=block.states.transpose(0, 1).flatten(1, 2),
             dt_limit=first.time_step_limit,
         )
         return after.unflatten(1, (num, -1)).transpose(0, 1)
 
 
-_DELTA, _GROUPED, _SHORT, _MAMBA2 = GatedDelta(), GroupedGatedDelta(), ShortConvolution(), Mamba2()
-
 # Class of the module -> its rule. By name, because what a class computes does not show in what it has.
 RULES: dict[str, Rule] = {
-    "Qwen3_5GatedDeltaNet": _DELTA,
-    "Qwen3_5MoeGatedDeltaNet": _DELTA,
-    "Qwen3NextGatedDeltaNet": _GROUPED,
-    "Lfm2ShortConv": _SHORT,
-    "Lfm2MoeShortConv": _SHORT,
-    "BambaMixer": _MAMBA2,
-    "GraniteMoeHybridMambaLayer": _MAMBA2,
+    **dict.fromkeys(("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), GatedDelta()),
+    "Qwen3NextGatedDeltaNet": GroupedGatedDelta(),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), ShortConvolution()),
+    **dict.fromkeys(("BambaMixer", "GraniteMoeHybridMambaLayer"), Mamba2()),
 }
 
 
@@ -292,15 +246,10 @@ def find_recurrences(layers: Iterable[nn.Module]) -> dict[int, Recurrence]:
     return {index: recurrence for index, recurrence in found.items() if recurrence is not None}
 
 
-def _globals(module: nn.Module) -> dict[str, Any]:
-    """The names that the code of a module's class can use."""
-    forward: Any = inspect.unwrap(type(module).forward)
-    return forward.__globals__
-
-
-def _function(module: nn.Module, name: str) -> Callable[..., Any]:
+def _function(module: nn.Module, name: str) -> Any:
     """A function as the module's own forward finds it: a fast kernel where Transformers has chosen one."""
-    return _globals(module)[name]
+    forward: Any = inspect.unwrap(type(module).forward)
+    return forward.__globals__.get(name)
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor:
@@ -317,17 +266,16 @@ def _stacked(modules: Sequence[Any], name: str) -> Tensor:
     return torch.stack([_parameter(module, name) for module in modules])
 
 
-def _convolved(modules: Sequence[Any], name: str, inputs_LBCT: Tensor, width: int, skip: int = 0) -> Tensor:
+def _convolved(block: Noted, name: str, skip: int = 0) -> Tensor:
     """Runs the modules' convolutions in one call `[L, B, W, C - skip]`, without the first `skip` channels."""
-    convolutions = [getattr(module, name) for module in modules]
-    num, batch = inputs_LBCT.shape[:2]
+    convolutions, inputs = [getattr(module, name) for module in block.modules], block.inputs[:, :, skip:]
     weight = torch.cat([_parameter(convolution, "weight").squeeze(1)[skip:] for convolution in convolutions])
     bias = None
     if convolutions[0].bias is not None:
         bias = torch.cat([_parameter(convolution, "bias")[skip:] for convolution in convolutions])
-    inputs = inputs_LBCT[:, :, skip:].transpose(0, 1).reshape(batch, weight.shape[0], -1)
-    mixed = _function(modules[0], "causal_conv1d_fn")(inputs, weight, bias, activation=modules[0].activation)
-    return mixed[..., -width:].unflatten(1, (num, -1)).permute(1, 0, 3, 2)
+    first, inputs = block.modules[0], inputs.transpose(0, 1).flatten(1, 2)
+    mixed = _function(first, "causal_conv1d_fn")(inputs, weight, bias, activation=first.activation)
+    return mixed[..., -block.kept.shape[1] :].unflatten(1, (len(convolutions), -1)).permute(1, 0, 3, 2)
 
 
-__all__ = ["RULES", "Recurrence", "Rule", "find_recurrence", "find_recurrences", "supported"]
+__all__ = ["RULES", "Noted", "Recurrence", "Rule", "find_recurrence", "find_recurrences", "supported"]

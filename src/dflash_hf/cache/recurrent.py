@@ -12,6 +12,7 @@ Shapes: `L` layers of a group, `B` rows, `C` channels, `k` of the window, `W` to
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -24,16 +25,14 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from dflash_hf.cache.recurrence import Recurrence, Rule
+from dflash_hf.cache.recurrence import Noted, Recurrence, Rule
 from dflash_hf.scopes import Hook, hooked
 
 
 class RecurrentLayer(LinearAttentionCacheLayerMixin):
-    """One layer's window and state, as Transformers' recurrent modules look for them; views of its group's buffers.
+    """One layer's window and state, as Transformers' recurrent modules look for them.
 
-    Args:
-        group (`RecurrentGroup`): Its group.
-        slot (`int`): Its place in it.
+    They are views of its group's buffers, in which it has the place `slot`.
     """
 
     is_compileable = False
@@ -41,7 +40,6 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
     def __init__(self, group: RecurrentGroup, slot: int) -> None:
         super().__init__()
         self.group = group
-        self.slot = slot
         with torch.inference_mode(False):
             self.window = group.windows[slot]
             self.state = None if group.states is None else group.states[slot]
@@ -62,8 +60,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
 
     def begin(self, width: int) -> None:
         """Expects a block of `width` tokens."""
-        self._waiting = {"", *self.group.rule.projections(self._module())}
-        if self.state is not None and self.group.rule.writes_state:
+        self._waiting = {"", *self.group.places}
+        if self.state is not None and self.group.plan.rule.writes_state:
             self.recurrent_states[0] = self.state.clone() if width == 1 else self.state
 
     @property
@@ -71,22 +69,14 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         """Returns True if everything of the block has been noted."""
         return not self._waiting
 
-    def note(self, name: str, output: Tensor) -> None:
-        """Notes a projection of the block `[B, w, ...]`, in place."""
-        before = 0
-        for other, num in self.group.rule.projections(self._module()).items():
-            if other == name:
-                self._noted[:, : output.shape[1], before : before + num].copy_(output[..., -num:])
-            before += num
-        self._waiting.discard(name)
-
     def hooks(self, layers: Sequence[object]) -> list[Hook]:
         """Returns the forward hooks that note the projections.
 
         They listen to the thread that asks for them, and in it to calls over a cache of these layers: another thread
         may run the same module at the same time, and a hook of the user's inside a verify.
         """
-        thread, module = threading.get_ident(), self._module()
+        thread, module = threading.get_ident(), self.module()
+        assert module is not None, "a run keeps its target alive"
         self._calls = []
 
         def enter(module: nn.Module, args: tuple[Any, ...], *rest: dict[str, Any]) -> None:
@@ -98,17 +88,18 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
             if threading.get_ident() == thread:
                 self._calls.pop()
 
-        def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
-            def note(module: nn.Module, args: Any, output: Any) -> None:
+        def hook(name: str, place: slice) -> Callable[[nn.Module, Any, Any], None]:
+            def note(module: nn.Module, args: Any, output: Tensor) -> None:
                 if threading.get_ident() == thread and self._calls and self._calls[-1]:
-                    self.note(name, output)
+                    self._noted[:, : output.shape[1], place].copy_(output[..., place.start - place.stop :])
+                    self._waiting.discard(name)
 
             return note
 
         return [
             Hook(module, enter, before=True, options={"prepend": True, "with_kwargs": True}),
             Hook(module, leave, options={"always_call": True}),
-            *(Hook(getattr(module, name), hook(name)) for name in self.group.rule.projections(module)),
+            *(Hook(getattr(module, name), hook(name, place)) for name, place in self.group.places.items()),
         ]
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
@@ -124,19 +115,12 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: the buffers exist from the start."""
 
-    def _module(self) -> nn.Module:
-        module = self.module()
-        assert module is not None, "a run keeps its target alive"
-        return module
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GroupPlan:
     """Layers that will share buffers, and what those have to be like.
 
     Args:
-        rule (`Rule`): Their kind.
-        device (`torch.device`): Where they are.
         batch, width (`int`): Rows, and tokens of the longest block.
         window, state (`tuple`): Shape of one row of one layer, and dtype; no state where the window is all.
         num_noted (`int`): Numbers noted per token.
@@ -150,26 +134,6 @@ class GroupPlan:
     state: tuple[torch.Size, torch.dtype] | None
     num_noted: int
 
-    @classmethod
-    def of(cls, source: Any, index: int, recurrence: Recurrence, width: int) -> GroupPlan:
-        """Reads it off a layer that a prefill has filled; raises ValueError if there is no state in it."""
-        window = getattr(source, "conv_states", {}).get(0)
-        state = getattr(source, "recurrent_states", {}).get(0)
-        if not isinstance(source, LinearAttentionLayer) or window is None or len(source.conv_states) != 1:
-            raise ValueError(
-                f"expected one convolution window in layer {index} of the prefill cache, got "
-                f"{type(source).__name__}; this target keeps its recurrent state elsewhere and is not supported"
-            )
-        return cls(
-            rule=recurrence.rule,
-            device=window.device,
-            batch=window.shape[0],
-            width=width,
-            window=(window.shape[1:], window.dtype),
-            state=None if state is None else (state.shape[1:], state.dtype),
-            num_noted=recurrence.rule.num_noted(recurrence.module),
-        )
-
     def num_bytes(self) -> int:
         """Returns the size of one layer's buffers: window, state, the noted block."""
         (channels, kernel), dtype = self.window
@@ -179,20 +143,18 @@ class GroupPlan:
 
 
 class RecurrentGroup:
-    """Stacked buffers of recurrent layers alike.
-
-    Args:
-        plan (`GroupPlan`): What the layers have in common.
-        members (`dict[int, Recurrence]`): The layers by index.
-    """
+    """Stacked buffers of recurrent layers alike, by a plan of what they have in common and the layers by index."""
 
     def __init__(self, plan: GroupPlan, members: Mapping[int, Recurrence]) -> None:
         num, (window, dtype) = len(members), plan.window
         self.plan = plan
-        self.rule = plan.rule
         self.indices = list(members)
         # Buffers outlive the call, a target need not.
         self.modules = [weakref.ref(member.module) for member in members.values()]
+        # Where each projection goes in what is noted.
+        projections = plan.rule.projections(next(iter(members.values())).module)
+        ends = itertools.pairwise(itertools.accumulate(projections.values(), initial=0))
+        self.places = {name: slice(*pair) for name, pair in zip(projections, ends, strict=True)}
 
         def zeros(*size: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(num, plan.batch, *size, dtype=dtype, device=plan.device)
@@ -213,18 +175,13 @@ class RecurrentGroup:
 
     def is_for(self, plan: GroupPlan, members: Mapping[int, Recurrence]) -> bool:
         """Returns True if these are the buffers that would be made for them."""
-        modules = [member.module for member in members.values()]
-        return (self.plan, self.indices) == (plan, list(members)) and all(
-            own() is module for own, module in zip(self.modules, modules, strict=True)
-        )
+        modules = [weakref.ref(member.module) for member in members.values()]
+        return (self.plan, self.indices, self.modules) == (plan, list(members), modules)
 
     def take(self, layers: Sequence[Any], lengths: Tensor, keep: bool) -> None:
         """Copies the states of a prefill's layers in, freeing each as it goes unless it is to keep them.
 
-        Args:
-            layers (sequence of cache layers): All of the prefill's.
-            lengths (`torch.Tensor` of shape `[B]`, int64): Tokens that the rows' states have seen.
-            keep (`bool`): Copy only.
+        Of all its layers; `lengths` `[B]`, int64, are the tokens that the rows' states have seen.
         """
         for slot, index in enumerate(self.indices):
             source = layers[index]
@@ -247,22 +204,20 @@ class RecurrentGroup:
         num_kept = lengths - self.lengths
         inputs = torch.cat([self.windows, self.blocks], dim=-1)
         if self.states is not None:
-            modules = [module() for module in self.modules]
-            kept = self._steps < num_kept[:, None]
-            self.states.copy_(self.rule.replay(modules, inputs, self.noted, self.states, kept))
+            modules, kept = [module() for module in self.modules], self._steps < num_kept[:, None]
+            self.states.copy_(self.plan.rule.replay(Noted(modules, inputs, self.noted, self.states, kept)))
         columns = (num_kept[:, None] + self._columns)[None, :, None].expand_as(self.windows)
         self.windows.copy_(inputs.gather(-1, columns))
         self.lengths.copy_(lengths)
 
     def buffers(self) -> list[Tensor]:
         """Returns every tensor that must stay where it is."""
-        states = [] if self.states is None else [self.states]
-        return [self.windows, *states, self.blocks, self.noted, self.lengths, self._steps, self._columns]
+        kept = (self.windows, self.states, self.blocks, self.noted, self.lengths, self._steps, self._columns)
+        return [buffer for buffer in kept if buffer is not None]
 
     def clear(self) -> None:
         """Empties the buffers in place."""
-        states = [] if self.states is None else [self.states]
-        for buffer in (self.windows, *states, self.blocks, self.noted, self.lengths):
+        for buffer in self.buffers()[:-2]:  # steps and columns never change
             buffer.zero_()
 
 
@@ -276,9 +231,19 @@ def plan_groups(prefill: Cache, recurrences: Mapping[int, Recurrence], width: in
         ValueError: If one has no state.
     """
     groups: dict[GroupPlan, dict[int, Recurrence]] = {}
-    for index, recurrence in recurrences.items():
-        plan = GroupPlan.of(prefill.layers[index], index, recurrence, width)
-        groups.setdefault(plan, {})[index] = recurrence
+    for index, (rule, module) in recurrences.items():
+        source: Any = prefill.layers[index]
+        window, state = (getattr(source, f"{name}_states", {}).get(0) for name in ("conv", "recurrent"))
+        if not isinstance(source, LinearAttentionLayer) or window is None or len(source.conv_states) != 1:
+            raise ValueError(
+                f"expected one convolution window in layer {index} of the prefill cache, got "
+                f"{type(source).__name__}; this target keeps its recurrent state elsewhere and is not supported"
+            )
+        of_window = (window.shape[1:], window.dtype)
+        of_state = None if state is None else (state.shape[1:], state.dtype)
+        num_noted = sum(rule.projections(module).values())
+        plan = GroupPlan(rule, window.device, window.shape[0], width, of_window, of_state, num_noted)
+        groups.setdefault(plan, {})[index] = recurrences[index]
     return list(groups.items())
 
 

@@ -35,7 +35,7 @@ from dflash_hf.generation.sampling import (
     ends_row,
 )
 from dflash_hf.generation.state import NUM_REPORTED, DecodeState
-from dflash_hf.tree import DraftTree, along
+from dflash_hf.tree import along
 
 # See `iterate`: proposals [B, W - 1], the target's tokens [B, W] and logits [B, W, V] -> number accepted [B].
 Accept = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -78,14 +78,13 @@ def decide_at_once(
 
     Args:
         state (`DecodeState`): Its `tokens` are written.
-        logits_BWV (`torch.Tensor` of shape `[B, W, V]`): The target's.
+        logits_BWV (`torch.Tensor`): The target's.
         processors (`BlockProcessors`): The run's, all stateless.
         accept (callable, *optional*): A rule of the user's: behind the proposals that it keeps stands the target's own
             token.
         may_read (`bool`): Look on the host what can be left out, where that waits for no device.
 
-    Returns:
-        `torch.Tensor`: The number accepted `[B]` where that is not how many match, else `None`.
+    Returns the number accepted `[B]` where that is not how many match.
     """
     tree = state.tree
     if state.draft_probs is not None and state.key is not None and state.width > 1:
@@ -97,11 +96,10 @@ def decide_at_once(
         )
         state.tokens.copy_(tokens)
         return num_accepted
+    positions = state.decided_positions if tree is None else state.positions_behind(tree)
+    state.tokens.copy_(choose_from_logits(logits_BWV, processors, state.key, positions))
     if tree is not None:
-        state.tokens.copy_(choose_from_logits(logits_BWV, processors, state.key, state.positions_behind(tree)))
         state.follow(tree)
-        return None
-    state.tokens.copy_(choose_from_logits(logits_BWV, processors, state.key, state.decided_positions))
     if accept is None:
         return None
     num_accepted = accept(state.proposals, state.tokens, logits_BWV)
@@ -118,7 +116,7 @@ def decide_by_position(state: DecodeState, logits_BWV: Tensor, processors: Block
     """
     scores, ids, filled = logits_BWV.to(torch.float32, copy=True), state.ids, state.cursor
     columns, active, positions = filled.tolist(), ~state.done, state.decided_positions
-    walk = Walk.of(state, scores)
+    walk = Walk(state, scores)
     state.tokens.zero_()
     for position in range(state.width):
         lengths = filled + position
@@ -135,8 +133,7 @@ def decide_by_position(state: DecodeState, logits_BWV: Tensor, processors: Block
         state.tokens[:, position] = chosen
         if position == state.width - 1:
             break
-        if walk is not None:
-            walk.step(position, chosen)
+        walk.step(position, chosen, scores)
         active = active & (chosen == state.proposals[:, position]) & (state.remaining > position + 1)
         if state.eos_ids is not None:
             active = active & ~ends_row(chosen, state.eos_ids)
@@ -148,57 +145,45 @@ def decide_by_position(state: DecodeState, logits_BWV: Tensor, processors: Block
 
 
 class Walk:
-    """Goes through a tree token by token, where a token is decided only behind the ones before it.
+    """Goes through what is verified token by token, where a token is decided only behind the ones before it.
 
-    What is walked comes to stand in the state in the order of the path, as if it had been a chain.
+    Of a tree, what is walked comes to stand in the order of the path, as if it had been a chain: in the state's
+    `proposals` and `path`, and in the scores.
 
     Args:
-        state (`DecodeState`): Its `proposals` and `path` are written as the walk goes on.
-        tree (`DraftTree`): What is verified.
-        scores_BWV (`torch.Tensor` of shape `[B, W, V]`): Per node; likewise.
+        state (`DecodeState`): Of the run.
+        raw_BWV (`torch.Tensor` of shape `[B, W, V]`): Scores of the verified tokens; copied where there is a tree.
     """
 
-    def __init__(self, state: DecodeState, tree: DraftTree, scores_BWV: Tensor) -> None:
-        report = state.report
-        assert report is not None
-        report.node_ids.copy_(state.block)
-        self.state, self.tree, self.path = state, tree, report.path.zero_()
-        self.scores, self.raw, self.block = scores_BWV, scores_BWV.clone(), state.block.clone()
-        self.node = torch.zeros_like(state.anchor)
-        state.proposals.fill_(-1)
+    def __init__(self, state: DecodeState, raw_BWV: Tensor) -> None:
+        self.state, self.tree, report = state, state.tree, state.report
+        if report is not None:
+            report.node_ids.copy_(state.block)
+            self.path, self.raw, self.block = report.path.zero_(), raw_BWV.clone(), state.block.clone()
+            self.node = torch.zeros_like(state.anchor)
+            state.proposals.fill_(-1)
 
-    @classmethod
-    def of(cls, state: DecodeState, scores_BWV: Tensor) -> Walk | None:
-        """Begins at the anchor; `None` where a chain is verified."""
-        return None if state.tree is None else cls(state, state.tree, scores_BWV)
-
-    def step(self, position: int, tokens_B: Tensor) -> None:
+    def step(self, position: int, tokens_B: Tensor, scores_BWV: Tensor) -> None:
         """Goes on to the child that has the token decided at `position`; where there is none, no proposal matches."""
+        if self.tree is None:
+            return
         self.node, found = self.tree.child(self.block, self.node, tokens_B)
         self.path[:, position + 1] = self.node
         self.state.proposals[:, position] = torch.where(found, tokens_B, -1)
-        self.scores[:, position + 1] = along(self.node[:, None], self.raw)[:, 0]
+        scores_BWV[:, position + 1] = along(self.node[:, None], self.raw)[:, 0]
 
 
 def stop_by_criteria(state: DecodeState, criteria: list[StoppingCriteria], num_accepted: Tensor | None) -> None:
     """Asks stopping criteria after each token that would be committed, row by row, and ends rows where they say so.
 
-    Only those that look at a row's own tokens: with any other, rows are synchronized. Reads on the host.
-
-    Args:
-        state (`DecodeState`): Decided; `remaining` is lowered, and `ids` changed behind what is committed.
-        criteria (`list[StoppingCriteria]`): Those besides length and end of sequence.
-        num_accepted (`torch.Tensor` of shape `[B]`, *optional*): See [`commit`].
+    Only those that look at a row's own tokens: with any other, rows are synchronized. Reads on the host. Lowers
+    `remaining` of what is decided, and changes `ids` behind what is committed; for `num_accepted` see [`commit`].
     """
-    if num_accepted is None:
-        num_accepted = accept_matching(state.proposals, state.tokens)
+    num_accepted = accepted(state, num_accepted)
     ahead = torch.minimum(num_accepted + 1, state.remaining).masked_fill(state.done, 0).tolist()
     columns = torch.arange(state.width, device=state.ids.device) + state.cursor[:, None]
     state.ids.scatter_(1, columns, state.tokens)
-    ends = torch.zeros_like(state.tokens, dtype=torch.bool)
-    if state.eos_ids is not None:
-        ends = ends_row(state.tokens, state.eos_ids)
-    is_end = ends.tolist()
+    is_end = ends_row(state.tokens, state.padded_eos_ids).tolist()
     for row, column in enumerate(state.cursor.tolist()):
         for num in range(1, ahead[row] + 1):
             ids = cast(torch.LongTensor, state.ids[row : row + 1, : column + num])
@@ -209,9 +194,11 @@ def stop_by_criteria(state: DecodeState, criteria: list[StoppingCriteria], num_a
                 break
 
 
-def accept_matching(proposals: Tensor, tokens_BW: Tensor) -> Tensor:
-    """Counts the proposals `[B, W - 1]` that equal the target's own tokens, up to the first that does not: `[B]`."""
-    return (proposals == tokens_BW[:, :-1]).cumprod(dim=1).sum(dim=1)
+def accepted(state: DecodeState, num_accepted: Tensor | None) -> Tensor:
+    """Returns how many proposals stand `[B]`: if not given, as many as equal the target's tokens without a gap."""
+    if num_accepted is not None:
+        return num_accepted
+    return (state.proposals == state.tokens[:, :-1]).cumprod(dim=1).sum(dim=1)
 
 
 # Transformers' own processors look at nothing but each row's prefix and scores; SynthID keeps state.
@@ -220,13 +207,12 @@ TOKEN_LOCAL_PROCESSORS = "transformers.generation.logits_process"
 ROW_WISE_CRITERIA = (MaxTimeCriteria, StopStringCriteria)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class SynchronizedRows:
     """What is called at every column, and which rows go on.
 
     Args:
-        processors (`BlockProcessors`): The run's processors.
-        criteria (`list[StoppingCriteria]`): Stopping criteria besides length and end of sequence.
+        processors, criteria: The run's; criteria besides length and end of sequence.
         streamer (`BaseStreamer`, *optional*): Gets each column `[B]` on the CPU.
         pad_id (`int`, *optional*): What finished rows go on with; `None` without an end-of-sequence id, where they go
             on with tokens of their own until all rows have finished.
@@ -254,11 +240,8 @@ class SynchronizedRows:
     ) -> SynchronizedRows | None:
         """Returns one if the rows of a run have to advance together, else `None`.
 
-        Args:
-            processors, criteria, streamer: See the class.
-            has_scores (`bool`): Whether the call asks for scores.
-            state (`DecodeState`): The run's. One row is in step with itself: nothing is lost by it. Without an
-                end-of-sequence id plain `generate` lets stopped rows run on until all have stopped.
+        One row is in step with itself: nothing is lost by it. Without an end-of-sequence id plain `generate` lets
+        stopped rows run on until all have stopped.
         """
         stateful = any(
             type(p).__module__ != TOKEN_LOCAL_PROCESSORS or isinstance(p, SynthIDTextWatermarkLogitsProcessor)
@@ -270,59 +253,40 @@ class SynchronizedRows:
             needed = stateful or bool(criteria)
         else:
             needed = stateful or foreign or streamer is not None or (bool(criteria) and not has_eos)
-        if not needed:
-            return None
-        return cls(
-            processors=processors,
-            criteria=criteria,
-            streamer=streamer,
-            pad_id=processors.pad_id if has_eos else None,
-            unfinished=~state.done,
-            scores=[] if has_scores else None,
-        )
+        pad_id = processors.pad_id if has_eos else None
+        return cls(processors, criteria, streamer, pad_id, ~state.done, [] if has_scores else None) if needed else None
 
     def decide(self, state: DecodeState, logits_BCV: Tensor) -> tuple[Tensor, Tensor]:
         """Decides as many columns as all running rows agree to go on with; reads on the host.
 
-        Args:
-            state (`DecodeState`): `tokens` and columns of `ids` that are not committed yet are written, and
-                `remaining` is lowered where something stops a row.
-            logits_BCV (`torch.Tensor` of shape `[B, C, V]`): The target's, `C` being the state's width.
-
-        Returns:
-            `tuple[torch.Tensor, torch.Tensor]`: Processed scores `[B, C, V]`, float32 or what a processor makes of it,
-            raw beyond the last column; and the number of proposals that each row keeps `[B]`.
+        Writes the state's `tokens` and columns of `ids` that are not committed yet, and lowers `remaining` where
+        something stops a row. Returns processed scores `[B, C, V]`, float32 or what a processor makes of it, raw
+        beyond the last column; and the number of proposals that each row keeps `[B]`.
         """
-        is_stateless, last, positions = self.processors.is_stateless, state.width - 1, state.decided_positions
-        chosen, agreed, walk = None, None, None
-        if is_stateless:
-            agreed = decide_at_once(state, logits_BCV, self.processors)
-            chosen = state.tokens.clone()
-            agreed = accept_matching(state.proposals, chosen) if agreed is None else agreed
+        last, positions = state.width - 1, state.decided_positions
+        if self.processors.is_stateless:
+            agreed, walk = accepted(state, decide_at_once(state, logits_BCV, self.processors)), None
             scores = self.processors.warp(state.along_path(logits_BCV))
         else:
-            scores = logits_BCV.to(torch.float32, copy=True)
-            walk = Walk.of(state, scores)
+            agreed, scores = None, logits_BCV.to(torch.float32, copy=True)
+            walk = Walk(state, scores)
         self.num_columns = int(state.num_new.max())  # what stands, which another rank may have decided
         committed, was_running = torch.zeros_like(state.remaining), self._running()
         for column in range(last + 1):
-            prefix = state.ids[:, : state.columns + self.num_columns]
-            if not is_stateless:
+            if walk is not None:
+                prefix = state.ids[:, : state.columns + self.num_columns]
                 # A copy, because processors may write into what they get while the raw logits may be asked for.
                 processed = self.processors(prefix, scores[:, column].to(torch.float32, copy=True))
                 scores = scores.to(torch.promote_types(scores.dtype, processed.dtype))
                 scores[:, column] = processed
-            if chosen is not None:
-                tokens = chosen[:, column]
-            else:
-                tokens = choose(scores[:, column, None], state.key, positions[:, column, None])[:, 0]
-            state.tokens[:, column] = tokens
+                state.tokens[:, column] = choose(scores[:, column, None], state.key, positions[:, column, None])[:, 0]
+            tokens = state.tokens[:, column]
             running = self._take_column(state, tokens, scores[:, column])
             committed += running
             if not bool(self.unfinished.any()) or column == last:
                 break
             if walk is not None:
-                walk.step(column, tokens)
+                walk.step(column, tokens, scores)
             going_on = tokens == state.proposals[:, column] if agreed is None else agreed > column
             if not bool((going_on | ~self._running()).all()):
                 break
@@ -343,9 +307,7 @@ class SynchronizedRows:
         self.num_columns += 1
         if self.scores is not None:
             self.scores.append(scores.clone())
-        stopped = torch.zeros_like(self.unfinished)
-        if state.eos_ids is not None:
-            stopped |= ends_row(tokens, state.eos_ids)
+        stopped = ends_row(tokens, state.padded_eos_ids)
         if self.num_columns >= state.limit:
             stopped |= True
         ids = state.ids[:, : state.columns + self.num_columns]
@@ -362,7 +324,7 @@ class SynchronizedRows:
 __all__ = [
     "Accept",
     "SynchronizedRows",
-    "accept_matching",
+    "accepted",
     "commit",
     "decide_at_once",
     "decide_by_position",

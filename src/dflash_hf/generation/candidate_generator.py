@@ -19,13 +19,12 @@ from dflash_hf.generation.sampling import (
     choose,
     choose_from_logits,
     draw_tree,
-    draw_tree_behind,
-    gumbel_noise,
+    with_noise,
 )
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
-from dflash_hf.tree import TreeBuilder, along
+from dflash_hf.tree import along
 
 Rule = Literal["argmax", "shared_noise", "sample"]
 # See `iterate`: the draft's logits [B, W - 1, V] and the token before the proposals [B] -> proposals [B, W - 1].
@@ -41,9 +40,8 @@ class DFlashCandidateGenerator:
     tensors are full.
 
     Args:
-        draft (`DFlashDraftModel`): The draft.
-        target (`Target`): The target, whose embedding and head serve drafts without their own.
-        processors (`BlockProcessors`): The run's processors; their stateless warpers shape the proposals too.
+        draft, target: Of the run; the target's embedding and head serve drafts without their own.
+        processors (`BlockProcessors`): The run's; their stateless warpers shape the proposals too.
         buffers (`FixedBuffers`): Its context cache and the newest context, both cleared.
         rule (`str`): How to propose when sampling.
     """
@@ -77,12 +75,9 @@ class DFlashCandidateGenerator:
         self.logits: Tensor | None = None
 
     def observe_prompt(self, context_hidden_states: Tensor, positions: Tensor) -> None:
-        """Turns the taps of (a chunk of) the prompts straight into context K/V.
+        """Turns the taps `[B, S, L * D]` of (a chunk of) the prompts straight into context K/V.
 
-        Args:
-            context_hidden_states (`torch.Tensor` of shape `[B, S, L * D]`): Tapped states.
-            positions (`torch.Tensor` of shape `[B, S]`): Index of each token in its row, negative for padding;
-                on the host.
+        `positions` `[B, S]`, on the host, are each token's index in its row, negative for padding.
         """
         states = context_hidden_states.to(self.device, self.dtype)
         own = positions if self.offset is None else positions - self.offset.to(positions.device)[:, None]
@@ -120,8 +115,8 @@ class DFlashCandidateGenerator:
 
     def take_path(self, path: Tensor, is_in_place: bool) -> None:
         """Takes the context of a tree's accepted path `[B, n]`; what is behind the path's end is rejected."""
-        assert self.buffers.node_states is not None
         nodes, taken = self.buffers.node_states, self.buffers.context_states[:, : path.shape[1]]
+        assert nodes is not None
         if is_in_place:
             taken.copy_(nodes[:, : path.shape[1]])
         else:
@@ -129,12 +124,8 @@ class DFlashCandidateGenerator:
 
     def _context(self) -> NewContext:
         """The newest context, which the draft's next forward writes."""
-        states, lengths, weights = (
-            self.buffers.context_states,
-            self.buffers.context_lengths,
-            self.buffers.context_weights,
-        )
-        return NewContext(states, RaggedBlock.at(lengths, states.shape[1]), weights)
+        buffers, states = self.buffers, self.buffers.context_states
+        return NewContext(states, RaggedBlock.at(buffers.context_lengths, states.shape[1]), buffers.context_weights)
 
     def flush(self) -> None:
         """Writes the newest context where no draft forward will."""
@@ -166,8 +157,8 @@ class DFlashCandidateGenerator:
         self.cache.begin(self._on_draft(block))
         noise_embeds = draft.embed(state.draft_ids, self.target.embedding)
         hidden = draft.forward_block(noise_embeds.to(self.device, self.dtype), self.cache, self._context())
-        trees = self.trees if state.tree is not None else None
-        num = state.width - 1 if trees is None else self.num_proposals
+        is_tree = state.tree is not None
+        num = self.num_proposals if is_tree else state.width - 1
         slots = slice(1 - self.ahead, num + 1 - self.ahead)  # those that propose
         hidden = states = hidden[:, slots]
         if draft.lm_head is None:
@@ -176,79 +167,58 @@ class DFlashCandidateGenerator:
         logits = draft.compute_logits(states, self.target.head).to(device)
         self.logits = logits if self.keeps_logits else None
         positions = state.keyed(block.positions[:, slots] + self.ahead)
-        if trees is not None:
-            self._propose_tree(trees, state, hidden, logits, positions)
-            return
-        if self.rule_of_user is not None:
-            state.proposals.copy_(self.rule_of_user(logits, state.anchor))
-            return
-        if state.key is None or self.rule == "argmax":
-            state.proposals.copy_(draft.best_path(hidden, logits, state.anchor))
-            return
-        if draft.candidate_selector is not None:
-            candidates, scores = draft.candidate_selector(hidden, logits, state.anchor)
-            self._propose_path(state, candidates, scores, positions, logits.shape[-1])
-            return
-        if self.rule == "sample":
-            scores = self.processors.warp(logits)
-            state.draft_probs = torch.softmax(scores, dim=-1)
-            state.proposals.copy_(choose(scores, state.key, positions, DRAFT_STREAM))
+        if is_tree:
+            self._propose_tree(state, hidden, logits, positions)
         else:
-            state.proposals.copy_(choose_from_logits(logits, self.processors, state.key, positions))
+            state.proposals.copy_(self._chain(state, hidden, logits, positions))
 
-    def _propose_tree(
-        self, trees: TreeBuilder, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor
-    ) -> None:
-        """Proposes a tree; under `shared_noise` of the scores that the target's own noise makes likely."""
-        assert state.nodes is not None
-        if state.key is not None and self.rule == "sample":
-            self._draw_tree(trees, state, hidden, logits, positions)
-            return
-        longest = self.draft.generation_config.max_matching_ngram_size
-        follows = trees.follows if longest is None else trees.follows[:, : longest + 1]
-        text = (state.ids, state.cursor, follows) if follows.shape[1] > 1 else None
-        candidates, scores = None, logits
-        if self.draft.candidate_selector is not None:
-            candidates, scores = self.draft.candidate_selector(hidden, logits, state.anchor)
+    def _chain(self, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor) -> Tensor:
+        """Returns proposals `[B, W - 1]` that follow each other.
+
+        Of a selector, the noise goes over all transitions at once, whatever path they lead to, and a path uses that of
+        a token once. So the distribution of a token is the softmax over the candidates behind those drawn before it.
+        """
+        if self.rule_of_user is not None:
+            return self.rule_of_user(logits, state.anchor)
+        if state.key is None or self.rule == "argmax":
+            return self.draft.best_path(hidden, logits, state.anchor)
+        is_drawn = self.rule == "sample"
+        if self.draft.candidate_selector is None and not is_drawn:
+            return choose_from_logits(logits, self.processors, state.key, positions)
+        candidates, scores = self._scores(state, hidden, logits)
+        if candidates is None:
+            state.draft_probs = torch.softmax(scores, dim=-1)
+            return choose(scores, state.key, positions, DRAFT_STREAM)
+        noisy = with_noise(scores, state.key, positions, candidates, DRAFT_STREAM if is_drawn else TARGET_STREAM)
+        path, path_scores = follow_path(candidates, scores, noisy.argmax(dim=-1))
+        if is_drawn:
+            probs = torch.softmax(path_scores, dim=-1)
+            state.draft_probs = probs.new_zeros(*path.shape, logits.shape[-1]).scatter_(-1, candidates, probs)
+        return path
+
+    def _scores(self, state: DecodeState, hidden: Tensor, logits: Tensor) -> tuple[Tensor | None, Tensor]:
+        """A selector's candidates and scores, or the logits; processed where tokens are sampled."""
+        selector = self.draft.candidate_selector
+        candidates, scores = (None, logits) if selector is None else selector(hidden, logits, state.anchor)
         if state.key is not None and self.rule != "argmax":
             # Warpers work on rows of scores: of a selector, what may follow one predecessor.
-            scores = self.processors.warp(scores if candidates is None else scores.flatten(1, 2)).view_as(scores)
-            tokens = torch.arange(logits.shape[-1], device=logits.device) if candidates is None else candidates
-            noise = gumbel_noise(state.key, positions, tokens)
-            scores = scores + (noise if candidates is None else noise[:, :, None])
-        trees.build(scores, state.nodes, state.whole_block, candidates, text)
+            scores = self.processors.warp(scores.flatten(1, -2)).view_as(scores)
+        return candidates, scores
 
-    def _draw_tree(
-        self, trees: TreeBuilder, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor
-    ) -> None:
-        """Proposes a tree for rejection: nothing stands in it but what is drawn."""
-        selector, warp = self.draft.candidate_selector, self.processors.warp
-        if selector is None:
-            draw_tree(trees, state, warp(logits), positions)
+    def _propose_tree(self, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor) -> None:
+        """Proposes a tree; under `shared_noise` of the scores that the target's own noise makes likely."""
+        trees, (candidates, scores) = self.trees, self._scores(state, hidden, logits)
+        assert trees is not None
+        assert state.nodes is not None
+        if state.key is not None and self.rule == "sample":  # nothing stands in it but what is drawn
+            draw_tree(trees, state, scores, positions, logits.shape[-1], candidates)
             return
-        candidates, scores = selector(hidden, logits, state.anchor)
-        scores = warp(scores.flatten(1, 2)).view_as(scores)
-        draw_tree_behind(trees, state, candidates, scores, positions, logits.shape[-1])
-
-    def _propose_path(
-        self, state: DecodeState, candidates: Tensor, scores: Tensor, positions: Tensor, vocab_size: int
-    ) -> None:
-        """Draws a path through the selector's candidates `[B, K, C]`, whose scores are `[B, K, C, C]`.
-
-        The run's warpers and the noise go over all transitions at once, whatever path they lead to; the noise of a
-        token at a position is the same behind every predecessor, and a path uses it once. So the distribution of a
-        token is the softmax over the candidates behind the tokens drawn before it.
-        """
-        assert state.key is not None
-        stream = DRAFT_STREAM if self.rule == "sample" else TARGET_STREAM
-        noise = gumbel_noise(state.key, positions, candidates, stream)
-        # Warpers work on rows of scores; here a row is what may follow one predecessor.
-        scores = self.processors.warp(scores.flatten(1, 2)).view_as(scores)
-        path, path_scores = follow_path(candidates, scores, (scores + noise[:, :, None]).argmax(dim=-1))
-        state.proposals.copy_(path)
-        if self.rule == "sample":
-            probs = torch.softmax(path_scores, dim=-1)
-            state.draft_probs = probs.new_zeros(*path.shape, vocab_size).scatter_(-1, candidates, probs)
+        if state.key is not None and self.rule != "argmax":
+            scores = with_noise(scores, state.key, positions, candidates)
+        longest = self.draft.generation_config.max_matching_ngram_size
+        follows = trees.follows if longest is None else trees.follows[:, : longest + 1]
+        text = (state.ids, state.cursor, follows) if follows.shape[1] > 1 else ()
+        trees.build(scores, state.nodes, state.whole_block, candidates, text)
 
     def _on_draft(self, block: RaggedBlock) -> RaggedBlock:
         """The same block, counted on the draft's device and from where its context begins."""

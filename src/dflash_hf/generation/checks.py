@@ -48,13 +48,10 @@ def check_stock(draft: DFlashDraftModel) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The generation settings in force, by name: an argument, else the given config's, the model's, the default.
+    """The generation settings in force, by name: an argument to `generate`, else the config's that was given with
+    them, the target's, the default.
 
     That is the order of `GenerationMixin._prepare_generation_config`, which copies both configs for it.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        arguments (`dict`): What the user passed to `generate`.
     """
 
     model: Any
@@ -80,7 +77,11 @@ def check_settings(settings: Settings) -> None:
         settings[name] for name in ("dola_layers", "prompt_lookup_num_tokens", "cache_implementation")
     )
     is_contrastive = bool(alpha) and (settings["top_k"] or 0) > 1 and not settings["do_sample"]
-    is_synchronized = bool(settings.arguments.get("synced_gpus")) or _is_sharded(settings.model)
+    is_synchronized = bool(settings.arguments.get("synced_gpus"))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # Forwards that wait for other processes: all rows of all would have to keep step.
+        is_sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(settings.model)
+        is_synchronized |= torch.distributed.get_world_size() > 1 and is_sharded
     has_attentions = bool(settings["output_attentions"])
     refused: list[tuple[bool, str, object, str]] = [
         ((beams or 1) > 1, "num_beams=1", beams, "beam search has no single text to draft for"),
@@ -95,16 +96,6 @@ def check_settings(settings: Settings) -> None:
     ]
     for bad, expected, got, reason in refused:
         require(not bad, f"{expected} with a DFlash draft", got, f"{reason}; or drop the draft")
-
-
-def _is_sharded(model: Any) -> bool:
-    """Says whether forwards of this model wait for other processes: all rows of all would have to keep step."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return (
-        distributed
-        and torch.distributed.get_world_size() > 1
-        and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
-    )
 
 
 def check_inputs(target: Target, settings: Settings) -> None:
@@ -146,26 +137,21 @@ def check_inputs(target: Target, settings: Settings) -> None:
 
 
 def check_images(target: Target, input_ids: Tensor, arguments: dict[str, Any]) -> None:
-    """Refuses images that do not fit the prompts' tokens, before anything looks at them.
+    """Refuses images that do not fit the tokens of prompts `[B, T]` without anything cached.
 
-    Only where an image is as many tokens as `image_grid_thw` says, in Qwen's family, and without videos (GLM spells
-    those with tokens of images); others check in their own forward. Tokens of images without any are text like any
-    other, as in plain `generate`.
-
-    Args:
-        target (`Target`): The target.
-        input_ids (`torch.Tensor` of shape `[B, T]`): Prompts without anything cached.
-        arguments (`dict`): Of `generate`.
+    Before anything looks at them. Only where an image is as many tokens as `image_grid_thw` says, in Qwen's family,
+    and without videos (GLM spells those with tokens of images); others check in their own forward. Tokens of images
+    without any are text like any other, as in plain `generate`.
 
     Raises:
         ValueError: If the numbers of tokens, sizes and patches do not fit.
     """
     model: Any = target.model
     grids, pixels = arguments.get("image_grid_thw"), arguments.get("pixel_values")
+    if grids is None or arguments.get("video_grid_thw") is not None:
+        return
     rule = getattr(getattr(model, "model", None), "get_rope_index", None)
     if rule is None or "video_grid_thw" not in inspect.signature(rule).parameters:  # HunYuan: more tokens
-        return
-    if grids is None or arguments.get("video_grid_thw") is not None:
         return
     token = model.config.image_token_id
     num_patches, num_tokens = int(grids.prod(dim=-1).sum()), int((input_ids == token).sum())
@@ -218,11 +204,7 @@ def _check_cache(cache: object, target: Target) -> None:
 def _check_columns(cache: Cache, rows: int, num_ids: int, mask: Tensor | None) -> None:
     """Refuses a cache whose layers do not all stand at one column, or whose rows or columns are not the call's.
 
-    Args:
-        cache (`Cache`): As given, of the right kind.
-        rows (`int`): Rows of the call, `num_return_sequences` included.
-        num_ids (`int`): Columns of the given `input_ids`.
-        mask (`torch.Tensor` of shape `[B, T]`, *optional*): The given attention mask.
+    The call's rows include `num_return_sequences`; `num_ids` are the columns of `input_ids`.
     """
     past, layers = int(cache.get_seq_length()), list[Any](cache.layers)
     attention = [layer for layer in layers if not isinstance(layer, LinearAttentionLayer)]

@@ -66,10 +66,7 @@ class NotCapturableError(RuntimeError):
 class Captured(NamedTuple):
     """A graph, or anything else with a `replay`, and what each replay overwrites.
 
-    Args:
-        graph (`torch.cuda.CUDAGraph`): The graph.
-        outputs (`CausalLMOutputWithPast`, *optional*): The target's, of a step that does not decide by itself.
-        draft_probs (`torch.Tensor`, *optional*): Distribution of the proposals.
+    That is what the target returns, of a step that does not decide by itself, and the state's `draft_probs`.
     """
 
     graph: Any
@@ -77,31 +74,33 @@ class Captured(NamedTuple):
     draft_probs: torch.Tensor | None
 
 
+class Kept(dict[Size, Captured]):
+    """The graph of each size under some settings, and what steps cost there."""
+
+    # Seconds that a step of each useful width takes, once that was asked.
+    costs: dict[int, float] | None = None
+
+
 @dataclass(slots=True)
 class Graphs:
-    """What has been captured over one set of buffers.
+    """What has been captured over one set of buffers: per settings, or the reason why nothing can be.
 
     Args:
         fingerprint (`int`): Of the models at the time.
         pool: The memory pool that all graphs share; replays never overlap.
-        captured (`dict`): Per settings, the graph of each size.
-        costs (`dict`): Per settings, seconds that a step of each useful width takes, as far as that was asked.
-        reason (`str`, *optional*): Why nothing can be captured.
     """
 
     fingerprint: int
     pool: Any = None
-    captured: dict[Settings, dict[Size, Captured]] = field(default_factory=dict)
-    costs: dict[Settings, dict[int, float]] = field(default_factory=dict)
+    captured: dict[Settings, Kept] = field(default_factory=dict)
     reason: str | None = None
 
 
 @contextmanager
 def uncaptured(draft: DFlashDraftModel) -> Generator[None]:
-    """Has the steps of `"cuda_graph"` run uncaptured, on any device: a tool of tests and benchmarks, no engine.
+    """Has this draft's steps of `"cuda_graph"` run uncaptured, on any device and in any thread.
 
-    Args:
-        draft (`DFlashDraftModel`): Whose steps, in whatever thread; other drafts' are captured.
+    A tool of tests and benchmarks, no engine.
     """
     _uncaptured.add(draft)
     try:
@@ -198,7 +197,7 @@ class GraphStep(StaticStep):
         if self.buffers.graphs is None or self.buffers.graphs.fingerprint != fingerprint:
             self.buffers.graphs = Graphs(fingerprint)
         self.graphs: Graphs = self.buffers.graphs
-        self.kept = self.graphs.captured.get(self.settings, {})
+        self.kept = self.graphs.captured.get(self.settings, Kept())
 
     def capture(self) -> None:
         """Captures all steps that the run may need and that are not kept, longest first.
@@ -211,18 +210,19 @@ class GraphStep(StaticStep):
         run, bounds = self.run, self.bounds()
         if unknown := [name for name, value in run.extra.items() if not _is_plain(value)]:
             raise NotCapturableError(f"inputs of the caller's own in every forward: {', '.join(unknown)}")
-        others = [settings for settings in self.graphs.captured if settings != self.settings]
+        captured, state, before = self.graphs.captured, run.state, (run.state.done.clone(), run.state.width)
+        others = [settings for settings in captured if settings != self.settings]
         for oldest in others[: max(len(others) - MAX_SETTINGS + 1, 0)]:
-            del self.graphs.captured[oldest]
-            self.graphs.costs.pop(oldest, None)
-        self.graphs.captured[self.settings] = self.kept
+            del captured[oldest]
+        captured[self.settings] = self.kept
         try:
-            with self._frozen():
-                costs = None if run.chooser is None else self._find_costs(run.chooser.widths, bounds[0])
-                self._capture_missing(bounds, [run.generator.verify_width] if costs is None else list(costs))
+            # Rows that count as finished: a step changes nothing but scratch.
+            state.done.fill_(True)
+            costs = None if run.chooser is None else self._find_costs(run.chooser.widths, bounds[0])
+            self._capture_missing(bounds, [run.generator.verify_width] if costs is None else list(costs))
         except BaseException as error:
-            for kept in (self.kept, self.graphs.captured, self.graphs.costs):
-                kept.clear()
+            self.kept.clear()
+            captured.clear()
             if isinstance(error, torch.OutOfMemoryError):
                 torch.cuda.empty_cache()
                 self.graphs.reason = f"no memory left to capture it ({_first_line(error)})"
@@ -230,6 +230,9 @@ class GraphStep(StaticStep):
             if isinstance(error, NotCapturableError):
                 self.graphs.reason = str(error)
             raise
+        finally:
+            state.done.copy_(before[0])
+            state.width = before[1]
         if run.chooser is not None and costs is not None:
             run.chooser.set_costs(costs)
 
@@ -243,15 +246,13 @@ class GraphStep(StaticStep):
 
     def _find_costs(self, widths: list[int], bound: int) -> dict[int, float]:
         """Returns the seconds of a step of each width that is worth having, widest first; measured once."""
-        found = self.graphs.costs.get(self.settings)
-        if found is None:
+        if self.kept.costs is None:
             self._capture_missing([bound], widths)
             measured = {width: self.measure(self.kept[bound, width]) for width in widths}
-            found = {width: measured[width] for width in useful_widths(measured)}
-            for width in measured.keys() - found.keys():
+            self.kept.costs = {width: measured[width] for width in useful_widths(measured)}
+            for width in measured.keys() - self.kept.costs.keys():
                 del self.kept[bound, width]
-            self.graphs.costs[self.settings] = found
-        return found
+        return self.kept.costs
 
     def measure(self, captured: Captured) -> float:
         """Returns the seconds of a replay, by the device's clock; waits for it."""
@@ -282,10 +283,8 @@ class GraphStep(StaticStep):
     def warm_up(self, bound: int) -> None:
         """Runs the step once, uncaptured: under guard if it is the first of its settings and width.
 
-        And again if there is something to compile, which the guard prevents.
-
-        Raises:
-            NotCapturableError: If it reads a tensor on the host.
+        And again if there is something to compile, which the guard prevents. Raises NotCapturableError if it reads a
+        tensor on the host.
         """
         is_known = any(width == self.run.state.width for _, width in self.kept)
         if not is_known:
@@ -301,18 +300,6 @@ class GraphStep(StaticStep):
     def on_device(self) -> AbstractContextManager[Any]:
         """Makes the buffers' device the current one: replays go to its stream."""
         return torch.cuda.device(self.buffers.shape.device)
-
-    @contextmanager
-    def _frozen(self) -> Generator[None]:
-        """Makes all rows count as finished: a step then changes nothing but scratch. Puts the width back too."""
-        state, done = self.run.state, self.run.state.done
-        before, width = done.clone(), state.width
-        done.fill_(True)
-        try:
-            yield
-        finally:
-            done.copy_(before)
-            state.width = width
 
 
 def _settings(run: Run, decides: bool) -> Settings:

@@ -17,29 +17,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# The size of what they return, or a number that they return, follows from values; those of the second part read in
-# C++, to check what they are given or whether it could be done.
+# Torch's own marks: a number or the size of what they return follows from values.
+_MARKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# What is not so marked: read in C++, to check what is given or whether it could be done.
 _READING = {
-    "_local_scalar_dense",
-    "_unique2",
-    "allclose",
-    "bincount",
-    "equal",
-    "is_nonzero",
-    "masked_select",
-    "nonzero",
-    "unique_consecutive",
-    "unique_dim",
-    "_to_sparse",
-    "_ctc_loss",
     "_linalg_check_errors",  # `linalg.inv`, `linalg.solve`, `linalg.cholesky` and others
     "_linalg_eigh",
     "_linalg_eigvals",
     "_linalg_svd",
-    "linalg_eig",
-    "linalg_lstsq",
-    "linalg_pinv",
+    "_to_sparse",
     "embedding_renorm_",
+    "is_nonzero",
+    "linalg_eig",
+    "linalg_pinv",
     "multinomial",
     "transformers::grouped_mm_fallback",
 }
@@ -103,7 +93,8 @@ def reads_on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
         return device is not None and torch.device(device).type == "cpu" and args[0].device.type != "cpu"
     if name == "copy_":
         return args[0].device.type == "cpu" and args[1].device.type != "cpu"
-    return False
+    # What is made of others is looked into: `one_hot` reads only where it is not told how many there are.
+    return not func._can_decompose() and not _MARKS.isdisjoint(func.tags)
 
 
 def _copies_from_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -148,11 +139,9 @@ def _is_on_host(tensor: Tensor) -> bool:
 
 
 def counts_groups(first: Tensor, is_scaled: bool = False) -> bool:
-    """Returns True if a product of groups copies their ends to the host, which its first operand decides.
+    """Returns True if a product of groups, of scaled numbers or not, copies their ends to the host.
 
-    Args:
-        first (`torch.Tensor`): It, or one of the same dtype on the same device.
-        is_scaled (`bool`): Whether the operands are scaled numbers.
+    That follows from dtype and device of its first operand.
     """
     if not first.is_cuda or not (is_scaled or first.dtype == torch.bfloat16):
         return True

@@ -133,11 +133,10 @@ def _start(call: Call, propose: Propose | None, accept: Accept | None) -> Run:
         if nodes := options.num_tree_nodes:
             raise ValueError(f"expected a chain beside a rule of your own, got num_tree_nodes={nodes}; leave it out")
     if accept is not None:
-        if not BlockProcessors(call.processors).is_stateless:
-            raise ValueError(
-                "expected only temperature, top-k, top-p and other warpers of single scores beside accept, got "
-                f"{[type(p).__name__ for p in call.processors]}; the others never see what lies behind a mismatch"
-            )
+        names = [type(processor).__name__ for processor in call.processors]
+        what = "only temperature, top-k, top-p and other warpers of single scores beside accept"
+        reason = "the others never see what lies behind a mismatch"
+        require(BlockProcessors(call.processors).is_stateless, what, names, reason)
         together = [type(criterion).__name__ for criterion in call.own_criteria]
         if call.streamer is not None and call.input_ids.shape[0] > 1:
             together.append(type(call.streamer).__name__)
@@ -165,15 +164,14 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
     # Looked up once: every part of both models has to be asked.
     compiled = [parts for parts in models if is_compiled(parts)]
     no_gradients = torch.inference_mode if run.target.takes_inference_mode else torch.no_grad
-    first = torch.stack(_committed(run, [1] * state.ids.shape[0]))
     yield DFlashStep(
         index=0,
         anchor=state.ids[:, state.columns - 1].clone(),
         proposals=state.proposals[:, :0].clone(),
-        tokens=first,
+        tokens=state.ids[:, state.columns, None].clone(),
         positions=state.lengths[:, None].clone(),
         num_accepted=torch.zeros_like(state.num_accepted),
-        committed=list(first.clone()),
+        committed=_committed(run, [1] * state.ids.shape[0]),
         done=state.done.clone(),
     )
     index = 0
@@ -224,23 +222,18 @@ class _Checked:
     second: Tensor
 
     def __init__(self, rule: Any, dims: int, highest: int | None = None) -> None:
-        self.rule = rule
-        self.dims = dims
-        self.highest = highest
+        self.rule, self.dims, self.highest = rule, dims, highest
 
     def __call__(self, *given: Tensor) -> Tensor:
-        self.second = given[1].clone()
-        out = self.rule(*given)
+        self.second, out = given[1].clone(), self.rule(*given)
         name = getattr(self.rule, "__name__", type(self.rule).__name__)
         shape, highest = given[0].shape[: self.dims], given[0].shape[1] if self.highest is None else self.highest
         if not isinstance(out, Tensor) or out.shape != shape or out.dtype.is_floating_point:
             got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
             raise ValueError(f"expected integers of shape {tuple(shape)} from {name}, got {got}; correct it")
-        if out.numel() and (int(out.min()) < 0 or int(out.max()) > highest):
-            raise ValueError(
-                f"expected {name} to return values in [0, {highest}], got {int(out.min())} to {int(out.max())}; "
-                "correct it"
-            )
+        low, high = map(int, out.aminmax()) if out.numel() else (0, 0)
+        if low < 0 or high > highest:
+            raise ValueError(f"expected {name} to return values in [0, {highest}], got {low} to {high}; correct it")
         return out
 
 

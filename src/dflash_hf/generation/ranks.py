@@ -27,7 +27,7 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
-from dflash_hf.generation.accept import SynchronizedRows, accept_matching
+from dflash_hf.generation.accept import SynchronizedRows, accepted
 from dflash_hf.generation.state import DecodeState
 
 # What a rank says of itself when they meet.
@@ -111,13 +111,12 @@ class Ranks:
     ) -> Tensor | None:
         """Replaces what this rank has decided by what the first one has, before it is committed.
 
-        That is the state's `tokens`, `remaining` and `path`, which rows are `unfinished`, and `num_accepted`, which
-        is taken and returned as [`commit`] takes it: `[B]`, int64, or `None`.
+        `num_accepted` is taken and returned as [`commit`] takes it.
         """
         if self.group is None:
             return num_accepted
         self.meet()
-        num_accepted = accept_matching(state.proposals, state.tokens) if num_accepted is None else num_accepted
+        num_accepted = accepted(state, num_accepted)
         unfinished = ~state.done if synchronized is None else synchronized.unfinished
         self.share(state.tokens, num_accepted, state.remaining, unfinished, state.path)
         return num_accepted
@@ -139,16 +138,28 @@ class Ranks:
         if self.group is None:
             yield
             return
-        with self._interrupts_waiting():
-            try:
-                yield
-                self.meet()  # nobody returns before all have got here
-            except BaseException as error:
-                if self._meets_next:
-                    self._report(FAILED if isinstance(error, Exception) else INTERRUPTED)
-                raise
+        is_main = threading.current_thread() is threading.main_thread()
+        may_wait = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        try:
+            if may_wait:
+                signal.signal(signal.SIGINT, self._note_interrupt)
+            yield
+            self.meet()  # nobody returns before all have got here
+        except BaseException as error:
+            if self._meets_next:
+                self._report(FAILED if isinstance(error, Exception) else INTERRUPTED)
+            raise
+        finally:
+            if may_wait:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
         if self._interrupted:  # since then
             raise KeyboardInterrupt
+
+    def _note_interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Keeps an interrupt for the next meeting, where Python's own handler would raise it."""
+        if self._interrupted:
+            signal.default_int_handler(number, frame)
+        self._interrupted = True
 
     def _report(self, report: int, number: int = 0) -> list[int]:
         """Tells the others how this rank is; returns the reports of all, then the first rank's number."""
@@ -161,25 +172,6 @@ class Ranks:
         found: list[int] = numbers.tolist()
         self._meets_next = True
         return found
-
-    @contextmanager
-    def _interrupts_waiting(self) -> Generator[None]:
-        """Keeps an interrupt for the next meeting, where Python's own handler would raise it."""
-        is_main = threading.current_thread() is threading.main_thread()
-        if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            yield
-            return
-
-        def wait(number: int, frame: FrameType | None) -> None:
-            if self._interrupted:
-                signal.default_int_handler(number, frame)
-            self._interrupted = True
-
-        signal.signal(signal.SIGINT, wait)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _digests(call: Mapping[str, object]) -> dict[str, str]:

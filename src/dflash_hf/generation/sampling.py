@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,11 +62,6 @@ def _ask(function: Callable[[int, Tensor], list[int]], numbers: list[int], index
     return function(numbers[index], ids)
 
 
-def _plain(value: object) -> object:
-    """A number or switch as it is, a tensor as its values."""
-    return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else value
-
-
 def _temperature_and_top_k(warpers: LogitsProcessorList) -> tuple[float, int | None] | None:
     """Returns what a temperature and a top-k are set to, in this order, if there are no other warpers."""
     rest: list[Any] = list(warpers)
@@ -87,24 +82,28 @@ class BlockProcessors:
     """
 
     def __init__(self, processors: LogitsProcessorList, pad_id: int = 0) -> None:
-        self.processors = processors
+        self.processors: Any = processors
         self.pad_id = pad_id
         # Exact types: a subclass may look at anything.
-        self.warpers = LogitsProcessorList([p for p in processors if type(p) in STATELESS])
+        self.warpers: Any = LogitsProcessorList([p for p in processors if type(p) in STATELESS])
         self.is_stateless = len(self.warpers) == len(processors)
         # Where there is no more than these two, in this order; without a top-k it is None.
         self.temperature_and_top_k = _temperature_and_top_k(self.warpers) if self.is_stateless else None
 
     def settings(self) -> tuple[object, ...]:
         """Returns the kinds and numbers of the stateless warpers: what a captured step has of them. Reads tensors."""
+
+        def plain(value: object) -> object:
+            return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else value
+
         return tuple(
-            (type(warper), tuple(sorted((name, _plain(value)) for name, value in vars(warper).items())))
+            (type(warper), *sorted((name, plain(value)) for name, value in vars(warper).items()))
             for warper in self.warpers
         )
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         """Applies all processors to one position: prefixes `[B, S]`, scores `[B, V]`."""
-        return self.processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
+        return self.processors(ids, scores)
 
     def at(self, ids: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
         """Applies all processors to one position; a prefix function is asked about the given rows `[B]` only."""
@@ -114,10 +113,10 @@ class BlockProcessors:
                 # row's number in the whole batch.
                 numbers: list[int] = rows.nonzero()[:, 0].tolist()
                 allowed = functools.partial(_ask, processor._prefix_allowed_tokens_fn, numbers)
-                one = PrefixConstrainedLogitsProcessor(allowed, 1)
-                scores[rows] = one(cast(torch.LongTensor, ids[rows]), cast(torch.FloatTensor, scores[rows]))
+                one: Any = PrefixConstrainedLogitsProcessor(allowed, 1)
+                scores[rows] = one(ids[rows], scores[rows])
             else:
-                scores = processor(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
+                scores = processor(ids, scores)
         return scores
 
     def warp(self, logits_BKV: Tensor) -> Tensor:
@@ -129,9 +128,7 @@ class BlockProcessors:
         if not self.warpers:
             return scores
         flat = scores.flatten(0, 1)
-        return self.warpers(
-            cast(torch.LongTensor, flat.new_empty(flat.shape[0], 0, dtype=torch.long)), cast(torch.FloatTensor, flat)
-        ).view_as(scores)
+        return self.warpers(flat.new_empty(flat.shape[0], 0, dtype=torch.long), flat).view_as(scores)
 
 
 def gumbel_noise(key: Tensor, positions_BK: Tensor, tokens: Tensor, stream: int = TARGET_STREAM) -> Tensor:
@@ -142,27 +139,30 @@ def gumbel_noise(key: Tensor, positions_BK: Tensor, tokens: Tensor, stream: int 
     return -torch.log(ops.exponential_noise(key, positions_BK, tokens, stream))
 
 
+def with_noise(
+    scores: Tensor, key: Tensor, positions_BK: Tensor, candidates: Tensor | None = None, stream: int = TARGET_STREAM
+) -> Tensor:
+    """Adds noise to scores of all tokens `[B, K, V]`, or of candidates `[B, K, C]` behind each other `[B, K, C, C]`.
+
+    That of a token at a position is the same behind every predecessor.
+    """
+    if candidates is None:
+        return scores + gumbel_noise(key, positions_BK, torch.arange(scores.shape[-1], device=scores.device), stream)
+    return scores + gumbel_noise(key, positions_BK, candidates, stream)[:, :, None]
+
+
 def new_key(device: torch.device) -> Tensor:
     """Draws a run's seed from torch's global generator, so that `torch.manual_seed` makes a run repeatable."""
     return torch.randint(-(2**62), 2**62, (), dtype=torch.int64, device="cpu").to(device)
 
 
 def choose(scores_BKV: Tensor, key: Tensor | None, positions_BK: Tensor, stream: int = TARGET_STREAM) -> Tensor:
-    """Chooses a token from processed scores: the argmax, or a sample by keyed Gumbel noise.
+    """Chooses tokens `[B, K]`, int64, from processed scores (log-probabilities up to a constant).
 
-    Args:
-        scores_BKV (`torch.Tensor` of shape `[B, K, V]`): Processed scores (log-probabilities up to a constant).
-        key (`torch.Tensor`, *optional*): The run's seed; `None` is greedy.
-        positions_BK (`torch.Tensor` of shape `[B, K]`): Index of the token being chosen.
-        stream (`int`): See `ops.exponential_noise`.
-
-    Returns:
-        `torch.Tensor` of shape `[B, K]`, int64.
+    The argmax, or a sample by keyed Gumbel noise: `key` is the run's seed, where `None` is greedy; `positions_BK` are
+    the indices of the tokens; for `stream` see `ops.exponential_noise`.
     """
-    if key is not None:
-        tokens = torch.arange(scores_BKV.shape[-1], device=scores_BKV.device)
-        scores_BKV = scores_BKV + gumbel_noise(key, positions_BK, tokens, stream)
-    return ops.best(scores_BKV)
+    return ops.best(scores_BKV if key is None else with_noise(scores_BKV, key, positions_BK, stream=stream))
 
 
 def choose_from_logits(
@@ -189,11 +189,10 @@ def accept_rejection(
     """Keeps each proposal with probability `min(1, p / q)`; on the first refusal redraws from `max(p - q, 0)`.
 
     Args:
-        proposals (`torch.Tensor` of shape `[B, W - 1]`): Tokens drawn from `draft_probs`.
+        proposals, draft_probs (`torch.Tensor` of shape `[B, W - 1]` and `[B, W - 1, V]`): Tokens, and the distribution
+            `q` that they were drawn from.
         target_scores_BWV (`torch.Tensor` of shape `[B, W, V]`): The target's processed scores.
-        draft_probs (`torch.Tensor` of shape `[B, W - 1, V]`): The distribution `q` the proposals were drawn from.
-        key (`torch.Tensor`): The run's seed.
-        positions_BW (`torch.Tensor` of shape `[B, W]`): Index of the token that each position decides.
+        key, positions_BW (`torch.Tensor`): The run's seed, and the index of the token that each position decides.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: Number accepted `[B]`, and tokens `[B, W]`: the proposals, with the
@@ -250,57 +249,42 @@ def ends_row(tokens: Tensor, eos_ids: Tensor) -> Tensor:
 # tokens that are drawn take the nodes' places. Draws of a position are the same behind every node; only one is walked.
 
 
-def draw_tree(trees: TreeBuilder, state: DecodeState, scores_BDV: Tensor, positions_BD: Tensor) -> None:
+def draw_tree(
+    trees: TreeBuilder,
+    state: DecodeState,
+    scores: Tensor,
+    positions_BD: Tensor,
+    vocab_size: int,
+    candidates_BDC: Tensor | None = None,
+) -> None:
     """Proposes a tree of tokens drawn from `softmax(scores)`. No host sync.
 
     Args:
-        trees (`TreeBuilder`): The run's.
-        state (`DecodeState`): Its `nodes`, `proposals` and `draft_probs` are written.
-        scores_BDV (`torch.Tensor` of shape `[B, D, V]`, float32): The draft's processed scores.
+        trees, state: The run's; the state's `nodes`, `proposals` and `draft_probs` are written.
+        scores, candidates_BDC (`torch.Tensor`): As [`TreeBuilder.build`] takes them; scores processed, float32.
         positions_BD (`torch.Tensor` of shape `[B, D]`, int64): Index in its row of each token that is drawn.
+        vocab_size (`int`): `V`.
     """
     assert state.key is not None
-    probs = torch.softmax(scores_BDV, dim=-1)
-    tree = _branched(trees, state, probs)
-    tokens = torch.arange(probs.shape[-1], device=probs.device)
-    noise = gumbel_noise(state.key, positions_BD, tokens, DRAFT_STREAM)
-    draws = (scores_BDV + noise).topk(trees.num_ranks, dim=-1).indices.flatten(1)
-    at = (tree.depths - 1).clamp_min(0) * trees.num_ranks + tree.ranks()
-    state.proposals.copy_(draws.gather(1, at)[:, 1:])
-    # Behind the deepest nodes nothing is drawn, and no matter what stands there.
-    state.draft_probs = along(tree.depths.clamp_max(probs.shape[1] - 1), probs)
-
-
-def draw_tree_behind(
-    trees: TreeBuilder,
-    state: DecodeState,
-    candidates_BDC: Tensor,
-    scores_BDCC: Tensor,
-    positions_BD: Tensor,
-    vocab: int,
-) -> None:
-    """Proposes a tree where the distribution depends on the token before, as in DFlash 2. No host sync.
-
-    Args:
-        trees, state, positions_BD: As in [`draw_tree`].
-        candidates_BDC (`torch.Tensor` of shape `[B, D, C]`, int64): Tokens that each position chooses among.
-        scores_BDCC (`torch.Tensor` of shape `[B, D, C, C]`, float32): Processed scores behind each candidate before.
-        vocab (`int`): `V`.
-    """
-    assert state.key is not None
-    probs, num, depth = torch.softmax(scores_BDCC, dim=-1), candidates_BDC.shape[-1], candidates_BDC.shape[1]
+    probs, num, num_ranks = torch.softmax(scores, dim=-1), scores.shape[-1], trees.num_ranks
     tree = _branched(trees, state, probs, candidates_BDC)
-    noise = gumbel_noise(state.key, positions_BD, candidates_BDC, DRAFT_STREAM)
-    draws = (scores_BDCC + noise[:, :, None]).argsort(dim=-1, descending=True).flatten(2)
-    at, ranks = torch.zeros_like(tree.depths), tree.ranks()  # which candidate each node is
-    for level in range(depth):
-        drawn = draws[:, level].gather(1, at.gather(1, tree.parents) * num + ranks)
-        at = torch.where(tree.depths == level + 1, drawn, at)
-    tokens = candidates_BDC.flatten(1).gather(1, (tree.depths - 1).clamp_min(0) * num + at)
-    state.proposals.copy_(tokens[:, 1:])
-    behind = tree.depths.clamp_max(depth - 1)
-    probs = along(behind * num + at, probs.flatten(1, 2))
-    state.draft_probs = probs.new_zeros(*at.shape, vocab).scatter_(-1, along(behind, candidates_BDC), probs)
+    noisy = with_noise(scores, state.key, positions_BD, candidates_BDC, DRAFT_STREAM)
+    draws, slots = noisy.topk(num_ranks, dim=-1).indices.flatten(1), (tree.depths - 1).clamp_min(0)
+    # Behind the deepest nodes nothing is drawn, and no matter what stands there.
+    behind = tree.depths.clamp_max(probs.shape[1] - 1)
+    if candidates_BDC is None:
+        at = draws.gather(1, slots * num_ranks + tree.ranks())
+        state.draft_probs = along(behind, probs)
+    else:
+        first, at = slots * (num * num_ranks) + tree.ranks(), torch.zeros_like(slots)
+        for _ in range(probs.shape[1]):  # which candidate each node is: right one level deeper every time
+            drawn = draws.gather(1, first + at.gather(1, tree.parents) * num_ranks)
+            at = drawn.masked_fill(tree.depths == 0, 0)
+        probs = along(behind * num + at, probs.flatten(1, 2))
+        scattered = probs.new_zeros(*at.shape, vocab_size)
+        state.draft_probs = scattered.scatter_(-1, along(behind, candidates_BDC), probs)
+        at = candidates_BDC.flatten(1).gather(1, slots * num + at)
+    state.proposals.copy_(at[:, 1:])
 
 
 def _branched(trees: TreeBuilder, state: DecodeState, probs: Tensor, candidates: Tensor | None = None) -> DraftTree:
@@ -323,17 +307,15 @@ def accept_drawn(state: DecodeState, tree: DraftTree, target_scores_BNV: Tensor,
     Args:
         state (`DecodeState`): Its path, block and tokens are written, as by [`DecodeState.follow`].
         tree (`DraftTree`): What was verified.
-        target_scores_BNV (`torch.Tensor` of shape `[B, N, V]`): The target's processed scores behind each node.
-        may_read (`bool`): Leave out what tests no row, by a look on the host, where that waits for no device.
+        target_scores_BNV (`torch.Tensor`): The target's processed scores behind each node.
+        may_read (`bool`): See [`walk`]; only where that waits for no device.
 
-    Returns:
-        `torch.Tensor`: The number accepted `[B]`.
+    Returns the number accepted `[B]`.
     """
     assert state.draft_probs is not None
     assert state.key is not None
-    positions = state.positions_behind(tree)
+    positions, probs = state.positions_behind(tree), torch.softmax(target_scores_BNV, dim=-1, dtype=torch.float32)
     may_read = may_read and positions.device.type == "cpu"
-    probs = torch.softmax(target_scores_BNV, dim=-1, dtype=torch.float32)
     stands, token = walk(tree, state.block, probs, state.draft_probs, state.key, positions, may_read)
     # What stands is what is said after its parent.
     said = torch.where(stands & (tree.depths > 0), state.block, -1)
@@ -362,17 +344,13 @@ def walk(
     sum over what `q` still had. So two numbers a row are all that goes from one test to the next.
 
     Args:
-        tree (`DraftTree`): As drawn: siblings stand in the order of their draws.
-        block_BN (`torch.Tensor` of shape `[B, N]`, int64): The nodes' tokens; siblings differ.
-        probs_BNV (`torch.Tensor` of shape `[B, N, V]`, float32): The target's distribution behind each node.
-        draft_probs_BNV (`torch.Tensor` of shape `[B, N, V]`, float32): The one that each node's children were drawn
-            from, without putting back.
-        key (`torch.Tensor`): The run's seed.
-        positions_BN (`torch.Tensor` of shape `[B, N]`, int64): Index in its row of the token behind each node.
+        tree, block_BN: As drawn: siblings differ, and stand in the order of their draws.
+        probs_BNV, draft_probs_BNV (`torch.Tensor`, float32): The target's distribution behind each node, and the one
+            that the node's children were drawn from, without putting back.
+        key, positions_BN (`torch.Tensor`): The run's seed, and index in its row of the token behind each node.
         may_read (`bool`): Leave out what tests no row, by a look on the host.
 
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: The nodes that stand `[B, N]`, bool, and the token behind them `[B, 1]`.
+    Returns the nodes that stand `[B, N]`, bool, and the token behind them `[B, 1]`.
 
     Source: Leviathan et al., arXiv 2211.17192; without putting back, Jeon et al., arXiv 2402.14160.
     """
@@ -421,9 +399,9 @@ __all__ = [
     "choose",
     "choose_from_logits",
     "draw_tree",
-    "draw_tree_behind",
     "ends_row",
     "gumbel_noise",
     "new_key",
     "walk",
+    "with_noise",
 ]

@@ -319,45 +319,37 @@ class Recorder:
         """Keeps the committed part of one decision.
 
         Args:
-            scores (`torch.Tensor` of shape `[B, C, V]`): Processed scores.
-            outputs_logits (`torch.Tensor` of shape `[B, C, V]`): The target's logits.
+            scores, outputs_logits (`torch.Tensor` of shape `[B, C, V]`): Processed, and as the target gave them.
             hidden_states (`tuple[torch.Tensor, ...]`, *optional*): `[B, C, D]` per layer; none for the first token.
             num_committed (`list[int]`): Columns each row has committed.
         """
+        given: dict[str, Tensor] = {}
         if self.has_scores:
             # Transformers makes scores float32; a processor of the user's may make them float64.
-            wide = torch.promote_types(scores.dtype, torch.float32)
-            self._keep("scores", scores.to(wide), num_committed)
+            given["scores"] = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if self.has_logits:
-            self._keep("logits", outputs_logits.to(torch.float32), num_committed)
+            given["logits"] = outputs_logits.to(torch.float32)
         if self.has_hidden_states and hidden_states is not None:
-            for index, states in enumerate(hidden_states):
-                self._keep(f"hidden_states.{index}", states, num_committed)
+            given |= {f"layer {index}": states for index, states in enumerate(hidden_states)}
+        for name, values in given.items():
+            for row, num in enumerate(num_committed):
+                if num:
+                    self._pieces[name][row].append(values[row, :num].clone())
 
     def collected(self) -> dict[str, Any]:
         """Returns the keyword arguments of the output: tuples with one entry per new token."""
-        found: dict[str, Any] = {}
-        if self.has_scores:
-            found["scores"] = self._joined("scores")
-        if self.has_logits:
-            found["logits"] = self._joined("logits")
+        found: dict[str, Any] = {name: _joined(pieces) for name, pieces in self._pieces.items()}
+        layers = [found.pop(name) for name in self._pieces if name not in ("scores", "logits")]
         if self.has_hidden_states:
-            num_layers = sum(name.startswith("hidden_states.") for name in self._pieces)
-            layers = [self._joined(f"hidden_states.{index}") for index in range(num_layers)]
             later = [tuple(states[:, None] for states in token) for token in zip(*layers, strict=True)]
             found["hidden_states"] = (self._first_hidden_states, *later)
         return found
 
-    def _keep(self, name: str, values: Tensor, num_committed: list[int]) -> None:
-        for row, num in enumerate(num_committed):
-            if num:
-                self._pieces[name][row].append(values[row, :num].clone())
 
-    def _joined(self, name: str) -> tuple[Tensor, ...]:
-        """One tensor `[B, ...]` per new token."""
-        some = next(pieces[0] for pieces in self._pieces[name] if pieces)
-        rows = [torch.cat(pieces) if pieces else some[:0] for pieces in self._pieces[name]]
-        return pad_sequence(rows, batch_first=True).unbind(1)
+def _joined(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    """One tensor `[B, ...]` per new token, of each row's pieces."""
+    some = next(pieces[0] for pieces in rows if pieces)
+    return pad_sequence([torch.cat(pieces or [some[:0]]) for pieces in rows], batch_first=True).unbind(1)
 
 
 def _mean(values: Sequence[float]) -> float:

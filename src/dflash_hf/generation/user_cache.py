@@ -73,7 +73,8 @@ class DraftContext:
 
     def num_unchanged(self, cache: Cache) -> Tensor:
         """Returns how many of the first columns of each row are as they were when this was attached: int64 `[B]`."""
-        past, now = int(cache.get_seq_length()), _sample(cache, self.layer).to(self.sample.device)
+        past = int(cache.get_seq_length())
+        now = stored_columns(cache.layers[self.layer])[0][:, 0].to(self.sample.device)
         first_now, first_then = past - now.shape[1], self.positions.shape[1] - self.sample.shape[1]
         begin, end = max(first_now, first_then), min(past, self.positions.shape[1])
         if begin >= end or now.shape[2] != self.sample.shape[2]:
@@ -93,8 +94,7 @@ class UserCache:
     """
 
     def __init__(self, cache: Cache, given: bool) -> None:
-        self.cache = cache
-        self.given = given
+        self.cache, self.given = cache, given
         self.past = int(cache.get_seq_length())
         self.positions = torch.empty(0, 0, dtype=torch.long, device="cpu")
 
@@ -126,7 +126,7 @@ class UserCache:
 
         Args:
             generator (`DFlashCandidateGenerator`): Its cache and `offset` are set.
-            positions (`torch.Tensor` of shape `[B, T]`, int64): Index of each column's token, negative for padding.
+            positions (`torch.Tensor` of shape `[B, T]`, int64): As in [`DraftContext`].
             limit (`int`): Tokens a row may generate.
 
         Raises:
@@ -136,12 +136,16 @@ class UserCache:
         self.positions = positions
         if not self.past:
             return
-        past = positions[:, : self.past]
-        num_past = (past >= 0).sum(dim=1)
-        context, reason = self._find_context(generator, past)
-        if context is None:
-            generator.offset = num_past
+        past, context, reason = positions[:, : self.past], getattr(self.cache, "dflash_context", None), ""
+        generator.offset = num_past = (past >= 0).sum(dim=1)
+        if not isinstance(context, DraftContext):
+            reason = "none is attached: the cache was not advanced with a draft"
+        elif context.draft != _names.get(generator.draft):
+            reason = "it is another draft's"
+        elif len(past) % len(context.positions):
+            reason = "the cache has other rows now"
         else:
+            context = context.repeated(len(past), past.device)
             usable = _usable_rows(context, generator, past, positions[:, -1] + 1, context.num_unchanged(self.cache))
             if not bool(usable.all()):
                 reason = "the cache was changed since, or its columns now have other positions"
@@ -176,18 +180,17 @@ class UserCache:
             verify (callable): Runs the target over `state.block` wherever an iterator of blocks says.
             keeps_buffers (`bool`): The buffers of both caches are for the next call, and do not go with the cache.
 
-        Returns:
-            `int`: Forwards of the target that it took.
+        Returns the number of forwards of the target that it took.
         """
         num_columns = int(state.num_new.max()) - 1
-        answer = torch.arange(num_columns, device=self.positions.device)
+        answer, first = torch.arange(num_columns, device=self.positions.device), self.positions[:, -1] + 1
         generator.flush()
         num_forwards = -(-int((state.num_new.max() - state.num_new).max()) // state.block.shape[1])
         if num_forwards:
             verify(self._padding(state, generator, sequences, num_forwards))
-        positions = self.positions[:, -1:] + 1 + answer
+        positions = first[:, None] + answer
         new = torch.cat([self.positions, positions], dim=1)[:, int(self.cache.get_seq_length()) :]
-        ragged.advance(RaggedBlock.at(self.positions[:, -1] + 1 + num_columns, 1))
+        ragged.advance(RaggedBlock.at(first + num_columns, 1))
         for index, layer in enumerate(ragged.layers):
             if isinstance(layer, RecurrentLayer):
                 self.cache.update_conv_state(layer.window, index)
@@ -244,7 +247,7 @@ class UserCache:
             # The draft's last blocks were written behind its context.
             newest=lengths - offset + max(generator.block_size, generator.verify_width) - 1,
             layer=layer,
-            sample=_sample(self.cache, layer).clone(),
+            sample=stored_columns(layers[layer])[0][:, 0].clone(),
         )
 
     def _check_room(self, target: Target, num_columns: int) -> None:
@@ -256,17 +259,6 @@ class UserCache:
                 what = f"a static cache with room for the longest answer ({num_columns} columns)"
                 action = "make it longer or lower max_new_tokens"
                 require(num_columns <= layer.max_cache_len, what, layer.max_cache_len, action)
-
-    def _find_context(self, generator: DFlashCandidateGenerator, past: Tensor) -> tuple[DraftContext | None, str]:
-        """The attached context for columns with these positions, or why there is none."""
-        context = getattr(self.cache, "dflash_context", None)
-        if not isinstance(context, DraftContext):
-            return None, "none is attached: the cache was not advanced with a draft"
-        if context.draft != _names.get(generator.draft):
-            return None, "it is another draft's"
-        if len(past) % len(context.positions):
-            return None, "the cache has other rows now"
-        return context.repeated(len(past), past.device), ""
 
 
 def _snapshot(layer: Any) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
@@ -284,11 +276,6 @@ def _snapshot(layer: Any) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
         names = ("keys", "values") if isinstance(layer, StaticSlidingWindowLayer) else ()
         volatile = [attributes[name] for name in ("cumulative_length", *names) if attributes[name] is not None]
     return attributes, [(tensor, tensor.clone()) for tensor in volatile]
-
-
-def _sample(cache: Cache, layer: int) -> Tensor:
-    """The first head's keys in the newest columns of a layer `[B, n, E]`."""
-    return stored_columns(cache.layers[layer])[0][:, 0]
 
 
 def _usable_rows(

@@ -21,8 +21,8 @@ from typing import ClassVar
 
 from torch import nn
 
-# Target, rows, tokens verified at most, whether trees, and tokens of the chain beside them.
-_Pair = tuple[weakref.ref[nn.Module], int, int, bool, int | None]
+# Rows, tokens verified at most, whether trees, and tokens of the chain beside them.
+_Kind = tuple[int, int, bool, int | None]
 # What a step has shown counts for half after 14 further ones with a draft: a text changes its nature within a few
 # sentences.
 FORGETTING = 0.95
@@ -59,29 +59,24 @@ def candidate_widths(widest: int) -> list[int]:
     return sorted(found, reverse=True)
 
 
-def expected_tokens(conditional_acceptance: Sequence[float], width: int) -> float:
-    """Returns the mean number of tokens that a verify commits per row, its bonus token included.
+def expected_tokens(conditional_acceptance: Sequence[float]) -> dict[int, float]:
+    """Returns the mean number of tokens that a verify of each width commits per row, its bonus token included.
 
     Args:
         conditional_acceptance (sequence of `float`): Probability that each proposal is accepted if all before it are.
-        width (`int`): Tokens verified, the anchor included: `width - 1` proposals.
     """
-    total = reached = 1.0
-    for share in conditional_acceptance[: width - 1]:
-        reached *= share
-        total += reached
-    return total
+    reached = itertools.accumulate((1.0, *conditional_acceptance), operator.mul)
+    return dict(enumerate(itertools.accumulate(reached), 1))
 
 
-def choose_width(conditional_acceptance: Sequence[float], costs: Mapping[int, float]) -> int:
+def choose_width(tokens: Mapping[int, float], costs: Mapping[int, float]) -> int:
     """Returns the width with the most expected tokens per unit of cost; of equal ones the widest.
 
     Args:
-        conditional_acceptance (sequence of `float`): As in `expected_tokens`, for the widest one.
+        tokens (mapping of `int` to `float`): As `expected_tokens` returns them.
         costs (mapping of `int` to `float`): Cost of a step of each width to choose among, in any unit, above 0.
     """
-    totals = list(itertools.accumulate(itertools.accumulate((1.0, *conditional_acceptance), operator.mul)))
-    return max(costs, key=lambda width: (totals[width - 1] / costs[width], width))
+    return max(costs, key=lambda width: (tokens[width] / costs[width], width))
 
 
 def useful_widths(costs: Mapping[int, float]) -> list[int]:
@@ -125,9 +120,8 @@ def along_chain(parents: Sequence[int], path: Sequence[int]) -> tuple[int, int]:
         parents (sequence of `int`): The node that each one of a tree follows, the anchor's is itself.
         path (sequence of `int`): The node at each depth, 0 behind the path's end.
 
-    Returns:
-        `tuple[int, int]`: How many proposals of the chain were accepted, and how many tried: one more where the target
-        left the chain, not where the tree had no more of it.
+    Returns how many proposals of the chain were accepted, and how many tried: one more where the target left the
+    chain, not where the tree had no more of it.
     """
     node, num = 0, 0
     while node + 1 < len(parents):
@@ -194,7 +188,7 @@ class WidthChooser:
     def __init__(self, widest: int, is_tree: bool = False, first: int | None = None, chain: int | None = None) -> None:
         self.is_tree = is_tree
         self.first = widest if first is None else first
-        self.chain, self._chains = chain, _Counts(0 if chain is None else chain - 1)
+        self.chain = chain
         self.widths = candidate_widths(widest)
         # What was chosen for the step that was launched last: a width of `widths`, or `CHAIN`.
         self.current = widest
@@ -207,7 +201,9 @@ class WidthChooser:
         # last verify brought more than steps without a draft had in its time.
         self._held = widest
         self._steps, self._hold, self._pays = 0, FIRST_HOLD, False
-        self._counts = _Counts(widest - 1)
+        # Of the nodes of trees, and of chains: beside trees of their own length, else of the widest.
+        self._nodes = _Counts(widest - 1)
+        self._chains = _Counts((chain or (1 if is_tree else widest)) - 1)
         # Steps, those with a draft, the rows that these have verified, and the tokens that came of it.
         self._num_steps = self._num_drafted = self._num_verifies = self._num_tokens = 0
 
@@ -252,32 +248,24 @@ class WidthChooser:
         costs = self.costs()
         # The first verify is as wide as may be: it shows the most.
         allowed = [width for width in costs if width <= self.first] or [min(costs)]
-        best = self._best(costs) if self._num_steps else max(allowed)
+        best = choose_width(self._tokens(), costs) if self._num_steps else max(allowed)
         self.current = best
         if best != self._held:
             self._held, self._steps, self._hold = best, 1, FIRST_HOLD if best != 1 else FIRST_PAUSE
         elif len(costs) > 1 and (self._steps > self._hold or (best == 1 and self._pays)):
             others = {width: cost for width, cost in costs.items() if width != best}
-            self.current = self._best(others, OPTIMISM if best == 1 else 0.0)
+            self.current = choose_width(self._tokens(OPTIMISM if best == 1 else 0.0), others)
             self._steps = 0
             if not self._pays or best != 1:
                 self._hold = min(2 * self._hold, LONGEST_HOLD)
         self._pays = False
 
-    def _best(self, costs: Mapping[int, float], optimism: float = 0.0) -> int:
-        """Returns which of these brings the most tokens in its time, by [`choose_width`]; the chain only if more."""
-        widths = {width: cost for width, cost in costs.items() if width != CHAIN}
-        best = choose_width(self.conditional_acceptance(optimism), widths) if widths else CHAIN
-        if CHAIN not in costs or best == CHAIN:
-            return best
-        rates = [self._tokens(chosen, optimism) / costs[chosen] for chosen in (CHAIN, best)]
-        return CHAIN if rates[0] > rates[1] else best
-
-    def _tokens(self, chosen: int, optimism: float) -> float:
-        """Expected tokens of a verify."""
-        if chosen == CHAIN and self.chain is not None:
-            return expected_tokens(self._chains.shares(optimism), self.chain)
-        return expected_tokens(self.conditional_acceptance(optimism), chosen)
+    def _tokens(self, optimism: float = 0.0) -> dict[int, float]:
+        """Expected tokens of a verify of each choice; at equal rates [`choose_width`] takes a tree, not the chain."""
+        tokens = expected_tokens(self.conditional_acceptance(optimism))
+        if self.chain is not None:
+            tokens[CHAIN] = expected_tokens(self._chains.shares(optimism))[self.chain]
+        return tokens
 
     def observe(
         self,
@@ -302,20 +290,18 @@ class WidthChooser:
         self._clock = clock
         if width == 1 or not accepted:
             return
-        is_chain = nodes is None and self.is_tree
-        if nodes is None:
-            counts = self._chains if is_chain else self._counts
-            counts.add_chains([(count, min(count + 1, width - 1)) for count in accepted])
+        if nodes is not None:
+            places = range(1, len(self._nodes.tried) + 1)
+            kept = [sum(node in row for row in nodes) for node in places]
+            self._nodes.add([len(nodes) if node < width else 0 for node in places], kept)
         else:
-            indices = range(len(self._counts.tried))
-            kept = [sum(index + 1 in row for row in nodes) for index in indices]
-            self._counts.add([len(nodes) if index < width - 1 else 0 for index in indices], kept)
-            self._chains.add_chains(chains)
+            chains = [(count, min(count + 1, width - 1)) for count in accepted]
+        self._chains.add_chains(chains)
         num_tokens = len(accepted) + sum(accepted)
         self._num_drafted += 1
         self._num_verifies, self._num_tokens = self._num_verifies + len(accepted), self._num_tokens + num_tokens
         if self._held == 1:
-            self._judge(CHAIN if is_chain else width, num_tokens / len(accepted))
+            self._judge(CHAIN if nodes is None and self.is_tree else width, num_tokens / len(accepted))
 
     def _judge(self, tried: int, num_tokens: float) -> None:
         """Decides from a try that gave so many tokens a row when the next one comes."""
@@ -323,8 +309,9 @@ class WidthChooser:
         if 1 not in costs:
             return
         self._pays = num_tokens > costs[tried] / costs[1]
-        best = self._best({other: cost for other, cost in costs.items() if other != 1}, OPTIMISM)
-        loss = costs[best] / costs[1] - self._tokens(best, OPTIMISM)
+        tokens = self._tokens(OPTIMISM)
+        best = choose_width(tokens, {other: cost for other, cost in costs.items() if other != 1})
+        loss = costs[best] / costs[1] - tokens[best]
         self._hold = max(min(self._hold, int(loss / TRYING)), FIRST_PAUSE)
 
     def costs(self) -> dict[int, float]:
@@ -348,21 +335,18 @@ class WidthChooser:
         """Returns the share of each proposal that is accepted where all before it are.
 
         Of a tree, by how much less often each node is accepted than the one before: the sum that `expected_tokens`
-        forms is then the mean number of accepted nodes.
+        forms is then the mean number of accepted nodes. Nodes are accepted the less often the further back they
+        stand: counts that say otherwise are averaged. Far back, one that was not tried lately is taken to be accepted
+        as often as its number is small.
 
         Args:
             optimism (`float`): How often each is taken to have been accepted beside what was seen.
         """
-        return self._conditional_of_tree(optimism) if self.is_tree else self._counts.shares(optimism)
-
-    def _conditional_of_tree(self, optimism: float) -> list[float]:
-        """Nodes are accepted the less often the further back they stand: the counts that say otherwise are averaged.
-
-        Far back, one that was not tried lately is taken to be accepted as often as its number is small.
-        """
+        if not self.is_tree:
+            return self._chains.shares(optimism)
         runs = list[tuple[float, float, int]]()  # accepted, tried, and how many nodes are averaged
         before = 1.0
-        for index, (accepted, tried) in enumerate(zip(self._counts.accepted, self._counts.tried, strict=True)):
+        for index, (accepted, tried) in enumerate(zip(self._nodes.accepted, self._nodes.tried, strict=True)):
             likely = max(PRIOR_SHARE, index / (index + 1)) * before
             accepted, tried = accepted + PRIOR_WEIGHT * likely + optimism * before, tried + PRIOR_WEIGHT + optimism
             num, before = 1, accepted / tried
@@ -388,15 +372,15 @@ class WidthChooser:
         )
 
 
-# Per draft, the choosers that no run has at the moment. Weak on both sides, like what is known of a target.
-_kept: weakref.WeakKeyDictionary[nn.Module, dict[_Pair, WidthChooser]] = weakref.WeakKeyDictionary()
+# Per draft and target, the choosers that no run has at the moment.
+_kept = weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Module, dict[_Kind, WidthChooser]]]()
 
 
 def take_chooser(
     draft: nn.Module, target: nn.Module, rows: int, widest: int, is_tree: bool = False, chain: int | None = None
 ) -> WidthChooser | None:
     """Returns what an earlier run of this pair has left for one of as many rows and as wide verifies, if it has."""
-    chooser = _kept.get(draft, {}).pop((weakref.ref(target), rows, widest, is_tree, chain), None)
+    chooser = _kept.get(draft, {}).get(target, {}).pop((rows, widest, is_tree, chain), None)
     if chooser is not None:
         chooser.begin()
     return chooser
@@ -404,10 +388,8 @@ def take_chooser(
 
 def give_chooser(chooser: WidthChooser, draft: nn.Module, target: nn.Module, rows: int) -> None:
     """Leaves a chooser for the next run."""
-    held = _kept.setdefault(draft, {})
-    for pair in [pair for pair in held if pair[0]() is None]:
-        del held[pair]
-    held[weakref.ref(target), rows, chooser.widths[0], chooser.is_tree, chooser.chain] = chooser
+    kept = _kept.setdefault(draft, weakref.WeakKeyDictionary()).setdefault(target, {})
+    kept[rows, chooser.widths[0], chooser.is_tree, chooser.chain] = chooser
 
 
 __all__ = [
