@@ -101,6 +101,11 @@ class DFlashPreTrainedModel(PreTrainedModel):
             raise ValueError("expected use_safetensors=True or nothing, got False; only safetensors are loaded")
         for ours in ("trust_remote_code", "ignore_mismatched_sizes"):
             kwargs.pop(ours, None)
+        if find_file(path, ADAPTER_CONFIG_NAME, hub) is not None:  # Transformers would load it too, unchecked
+            raise ValueError(
+                f"expected a draft without an adapter in {path}, got {ADAPTER_CONFIG_NAME}; merge the adapter into "
+                "the draft's weights, or take its files away"
+            )
         checkpoint = cls._checked(path, hub, kwargs, model_args)
         generation_config = kwargs.pop("generation_config", None)
         renamed = {f"^{re.escape(one.name)}$": name for name, one in checkpoint.found.items() if one.name != name}
@@ -123,11 +128,6 @@ class DFlashPreTrainedModel(PreTrainedModel):
         Takes `config`, `key_mapping` and overrides of the config out of `kwargs`, which are as in
         [`~DFlashPreTrainedModel.from_pretrained`]; raises `ValueError` as that does before it loads weights.
         """
-        if find_file(path, ADAPTER_CONFIG_NAME, hub) is not None:  # Transformers would load it too, unchecked
-            raise ValueError(
-                f"expected a draft without an adapter in {path}, got {ADAPTER_CONFIG_NAME}; merge the adapter into "
-                "the draft's weights, or take its files away"
-            )
         given: PreTrainedConfig | PathOrRepo | None = kwargs.pop("config", None)
         source = given if isinstance(given, str | PathLike) else path
         raw, stored = read_config(source, hub), stored_tensors(path, hub, kwargs.get("variant"))

@@ -72,6 +72,7 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _write_rest(config: DFlashConfig) -> dict[str, Any]:
+    greedy = {"proposal_type": "greedy", "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["DFlashDraftModel"],
         "speculators_model_type": MODEL_TYPE,
@@ -79,14 +80,7 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
         "speculators_config": {
             "algorithm": MODEL_TYPE,
             "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": config.num_proposals(config.block_size),
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
+            "proposal_methods": [{**greedy, "speculative_tokens": config.num_proposals(config.block_size)}],
             "verifier": {"name_or_path": None, "architectures": []},
         },
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,

@@ -49,17 +49,8 @@ KEYS = (
 
 # Domino, DSpark, sinks and others; each with the values under which the draft is a plain DFlash one.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        _both(
-            "add_swa_attention_sink_bias",
-            "attention_sink_bias",
-            "causal_head",
-            "sample_from_anchor",
-            "shift_label",
-            "use_confidence_head",
-        ),
-        (False,),
-    ),
+    **dict.fromkeys(_both("add_swa_attention_sink_bias", "attention_sink_bias", "causal_head"), (False,)),
+    **dict.fromkeys(_both("sample_from_anchor", "shift_label", "use_confidence_head"), (False,)),
     **dict.fromkeys(_both("attention_value_scale", "logit_scale"), (1.0,)),
     **dict.fromkeys(_both("markov_rank"), (0,)),
     **dict.fromkeys(_both("is_neox_style"), (True,)),
