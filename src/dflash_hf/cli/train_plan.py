@@ -77,8 +77,8 @@ def draft_config(settings: TrainSettings, target: Any) -> Any:
         form = detect_format(raw)
         ours = {form.our_name(name) for name in stored_tensors(settings.draft)}
         return make_config(form.read_config(raw, frozenset(ours)))
-    fields = {"num_hidden_layers": settings.num_hidden_layers, "block_size": settings.block_size, "mask_token_id": 0}
-    fields |= settings.draft_options
+    sizes = {"num_hidden_layers": settings.num_hidden_layers, "block_size": settings.block_size}
+    fields: dict[str, Any] = {"mask_token_id": 0, **sizes, **settings.draft_options}
     options = {name: fields.pop(name) for name in ("num_taps", "draft_token_ids") if name in fields}
     return fresh_config(meta_model(target), fields, **options)
 
