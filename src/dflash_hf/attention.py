@@ -115,18 +115,15 @@ class RaggedBlock:
         if key not in self._masks:
             if is_plain:
                 mask = self._plain_mask(num_slots, dtype)
-                self._masks[key] = mask if repeats == 1 else mask.repeat(1, 1, repeats, 1)
-                return self._masks[key]
-            last = self.positions[:, -1:, None]
-            slots = torch.arange(num_slots, device=last.device)
-            anchor = self.positions[:, :1, None] if from_anchor else None
-            held = slot_positions(last, slots, num_slots)
-            is_related = None
-            if self.tree is not None:
-                held, is_related = self._of_tree(self.tree, held)
-            seen = visible(self.indices[:, :, None], held, window, causal, anchor)
-            seen = seen if is_related is None else seen & is_related
-            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf)[:, None]
+            else:
+                slots = torch.arange(num_slots, device=self.positions.device)
+                held = slot_positions(self.positions[:, -1:, None], slots, num_slots)
+                anchor, is_related = self.positions[:, :1, None], None
+                if self.tree is not None:
+                    held, is_related = self._of_tree(self.tree, held)
+                seen = visible(self.indices[:, :, None], held, window, causal, anchor if from_anchor else None)
+                seen = seen if is_related is None else seen & is_related
+                mask = additive_mask(~seen, dtype)[:, None]
             self._masks[key] = mask if repeats == 1 else mask.repeat(1, 1, repeats, 1)
         return self._masks[key]
 
@@ -137,8 +134,7 @@ class RaggedBlock:
             hidden = torch.full((self.width, num_slots), -math.inf, dtype=dtype, device=device).triu_(before + 1)
             return hidden[None, None]
         others = (self.tree.ancestors[:, :, None] >> torch.arange(self.width, device=device)) & 1 == 0
-        hidden = torch.zeros(others.shape, dtype=dtype, device=device).masked_fill_(others, -math.inf)
-        return nn.functional.pad(hidden, (before, 0))[:, None]
+        return nn.functional.pad(additive_mask(others, dtype), (before, 0))[:, None]
 
     def _of_tree(self, tree: DraftTree, held: Tensor) -> tuple[Tensor, Tensor]:
         """Index `[B, 1, slots]` of what each slot holds, and whether it is a node's ancestor or no node at all.
@@ -151,23 +147,22 @@ class RaggedBlock:
         return held, ((tree.ancestors[:, :, None] >> node) & 1).bool() | ~is_node
 
 
+def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns what is added to scores: -inf where they are hidden, else 0."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
+
+
 @dataclass(frozen=True, slots=True)
 class RaggedMask:
-    """What a layer of this kind lets a block see, before it is known whether a tensor has to be made of it.
+    """What a layer lets a block see (on the device of the keys), of which a tensor may have to be made.
 
-    Args:
-        block (`RaggedBlock`): Where the block stands, on the device of the keys.
-        window, causal, from_anchor: See `positions.visible`.
+    The kind of the layer is that of `positions.visible`.
     """
 
     block: RaggedBlock
     window: int | None
     causal: bool
     from_anchor: bool = False
-
-    def tensor(self, num_slots: int, repeats: int, dtype: torch.dtype) -> Tensor | None:
-        """Returns [`RaggedBlock.mask`] of this kind; arguments as there."""
-        return self.block.mask(num_slots, self.window, self.causal, repeats, dtype, self.from_anchor)
 
 
 def mask_repeats(heads_per_key: int, device: torch.device) -> int:
@@ -216,23 +211,24 @@ def attend(
     """
     repeats = query_BHKE.shape[1] // key_BGRE.shape[1]
     if isinstance(mask, RaggedMask):
+        block, causal, window, from_anchor = mask.block, mask.causal, mask.window, mask.from_anchor
         if dropout == 0 and ops.attends(query_BHKE, key_BGRE, value_BGRE):
-            tree = mask.block.tree
             return ops.block_attention(
                 query_BHKE,
                 key_BGRE,
                 value_BGRE,
-                mask.block.lengths,
+                block.lengths,
                 scaling=scaling,
-                causal=mask.causal,
-                window=mask.window,
-                from_anchor=mask.from_anchor,
+                causal=causal,
+                window=window,
+                from_anchor=from_anchor,
                 softcap=softcap,
                 sinks_H=sinks,
-                depths_BW=None if tree is None else tree.depths,
-                ancestors_BW=None if tree is None else tree.ancestors,
+                depths_BW=None if block.tree is None else block.tree.depths,
+                ancestors_BW=None if block.tree is None else block.tree.ancestors,
             )
-        mask = mask.tensor(key_BGRE.shape[2], mask_repeats(repeats, key_BGRE.device), query_BHKE.dtype)
+        rows = mask_repeats(repeats, key_BGRE.device)
+        mask = block.mask(key_BGRE.shape[2], window, causal, rows, query_BHKE.dtype, from_anchor)
     if isinstance(mask, BlockMask):
         if softcap is not None or sinks is not None or dropout > 0:
             raise ValueError("expected plain attention under a BlockMask, got a soft cap, sinks or dropout; drop them")
@@ -252,20 +248,18 @@ def _attend_by_sdpa(
     batch, num_heads, width, _ = query_BHKE.shape
     groups = key_BGRE.shape[1]
     repeats = num_heads // groups
-    sdpa = nn.functional.scaled_dot_product_attention
-    if mask_repeats(repeats, query_BHKE.device) == 1:
-        out = sdpa(
-            query_BHKE,
-            key_BGRE,
-            value_BGRE,
-            attn_mask=mask,
-            scale=scaling,
-            dropout_p=dropout,
-            enable_gqa=repeats > 1,
-        )
+    is_packed = mask_repeats(repeats, query_BHKE.device) > 1
+    out = nn.functional.scaled_dot_product_attention(
+        query_BHKE.reshape(batch, groups, repeats * width, -1) if is_packed else query_BHKE,
+        key_BGRE,
+        value_BGRE,
+        attn_mask=mask,
+        scale=scaling,
+        dropout_p=dropout,
+        enable_gqa=repeats > 1 and not is_packed,
+    )
+    if not is_packed:
         return out.transpose(1, 2)
-    packed = query_BHKE.reshape(batch, groups, repeats * width, -1)
-    out = sdpa(packed, key_BGRE, value_BGRE, attn_mask=mask, scale=scaling, dropout_p=dropout)
     return out.view(batch, groups, repeats, width, -1).permute(0, 3, 1, 2, 4).reshape(batch, width, num_heads, -1)
 
 

@@ -8,7 +8,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from dflash_hf.errors import one_line, require
+from dflash_hf.errors import is_a, one_line, require
 from dflash_hf.positions import build_target_layer_ids
 
 T = TypeVar("T")
@@ -180,9 +180,7 @@ class DFlashConfig(PreTrainedConfig):
             self.target_layer_ids = build_target_layer_ids(self.num_target_layers, self.num_hidden_layers)
         self._check_rope()
         super().__post_init__(**kwargs)
-        self._check_layers()
-        self._check_vocabulary()
-        self._check_dflash2()
+        self._check_agreement()
 
     def _check_sizes(self) -> None:
         """Raises unless every size and scale can be built with: the first thing, before any list is as long as one."""
@@ -217,36 +215,35 @@ class DFlashConfig(PreTrainedConfig):
         stated = {name for name, value in rope.items() if value is not None and name not in ("rope_type", "truncate")}
         # A rope_theta that is left out gets Transformers' default; one that is null would be computed with.
         for name in sorted({*ROPE_TYPES[kind], *stated, *({"rope_theta"} & rope.keys())}):
-            value = rope.get(name)
+            value: Any = rope.get(name)
             # Transformers computes with all of them; of the numbers only mscale and its like may be 0.
             smallest = 0 if name.startswith("mscale") else 1e-12
-            is_right = isinstance(value, int | float) and not isinstance(value, bool) and smallest <= value < 1e12
+            is_right = is_a(value, int, float) and smallest <= value < 1e12
             require(is_right, f"a positive number as {one_line(name)} of the RoPE", value, "fix it")
 
-    def _check_layers(self) -> None:
-        """Raises unless the fields about attention, layers, taps and the block agree with each other."""
-        per_layer, depth = "one entry per draft layer", self.num_target_layers
-        block = "a block holds the anchor and one proposal"
+    def _check_agreement(self) -> None:
+        """Raises unless the fields about attention, layers, taps, tokens and DFlash 2 agree with each other."""
+        block, heads = (
+            "a block holds the anchor and one proposal",
+            (self.num_attention_heads, self.num_key_value_heads),
+        )
         require(self.block_size >= 2 - self.sample_from_anchor, "block_size >= 2", self.block_size, block)
-        heads = (self.num_attention_heads, self.num_key_value_heads)
         what = "num_attention_heads a multiple of num_key_value_heads"
         require(heads[0] % heads[1] == 0, what, heads, "fix one of them")
         require(self.head_dim % 2 == 0, "an even head_dim", self.head_dim, "RoPE turns pairs of channels")
-        kinds, count = self.layer_types, self.num_hidden_layers
+        kinds, count, per_layer = self.layer_types, self.num_hidden_layers, "one entry per draft layer"
         known = len(kinds) == count and set(kinds) <= set(LAYER_TYPES)
         require(known, f"layer_types with {count} entries out of {LAYER_TYPES}", kinds, per_layer)
         require(len(self.is_causal) == count, f"is_causal with {count} entries", self.is_causal, per_layer)
         has_window = self.sliding_window is not None or "sliding_attention" not in kinds
         what = "a positive sliding_window where layer_types has sliding_attention"
         require(has_window, what, self.sliding_window, "set sliding_window")
-        taps = self.target_layer_ids
+        taps, depth = self.target_layer_ids, self.num_target_layers
         are_layers = "ids are 0-based layers whose output is tapped, and -1 the embeddings"
         require(min(taps, default=-2) >= -1, "at least one target_layer_id, all >= -1", taps, are_layers)
         what = f"target_layer_ids below num_target_layers = {depth}"
         require(depth is None or max(taps) < depth, what, taps, "fix one of them")
 
-    def _check_vocabulary(self) -> None:
-        """Raises unless the fields about tokens agree with each other."""
         size, reduced, mask = self.vocab_size, self.draft_vocab_size, self.mask_token_id
         in_range = mask >= 0 and (size is None or mask < size)
         require(in_range, f"mask_token_id in [0, {size})", mask, "it must index the embedding")
@@ -257,17 +254,12 @@ class DFlashConfig(PreTrainedConfig):
         what = f"draft_vocab_size below vocab_size = {size}, and own_lm_head"
         require(has_head, what, reduced, "a reduced vocabulary needs a head of its own")
 
-    def _check_dflash2(self) -> None:
-        """Raises unless what DFlash 2 adds is whole."""
-        together = "they only mean something together"
-        conv = (self.conv_kernel_size, self.conv_group_size)
-        selector = (self.selector_rank, self.selector_top_k)
-        require((conv[0] is None) == (conv[1] is None), "conv_kernel_size and conv_group_size", conv, together)
-        require((selector[0] is None) == (selector[1] is None), "selector_rank and selector_top_k", selector, together)
-        divides = self.hidden_size % (conv[1] or 1) == 0
+        group, top_k, together = self.conv_group_size, self.selector_top_k, "they only mean something together"
+        for names in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
+            pair = tuple(getattr(self, name) for name in names)
+            require((pair[0] is None) == (pair[1] is None), " and ".join(names), pair, together)
         what = f"conv_group_size that divides hidden_size = {self.hidden_size}"
-        require(divides, what, conv[1], "every group has as many channels")
-        size, top_k = self.vocab_size, self.selector_top_k
+        require(self.hidden_size % (group or 1) == 0, what, group, "every group has as many channels")
         is_stated = top_k is None or size is not None
         require(is_stated, "vocab_size beside selector_top_k", size, "the selector has a row per token")
         fits = top_k is None or top_k <= (size or 0)

@@ -11,12 +11,9 @@ Shapes: `B` rows, `K` slots, `D` hidden, `C` candidates per slot, `R` rank, `V` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
 
 import torch
 from torch import Tensor, nn
-
-from dflash_hf.configuration_dflash import DFlashConfig
 
 
 class GroupedDynamicConvolution(nn.Module):
@@ -40,13 +37,6 @@ class GroupedDynamicConvolution(nn.Module):
         self.base_kernel = nn.Parameter(torch.empty(2, kernel_size, hidden_size))
         self.kernel_projection = nn.Linear(hidden_size, 2 * kernel_size * num_groups, bias=False)
         self.reset_parameters()
-
-    @classmethod
-    def from_config(cls, config: DFlashConfig) -> Self | None:
-        """Returns the convolution around one sublayer of a draft, or `None` where the draft has none."""
-        if config.conv_kernel_size is None or config.conv_group_size is None:
-            return None
-        return cls(config.hidden_size, config.conv_kernel_size, config.conv_group_size)
 
     def reset_parameters(self) -> None:
         """Makes it the identity."""
@@ -79,16 +69,6 @@ class GroupedDynamicConvolution(nn.Module):
         return out.flatten(-2)
 
 
-def convolved(
-    convolution: GroupedDynamicConvolution | None,
-    sublayer: Callable[[Tensor], Tensor],
-    states: Tensor,
-    block_size: int,
-) -> Tensor:
-    """Runs a sublayer on its normed input `[B, N * K, D]`, inside its convolution where it has one."""
-    return sublayer(states) if convolution is None else convolution(states, sublayer, block_size)
-
-
 class CandidateSelector(nn.Module):
     """Scores which of the head's best tokens fits behind which: `S_t(a, b) = U_t(b) + <A[a] * (W h_t), B[b]>`.
 
@@ -111,20 +91,6 @@ class CandidateSelector(nn.Module):
         self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
         self.successor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
         self.reset_parameters()
-
-    @classmethod
-    def from_config(cls, config: DFlashConfig) -> Self | None:
-        """Returns the selector of a draft, or `None` where the draft has none."""
-        if config.selector_rank is None or config.selector_top_k is None:
-            return None
-        assert config.vocab_size is not None  # the config sees to it
-        return cls(
-            config.vocab_size,
-            config.hidden_size,
-            config.selector_rank,
-            config.selector_top_k,
-            config.initializer_range,
-        )
 
     def reset_parameters(self) -> None:
         """Makes every score the logit, in a point where the successors' codebook has a gradient."""
@@ -199,4 +165,4 @@ def follow_path(candidates: Tensor, scores: Tensor, best: Tensor) -> tuple[Tenso
     return tokens, scores.gather(2, rows)[:, :, 0]
 
 
-__all__ = ["CandidateSelector", "GroupedDynamicConvolution", "convolved", "follow_path"]
+__all__ = ["CandidateSelector", "GroupedDynamicConvolution", "follow_path"]

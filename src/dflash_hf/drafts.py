@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from dflash_hf.checkpoints import CheckpointFormat, FormatName, get_format
-from dflash_hf.checkpoints.files import FLOAT_DTYPES, find_file, read_config, stored_tensors
+from dflash_hf.checkpoints import FORMATS, CheckpointFormat
+from dflash_hf.checkpoints.files import FLOAT_DTYPES, find_file
 from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.errors import listed, require
+from dflash_hf.formats import FormatName
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import find_target
 from dflash_hf.target.support import check_pair
@@ -55,22 +57,21 @@ def inspect_draft(path_or_repo: str | PathLike[str]) -> dict[str, Any]:
         ValueError: If the format is unknown, its config contradicts itself, or weights are missing, unknown or of a
             wrong shape; see [`DFlashDraftModel.from_pretrained`].
     """
-    raw, stored = read_config(path_or_repo, {}), stored_tensors(path_or_repo)
-    form, _, config = DFlashDraftModel._checked(path_or_repo, path_or_repo, raw, stored, None, {})
-    tensors = list(stored.values())
+    found = DFlashDraftModel._checked(path_or_repo, {}, {})
+    config, tensors = found.config, found.stored.values()
     names = (
         *("num_target_layers", "target_hidden_size", "target_layer_ids", "block_size", "mask_token_id"),
         *("num_hidden_layers", "hidden_size", "sliding_window", "vocab_size", "draft_vocab_size"),
         *("own_embed_tokens", "own_lm_head", "sample_from_anchor"),
     )
     return {
-        "format": form.name,
-        "is_dflash2": config.conv_kernel_size is not None or config.selector_rank is not None,
+        "format": found.form.name,
+        "is_dflash2": config.is_dflash2,
         "num_parameters": sum(prod(tensor.shape) for tensor in tensors if tensor.dtype in FLOAT_DTYPES),
         "num_bytes": sum(file.stat().st_size for file in {tensor.file for tensor in tensors}),
         "dtypes": sorted({tensor.dtype for tensor in tensors if tensor.dtype in FLOAT_DTYPES}),
         "num_proposals": config.num_proposals(config.block_size),
-        "target": _named_target(path_or_repo, raw),
+        "target": _named_target(path_or_repo, found.raw),
         **{name: getattr(config, name) for name in names},
     }
 
@@ -119,18 +120,21 @@ def save_draft(
         format = deprecated.pop("layout")
     if deprecated:
         raise TypeError(f"save_draft() got an unexpected keyword argument {next(iter(deprecated))!r}")
-    chosen = get_format(format)
+    require(format in tuple(FORMATS), f"format in {list(FORMATS)}", format, "choose one of them")
+    chosen = FORMATS[format]
     if chosen.name == draft.config.model_type:
         draft.save_pretrained(directory)
         return
     config, state = copy.deepcopy(draft.config), dict(draft.state_dict())
     if target is not None:
         _complete(config, state, chosen, target)
+    differing = sorted(state.keys() ^ draft._shapes(config).keys())
+    what = f"the weights of a draft in the format {chosen.name!r}"
+    require(not differing, what, listed(differing), "save it in the format 'dflash'")
     written = chosen.write_config(config, str(draft.dtype).removeprefix("torch."), frozenset(state))
-    if target is not None and chosen.name_target is not None:
-        chosen.name_target(
-            written, target.config.name_or_path or "", target.config.architectures or [type(target).__name__]
-        )
+    if target is not None:
+        architectures = target.config.architectures or [type(target).__name__]
+        chosen.name_target(written, target.config.name_or_path or "", architectures)
     weights = {chosen.their_name(name): tensor for name, tensor in state.items()}
     weights |= chosen.derive(config, weights)
     folder = Path(directory)

@@ -52,17 +52,16 @@ def listed(names: Iterable[object], separator: str = ", ") -> str:
     return separator.join(parts)
 
 
+def is_a(value: object, *kinds: type) -> bool:
+    """Returns True if a value is of one of these types; `True` is no number."""
+    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+
+
 def require(good: bool, what: str, got: object, action: str) -> None:
     """Raises the project's one form of refusal unless it is good.
 
-    Args:
-        good (`bool`): Whether there is nothing to refuse.
-        what (`str`): What was expected.
-        got: The value; shown in part where it is long.
-        action (`str`): What to do about it.
-
     Raises:
-        ValueError: `"expected <what>, got <got>; <action>"`.
+        ValueError: `"expected <what>, got <got>; <action>"`, the value in part where it is long.
     """
     if not good:
         raise ValueError(f"expected {what}, got {shown(got)}; {action}")
@@ -73,4 +72,4 @@ def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit * 2 // 3]} ... {text[-limit // 4 :]}"
 
 
-__all__ = ["listed", "one_line", "require", "shown"]
+__all__ = ["is_a", "listed", "one_line", "require", "shown"]

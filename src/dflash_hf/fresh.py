@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
 
@@ -31,15 +31,10 @@ ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_to
 
 def fresh_config(
     target: PreTrainedModel,
-    *,
-    num_hidden_layers: int,
-    block_size: int,
-    num_taps: int,
-    target_layer_ids: Sequence[int] | None,
-    mask_token_id: int | None,
-    tokenizer: Tokenizer | None,
-    draft_token_ids: Sequence[int] | None,
     fields: Mapping[str, Any],
+    num_taps: int = 5,
+    tokenizer: Tokenizer | None = None,
+    draft_token_ids: Sequence[int] | None = None,
 ) -> DFlashConfig:
     """Returns the config of a draft for a target; see [`DFlashDraftModel.from_target`].
 
@@ -57,32 +52,34 @@ def fresh_config(
     require(width == text.hidden_size, what, width, "DFlash cannot draft for this target")
     require(num_taps >= 1, "num_taps >= 1", num_taps, "fix it")
     # A shallow target has fewer layers to choose from than are asked for.
-    taps = target_layer_ids or dict.fromkeys(build_target_layer_ids(text.num_hidden_layers, num_taps))
+    taps = fields.get("target_layer_ids") or dict.fromkeys(build_target_layer_ids(text.num_hidden_layers, num_taps))
     values: dict[str, Any] = {
         "vocab_size": text.vocab_size,
         "hidden_size": text.hidden_size,
         "num_target_layers": text.num_hidden_layers,
-        "num_hidden_layers": num_hidden_layers,
-        "block_size": block_size,
-        "target_layer_ids": list(taps),
         "rms_norm_eps": getattr(text, "rms_norm_eps", getattr(text, "norm_eps", 1e-6)),
         "max_position_embeddings": getattr(text, "max_position_embeddings", None) or 40960,
         "rope_parameters": _rope(text),
         "dtype": "float32",
-        **_attention(text),
-        **_mlp(text),
+        **_shape(text),
     }
     if draft_token_ids is not None:
-        values |= {"own_lm_head": True, "draft_vocab_size": _check_ids(draft_token_ids, text.vocab_size)}
+        ids, size = {*draft_token_ids}, text.vocab_size
+        known = 0 < len(ids) == len(draft_token_ids) and min(ids) >= 0 and max(ids) < size
+        what = f"different draft_token_ids from 0 to {size - 1}"
+        require(known, what, list(draft_token_ids[:8]), "take `frequent_tokens`")
+        values |= {"own_lm_head": True, "draft_vocab_size": len(ids)}
     if fields.get("own_lm_head") or draft_token_ids is not None:
         dtype = head.weight.dtype
         require(dtype.is_floating_point, "a head of floats to copy", dtype, "load the target without quantisation")
     stated = fields.get("draft_vocab_size")
     matches = stated is None or stated == values.get("draft_vocab_size")
     require(matches, "draft_token_ids beside draft_vocab_size", stated, "say which tokens (`frequent_tokens`)")
-    size = min(text.vocab_size, embedding.num_embeddings if isinstance(embedding, nn.Embedding) else text.vocab_size)
-    mask = choose_mask_token(target, tokenizer, size) if mask_token_id is None else mask_token_id
-    values |= {"mask_token_id": mask, **fields}
+    mask = fields.get("mask_token_id")
+    if mask is None:
+        rows = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else text.vocab_size
+        mask = choose_mask_token(target, tokenizer, min(text.vocab_size, rows))
+    values |= {**fields, "target_layer_ids": list(taps), "mask_token_id": mask}
     return DFlashConfig(**values)
 
 
@@ -110,10 +107,7 @@ def choose_mask_token(target: PreTrainedModel, tokenizer: Tokenizer | None, size
     drafts for Qwen3; else a special token that neither a role, nor a config, nor the chat template names, those
     that are called reserved first.
 
-    Args:
-        target (`PreTrainedModel`): The target.
-        tokenizer (`PreTrainedTokenizerBase` or `ProcessorMixin`): The target's.
-        size (`int`): Ids that can be looked up.
+    Ids below `size` can be looked up.
 
     Raises:
         ValueError: If there is no tokenizer, or all its tokens are in use.
@@ -160,10 +154,7 @@ def set_first_values(draft: Any, target: PreTrainedModel, draft_token_ids: Seque
     other, and divided by its length random states have logits that spread by 1. Smaller values alone would do it too,
     but training is the slower then (docs/log.md).
 
-    Args:
-        draft (`DFlashDraftModel`): Changed in place.
-        target (`PreTrainedModel`): Its target.
-        draft_token_ids (sequence of `int`, *optional*): Tokens of a reduced vocabulary.
+    The draft is changed in place; `draft_token_ids` are the tokens of a reduced vocabulary.
     """
     embedding, head = vocabulary_of(target)
     if draft.embed_tokens is not None:
@@ -179,17 +170,14 @@ def set_first_values(draft: Any, target: PreTrainedModel, draft_token_ids: Seque
             kept = ids
         with brought_in(head):
             draft.lm_head.weight.copy_(head.weight[kept.to(head.weight.device)])
-    spread = _spread_of_logits(draft, head, target.dtype)
+    # Over the vocabulary, of random states whose mean square is 1.
+    states = torch.randn(16, draft.config.hidden_size, generator=torch.Generator().manual_seed(0), device="cpu")
+    is_own = draft.lm_head is not None
+    states = states.to(draft.norm.weight) if is_own else states.to(execution_device(head), target.dtype)
+    logits = draft.compute_logits(states, head).float()
+    spread = float(logits[logits > -torch.inf].std())
     signs = torch.randint_like(draft.norm.weight, 2) * 2 - 1
     draft.norm.weight.copy_(signs / spread if spread > 0 else signs)
-
-
-def _spread_of_logits(draft: Any, head: nn.Module, dtype: torch.dtype) -> float:
-    """Standard deviation over the vocabulary of the draft's logits of random states whose mean square is 1."""
-    states = torch.randn(16, draft.config.hidden_size, generator=torch.Generator().manual_seed(0), device="cpu")
-    states = states.to(draft.norm.weight) if draft.lm_head is not None else states.to(execution_device(head), dtype)
-    logits = draft.compute_logits(states, head).float()
-    return float(logits[logits > -torch.inf].std())
 
 
 def _named_ids(target: PreTrainedModel) -> set[Any]:
@@ -203,22 +191,22 @@ def _named_ids(target: PreTrainedModel) -> set[Any]:
     return found
 
 
-def _attention(text: Any) -> dict[str, int]:
-    """The shape of the draft's attention: the target's, with more and smaller heads where those are wide."""
+def _shape(text: Any) -> dict[str, int]:
+    """Heads as the target's, more and smaller ones where those are wide, and its MLP's width if it is no expert's."""
     heads = text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     split = max(1, size // MAX_HEAD_DIM) if size % MAX_HEAD_DIM == 0 else 1
     heads, size = heads * split, size // split
     wanted = min(MAX_KEY_VALUE_HEADS, (getattr(text, "num_key_value_heads", None) or heads) * split)
     groups = next(number for number in range(wanted, 0, -1) if heads % number == 0)
-    return {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": size}
-
-
-def _mlp(text: Any) -> dict[str, int]:
-    """The width of the draft's MLP: the target's, or Qwen3's rule where that is the width of an expert."""
     width: Any = getattr(text, "intermediate_size", None)
     is_whole = isinstance(width, int) and width > text.hidden_size
-    return {"intermediate_size": width if is_whole else 3 * text.hidden_size}
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": size,
+        "intermediate_size": width if is_whole else 3 * text.hidden_size,  # Qwen3's rule
+    }
 
 
 def _rope(text: PreTrainedConfig) -> dict[str, Any] | None:
@@ -232,18 +220,6 @@ def _rope(text: PreTrainedConfig) -> dict[str, Any] | None:
         return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     names = {*needed, "rope_theta", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"}
     return {"rope_type": "default"} | {n: v for n, v in rope.items() if v is not None and n in (*names, "rope_type")}
-
-
-def _check_ids(token_ids: Sequence[int], size: int) -> int:
-    """Number of tokens of a reduced vocabulary.
-
-    Raises:
-        ValueError: Unless they are different ids of the target.
-    """
-    ids: Tensor = torch.tensor(list(token_ids), dtype=torch.long, device="cpu")
-    known = bool(ids.numel()) and int(ids.min()) >= 0 and int(ids.max()) < size and ids.unique().numel() == ids.numel()
-    require(known, f"different draft_token_ids from 0 to {size - 1}", list(token_ids[:8]), "take `frequent_tokens`")
-    return int(ids.numel())
 
 
 __all__ = ["choose_mask_token", "fresh_config", "set_first_values", "vocabulary_of"]

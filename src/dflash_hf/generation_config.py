@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from transformers import GenerationConfig
 
-from dflash_hf.errors import one_line, require, shown
+from dflash_hf.errors import is_a, one_line, require, shown
 from dflash_hf.tree import MAX_MATCHING, MAX_NODES
 
 Engine = Literal["auto", "eager", "cuda_graph"]
@@ -129,9 +129,8 @@ class DFlashGenerationConfig(GenerationConfig):
                 )
             kinds = TYPES.get(name)
             if kinds is not None and value is not None:
-                is_kind = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
                 expected = " or ".join(kind.__name__ for kind in kinds)
-                require(is_kind, f"{name} of type {expected}", value, "leave it out")
+                require(is_a(value, *kinds), f"{name} of type {expected}", value, "leave it out")
 
     def validate_options(self, max_block_size: int | None = None, sample_from_anchor: bool = False) -> None:
         """Checks the options, also against a checkpoint's block size.
@@ -149,40 +148,32 @@ class DFlashGenerationConfig(GenerationConfig):
             value = getattr(self, name)
             require(isinstance(value, bool), f"True or False as {name}", value, "leave it out")
         size, width = self.block_size, self.verify_width
+        nodes, longest = self.num_tree_nodes, self.max_matching_ngram_size
         count = "a number of tokens, at least 1,"
-        require(size is None or _is_count(size), f"{count} as block_size", size, "leave it out")
+        require(size is None or (is_a(size, int) and size >= 1), f"{count} as block_size", size, "leave it out")
         if max_block_size is not None:
             further = "leave it out: a draft cannot propose further than it was trained to"
             fits = size is None or size <= max_block_size
             require(fits, f"block_size at most {max_block_size} (the draft's)", size, further)
-        nodes = self.num_tree_nodes
-        is_number = isinstance(nodes, int) and not isinstance(nodes, bool) and (nodes == 0 or 2 <= nodes <= MAX_NODES)
-        what = f"num_tree_nodes between 2 and {MAX_NODES}, 0 for a chain, or 'auto'"
-        require(nodes is None or nodes == "auto" or is_number, what, nodes, "leave it out")
-        longest = self.max_matching_ngram_size
+        known = nodes is None or nodes == "auto" or (is_a(nodes, int) and (nodes == 0 or 2 <= nodes <= MAX_NODES))
+        require(known, f"num_tree_nodes between 2 and {MAX_NODES}, 0 for a chain, or 'auto'", nodes, "leave it out")
         fits = longest is None or 0 <= longest <= MAX_MATCHING
         require(fits, f"max_matching_ngram_size between 0 and {MAX_MATCHING}", longest, "leave it out")
         if width is None or width == "auto":
             return
         require(not nodes, "verify_width left out or 'auto' beside num_tree_nodes", width, "leave one of them out")
-        require(_is_count(width), f"{count} or 'auto' as verify_width", width, "leave it out")
+        require(is_a(width, int) and width >= 1, f"{count} or 'auto' as verify_width", width, "leave it out")
         block_size = max_block_size if size is None else size
         if block_size is not None:
             # What the draft can do is known only with its checkpoint; without it, a width of one more is let through.
             widest = block_size + (sample_from_anchor or max_block_size is None)
             what = f"verify_width between 1 and {widest} (block size {shown(block_size)})"
-            unproposed = "leave it out: the target can only check tokens that were proposed"
-            require(width <= widest, what, width, unproposed)
+            require(width <= widest, what, width, "leave it out: the target can only check tokens that were proposed")
 
     def validate_knobs(self, max_block_size: int | None = None, sample_from_anchor: bool = False) -> None:
         """The name that [`validate_options`] had, for one release."""
         warnings.warn("validate_knobs is now validate_options", DeprecationWarning, stacklevel=2)
         self.validate_options(max_block_size, sample_from_anchor)
-
-
-def _is_count(value: object) -> bool:
-    """True for a number of tokens, at least one; `True` is none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 __all__ = ["DFlashGenerationConfig"]

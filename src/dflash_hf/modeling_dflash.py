@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflash_hf import ops
-from dflash_hf.attention import RaggedMask, attend, mask_repeats
+from dflash_hf.attention import RaggedMask, additive_mask, attend, mask_repeats
 from dflash_hf.cache.context import ContextWeights, NewContext, stack_weights
 from dflash_hf.cache.prompts import PromptSlots
 from dflash_hf.cache.ragged import RaggedCache
@@ -28,7 +28,7 @@ from dflash_hf.cache.size import LayerShape
 from dflash_hf.checkpoints.loading import DFlashPreTrainedModel
 from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig
 from dflash_hf.devices import execution_device, raw_embeddings
-from dflash_hf.dflash2 import CandidateSelector, GroupedDynamicConvolution, convolved, follow_path
+from dflash_hf.dflash2 import CandidateSelector, GroupedDynamicConvolution, follow_path
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.positions import visible
 
@@ -81,10 +81,8 @@ class DFlashRotaryEmbedding(nn.Module):
         """Returns cosines and sines `[..., 1, E]` for `positions` `[...]`, computed in float32."""
         freqs = positions[..., None].float() * self.inv_freq.float()
         angles = torch.cat((freqs, freqs), dim=-1)[..., None, :]
-        return (
-            (angles.cos() * self.attention_scaling).to(dtype),
-            (angles.sin() * self.attention_scaling).to(dtype),
-        )
+        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return cos.to(dtype), sin.to(dtype)
 
 
 def rotate(states_BKHE: Tensor, cos_sin: CosSin) -> Tensor:
@@ -122,20 +120,15 @@ class DFlashAttention(nn.Module):
         self.dropout = float(config.attention_dropout)
         self.scaling = config.head_dim**-0.5
         self.kind: AttentionKind = config.attention_kind(layer_idx)
-        self.num_key_heads = config.num_key_value_heads
+        size, bias = config.hidden_size, config.attention_bias
         query_size, key_size = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         self.repeats = config.num_attention_heads // config.num_key_value_heads
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
+        self.q_proj = nn.Linear(size, query_size, bias=bias)
+        self.k_proj = nn.Linear(size, key_size, bias=bias)
+        self.v_proj = nn.Linear(size, key_size, bias=bias)
+        self.o_proj = nn.Linear(query_size, size, bias=bias)
         self.q_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
-
-    def cache_shape(self) -> LayerShape:
-        """Returns the shape of its layer of the draft's cache."""
-        size, window = self.head_dim, self.kind[0]
-        return LayerShape(num_heads=self.num_key_heads, key_size=size, value_size=size, window=window)
 
     def project_q(self, hidden_states: Tensor, cos_sin: CosSin) -> Tensor:
         """Returns queries (normed, rotated), token-major `[B, K, H, E]`."""
@@ -173,6 +166,10 @@ class DFlashAttention(nn.Module):
         return self.o_proj(out.flatten(2))
 
 
+# Of normed states [B, K, D]; decoding over the ragged cache and the combined forward differ in this alone.
+Attending = Callable[[DFlashAttention, Tensor], Attended]
+
+
 class DFlashDecoderLayer(GradientCheckpointingLayer):
     """Attention and MLP with pre-norms."""
 
@@ -182,32 +179,26 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         self.mlp = DFlashMLP(config)
         self.input_layernorm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
-        # DFlash 2 only.
-        self.attention_conv = GroupedDynamicConvolution.from_config(config)
-        self.mlp_conv = GroupedDynamicConvolution.from_config(config)
+        self.attention_conv: GroupedDynamicConvolution | None = None
+        self.mlp_conv: GroupedDynamicConvolution | None = None
+        if config.conv_kernel_size is not None and config.conv_group_size is not None:  # DFlash 2 only
+            sizes = (config.hidden_size, config.conv_kernel_size, config.conv_group_size)
+            self.attention_conv, self.mlp_conv = GroupedDynamicConvolution(*sizes), GroupedDynamicConvolution(*sizes)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attended: Callable[[DFlashAttention, Tensor], Attended],
-        block_size: int,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, attended: Attending, block_size: int) -> Tensor:
         """Runs the layer on the states `[B, K, D]` of one block, or of several of `block_size` slots each.
 
-        `attended` turns the normed states into queries, what there is to attend to, context included, and the mask:
-        the one place where decoding over the ragged cache and the combined forward differ. Convolutions touch the
-        block's states only: the context's keys and values are projected from features that no layer changes.
+        Convolutions touch the block's states only: the context's keys and values are projected from features that no
+        layer changes.
         """
 
         def attention(normed: Tensor) -> Tensor:
             return self.self_attn.attend_from(*attended(self.self_attn, normed))
 
-        hidden_states = hidden_states + convolved(
-            self.attention_conv, attention, self.input_layernorm(hidden_states), block_size
-        )
-        return hidden_states + convolved(
-            self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden_states), block_size
-        )
+        conv, normed = self.attention_conv, self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + (attention(normed) if conv is None else conv(normed, attention, block_size))
+        conv, normed = self.mlp_conv, self.post_attention_layernorm(hidden_states)
+        return hidden_states + (self.mlp(normed) if conv is None else conv(normed, self.mlp, block_size))
 
 
 class DFlashDraftModel(DFlashPreTrainedModel):
@@ -229,15 +220,16 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.layers = nn.ModuleList(DFlashDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = DFlashRotaryEmbedding(config)
-        self.candidate_selector = CandidateSelector.from_config(config)  # DFlash 2 only
-        self.embed_tokens = (
-            nn.Embedding(config.vocab_size or 0, config.hidden_size) if config.own_embed_tokens else None
-        )
-        num_ids = config.draft_vocab_size or config.vocab_size or 0
+        size, rank, top_k = config.vocab_size or 0, config.selector_rank, config.selector_top_k
+        self.candidate_selector: CandidateSelector | None = None
+        if rank is not None and top_k is not None:  # DFlash 2 only
+            self.candidate_selector = CandidateSelector(
+                size, config.hidden_size, rank, top_k, config.initializer_range
+            )
+        self.embed_tokens = nn.Embedding(size, config.hidden_size) if config.own_embed_tokens else None
+        num_ids = config.draft_vocab_size or size
         self.lm_head = nn.Linear(config.hidden_size, num_ids, bias=False) if config.own_lm_head else None
-        self.register_buffer(
-            "d2t", None if config.draft_vocab_size is None else torch.zeros(num_ids, dtype=torch.long)
-        )
+        self.register_buffer("d2t", torch.zeros(num_ids, dtype=torch.long) if config.draft_vocab_size else None)
         self.generation_config = DFlashGenerationConfig()
         self.last_stats: Any = None
         self.post_init()
@@ -251,7 +243,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def cache_shapes(self) -> list[LayerShape]:
         """Returns the shape of each layer of the draft's cache."""
-        return [layer.self_attn.cache_shape() for layer in self._layers()]
+        heads, size = self.config.num_key_value_heads, self.config.head_dim
+        windows = [self.config.attention_kind(index)[0] for index in range(self.config.num_hidden_layers)]
+        return [LayerShape(num_heads=heads, key_size=size, value_size=size, window=window) for window in windows]
 
     def project_context(self, context_hidden_states: Tensor) -> Tensor:
         """Projects tapped states `[B, C, L * D]` to context features `[B, C, D]`."""
@@ -259,7 +253,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def stack_weights(self, cache: RaggedCache, into: ContextWeights | None = None) -> ContextWeights | None:
         """Copies what a kernel needs to write context of all layers into this cache at once; see `cache.context`."""
-        own = [layer.self_attn for layer in self._layers()] if ops.fuses(self.fc.weight) else []
+        own = self._attentions() if ops.fuses(self.fc.weight) else []
         projections = [module for attention in own for module in (attention.k_proj, attention.v_proj)]
         return stack_weights(projections, [attention.k_norm.weight for attention in own], cache.buffers(), into)
 
@@ -277,8 +271,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         cos_sin = self.rotary_emb(context.block.positions, features.dtype)
         if context.written_at_once(features, cos_sin, cache, self.config.rms_norm_eps):
             return
-        for index, layer in enumerate(self._layers()):
-            cache.write(index, *layer.self_attn.project_kv(features, cos_sin), context.block)
+        for own in self._attentions():
+            cache.write(own.layer_idx, *own.project_kv(features, cos_sin), context.block)
 
     def write_prompt(self, context_hidden_states: Tensor, positions: Tensor, cache: RaggedCache) -> None:
         """Writes the context of (a chunk of) whole prompts, left-padded, into the ragged cache, in place.
@@ -292,15 +286,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         features = self.project_context(context_hidden_states)
         cos_sin = self.rotary_emb(positions.clamp_min(0).to(features.device), features.dtype)
         prompts = PromptSlots(positions)
-        for index, layer in enumerate(self._layers()):
-            cache.write_rows(index, *layer.self_attn.project_kv(features, cos_sin), prompts)
+        for own in self._attentions():
+            cache.write_rows(own.layer_idx, *own.project_kv(features, cos_sin), prompts)
 
-    def forward_block(
-        self,
-        noise_embeds: Tensor,
-        cache: RaggedCache,
-        context: NewContext | None = None,
-    ) -> Tensor:
+    def forward_block(self, noise_embeds: Tensor, cache: RaggedCache, context: NewContext | None = None) -> Tensor:
         """Runs a block over the context in the ragged cache, writing the newest context first; no host sync.
 
         Writes the block's own keys and values past each row's length, where the next context overwrites them. Giving
@@ -385,12 +374,16 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             if key not in masks:
                 if isinstance(attention_mask, dict):
                     mask = attention_mask[attention.kind]
-                else:
-                    mask = _combined_mask(num_queries, num_keys, attention.kind, attention_mask, noise_embeds.device)
+                else:  # the newest key is the block's last
+                    window, causal, from_anchor = attention.kind
+                    keys = torch.arange(num_keys, device=noise_embeds.device)
+                    queries = keys[-num_queries:, None]
+                    mask = visible(queries, keys, window, causal, queries[:1] if from_anchor else None)[None, None]
+                    if attention_mask is not None:
+                        mask = mask & attention_mask[:, None, None, -num_keys:].bool()
                 if isinstance(mask, Tensor):
-                    bias = torch.zeros(mask.shape, dtype=noise_embeds.dtype, device=mask.device)
-                    mask = bias.masked_fill_(~mask, float("-inf"))
                     repeats = mask_repeats(attention.repeats, mask.device)
+                    mask = additive_mask(~mask, noise_embeds.dtype)
                     mask = mask if repeats == 1 else mask.repeat(1, 1, repeats, 1)
                 masks[key] = mask
             return masks[key]
@@ -469,31 +462,13 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             "target.generate(**inputs, assistant_model=draft) with the target it was trained for"
         )
 
-    def _layers(self) -> list[DFlashDecoderLayer]:
-        return [layer for layer in self.layers if isinstance(layer, DFlashDecoderLayer)]
+    def _attentions(self) -> list[DFlashAttention]:
+        return [layer.self_attn for layer in self.layers if isinstance(layer, DFlashDecoderLayer)]
 
-    def _run_layers(
-        self,
-        hidden_states: Tensor,
-        attended: Callable[[DFlashAttention, Tensor], Attended],
-        block_size: int,
-    ) -> Tensor:
+    def _run_layers(self, hidden_states: Tensor, attended: Attending, block_size: int) -> Tensor:
         for layer in self.layers:
             hidden_states = layer(hidden_states, attended, block_size)
         return self.norm(hidden_states)
-
-
-def _combined_mask(
-    num_queries: int, num_keys: int, kind: AttentionKind, padding: Tensor | None, device: torch.device
-) -> Tensor:
-    """Boolean mask `[B, 1, Q, num_keys]` of a block at the end of `num_keys` keys whose newest one is the block's."""
-    keys = torch.arange(num_keys, device=device)
-    window, causal, from_anchor = kind
-    queries = keys[-num_queries:, None]
-    mask = visible(queries, keys[None, :], window, causal, queries[:1] if from_anchor else None)[None, None]
-    if padding is not None:
-        mask = mask & padding[:, None, None, -num_keys:].bool()
-    return mask
 
 
 __all__ = ["DFlashDraftModel"]

@@ -26,16 +26,13 @@ from dflash_hf.training.forward import run_blocks, target_features
 from dflash_hf.training.loss import block_labels, block_loss, decay_weights
 from tiny import DFLASH2, VOCAB, prompts, tiny_target
 
-NO_CHOICE: dict[str, Any] = {"target_layer_ids": None, "tokenizer": None, "draft_token_ids": None}
-
 
 def recipe(name: str, fields: dict[str, Any], **changes: Any) -> Any:
     """The config of a draft with default options for a target of that shape, whose weights are nowhere."""
     with torch.device("meta"):
         config = getattr(transformers, f"{name}Config")(**fields)
         target = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
-    options = {"num_hidden_layers": 5, "block_size": 16, "num_taps": 5, "mask_token_id": 7, **NO_CHOICE, "fields": {}}
-    return fresh_config(target, **{**options, **changes})
+    return fresh_config(target, {"num_hidden_layers": 5, "block_size": 16, "mask_token_id": 7, **changes})
 
 
 QWEN3_8B = {

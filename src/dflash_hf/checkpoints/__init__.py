@@ -11,8 +11,7 @@ from dflash_hf.checkpoints.muse import MUSE
 from dflash_hf.checkpoints.own import OWN
 from dflash_hf.checkpoints.speculators import SPECULATORS
 from dflash_hf.checkpoints.zlab import ZLAB
-from dflash_hf.errors import require, shown
-from dflash_hf.formats import FormatName
+from dflash_hf.errors import shown
 
 FORMATS = {known.name: known for known in (OWN, ZLAB, SPECULATORS, MUSE, DEEPSPEC)}
 
@@ -34,26 +33,11 @@ def detect_format(config: Mapping[str, Any]) -> CheckpointFormat:
     )
 
 
-def get_format(name: str) -> CheckpointFormat:
-    """Returns the format of that name.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    require(name in tuple(FORMATS), f"format in {list(FORMATS)}", name, "choose one of them")
-    return FORMATS[name]
-
-
 def explain_foreign_draft(model: object) -> str | None:
     """Says what to do with a model that was made from a DFlash checkpoint but is not a `DFlashDraftModel`.
 
     z-lab's checkpoints carry `model_type: "qwen3"`, so `AutoModel` loads them as a `Qwen3Model` without a word.
-
-    Args:
-        model: Anything given as `assistant_model`.
-
-    Returns:
-        `str`, *optional*: A sentence for the user, or `None` if the model is something else.
+    Returns `None` if the model is something else.
     """
     config = getattr(model, "config", None)
     if not isinstance(getattr(config, "dflash_config", None), Mapping):
@@ -65,13 +49,4 @@ def explain_foreign_draft(model: object) -> str | None:
     )
 
 
-__all__ = [
-    "FIELDS",
-    "FORMATS",
-    "CheckpointFormat",
-    "FormatName",
-    "detect_format",
-    "explain_foreign_draft",
-    "get_format",
-    "make_config",
-]
+__all__ = ["FIELDS", "FORMATS", "CheckpointFormat", "detect_format", "explain_foreign_draft", "make_config"]

@@ -8,16 +8,10 @@ Source: DeepSpec `deepspec/modeling/dspark/qwen3/{config,modeling}.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from dflash_hf.checkpoints.mapping import (
-    BODY_BIASES,
-    BODY_WEIGHTS,
     COMMON_IGNORED,
-    FEATURE_WEIGHTS,
-    OWN_VOCABULARY_WEIGHTS,
-    QWEN3_HEAD_DIM,
     QWEN3_KEYS,
     QWEN3_THETA,
     REQUIRED,
@@ -28,19 +22,13 @@ from dflash_hf.checkpoints.mapping import (
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.errors import require
 
-NUM_ANCHORS = 512  # of its training; its class asks for the key
-
-
-def _matches(config: Mapping[str, Any]) -> bool:
-    return "markov_rank" in config and "target_layer_ids" in config and "dflash_config" not in config
-
 
 def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     decoder = reader.take("model_type", default="qwen3")
     require(decoder == "qwen3", "model_type 'qwen3' beside markov_rank", decoder, "this variant is not supported")
     layer_types: list[Any] = reader.take("layer_types", default=[], kind=list)
-    full = "sliding_attention" not in layer_types
-    require(full, "layer_types all full_attention beside markov_rank", layer_types, "not supported")
+    what = "layer_types all full_attention beside markov_rank"
+    require("sliding_attention" not in layer_types, what, layer_types, "not supported")
     return {
         "layer_types": layer_types or None,
         "is_causal": False,
@@ -57,7 +45,7 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
         "model_type": "qwen3",
         "layer_types": ["full_attention"] * config.num_hidden_layers,
         "rope_parameters": config.rope_parameters,
-        "num_anchors": NUM_ANCHORS,
+        "num_anchors": 512,  # of its training; its class asks for the key
         "markov_rank": 0,
         "enable_confidence_head": False,
         "tie_word_embeddings": False,
@@ -68,11 +56,8 @@ _STATED = ("vocab_size", "num_hidden_layers", "block_size", "mask_token_id", "ta
 
 DEEPSPEC = CheckpointFormat(
     name="deepspec",
-    matches=_matches,
-    weights=BODY_WEIGHTS | BODY_BIASES | FEATURE_WEIGHTS | OWN_VOCABULARY_WEIGHTS,
-    keys=plain_keys(
-        QWEN3_KEYS | dict.fromkeys(_STATED, REQUIRED) | {"head_dim": QWEN3_HEAD_DIM, "num_target_layers": None}
-    ),
+    matches=lambda config: {"markov_rank", "target_layer_ids"} <= config.keys() and "dflash_config" not in config,
+    keys=plain_keys(QWEN3_KEYS | dict.fromkeys(_STATED, REQUIRED) | {"num_target_layers": None}),
     read_rest=_read_rest,
     write_rest=_write_rest,
     neutral={"markov_rank": (0,), "enable_confidence_head": (False,)},

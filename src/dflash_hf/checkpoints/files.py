@@ -8,17 +8,15 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
-from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from dflash_hf.errors import listed, one_line, require, shown
 
@@ -29,20 +27,12 @@ PathOrRepo = str | PathLike[str]
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor of a safetensors file, not read yet.
-
-    Args:
-        file (`Path`): Where it is.
-        name (`str`): Its name there.
-        dtype (`str`): Its type as safetensors spells it, such as `"BF16"`.
-        shape (`tuple[int, ...]`): Its shape.
-    """
+class StoredTensor(NamedTuple):
+    """One tensor of a safetensors file, not read yet."""
 
     file: Path
-    name: str
-    dtype: str
+    name: str  # there
+    dtype: str  # as safetensors spells it, such as "BF16"
     shape: tuple[int, ...]
 
     def read(self) -> Tensor:
@@ -68,31 +58,12 @@ def read_config(path: PathOrRepo, hub: Mapping[str, Any]) -> dict[str, Any]:
     return read_json(Path(file))
 
 
-def check_no_adapter(path: PathOrRepo, hub: Mapping[str, Any]) -> None:
-    """Raises if PEFT's files lie beside the draft's: Transformers would load that adapter onto it, unchecked.
-
-    Raises:
-        ValueError: If there is an `adapter_config.json`.
-    """
-    if find_file(path, ADAPTER_CONFIG_NAME, hub) is not None:
-        raise ValueError(
-            f"expected a draft without an adapter in {path}, got {ADAPTER_CONFIG_NAME}; merge the adapter into the "
-            "draft's weights, or take its files away"
-        )
-
-
 def stored_tensors(
     path: PathOrRepo, hub: Mapping[str, Any] | None = None, variant: str | None = None
 ) -> dict[str, StoredTensor]:
-    """Opens the safetensors files of a folder or Hub repository, shards included, and lists what is in them.
+    """Opens the safetensors files of a folder or Hub repository, shards included, and returns name -> tensor.
 
-    Args:
-        path (`str` or `os.PathLike`): Folder or Hub id.
-        hub (`Mapping`, *optional*): Transformers' arguments for finding files.
-        variant (`str`, *optional*): Transformers' `variant`.
-
-    Returns:
-        `dict`: Name -> tensor.
+    `hub` are Transformers' arguments for finding files, and `variant` is its own.
 
     Raises:
         ValueError: If a file is damaged, a shard is missing, an index and its shards disagree, or a folder has no
@@ -121,8 +92,9 @@ def stored_tensors(
         )
     found: dict[str, StoredTensor] = {}
     for shard in sorted(set(shards.values())):
-        # Looked for only under a plain name: nothing outside of the folder is a part of a checkpoint.
-        file = find_file(path, shard, hub) if _is_plain_name(shard) else None
+        # Nothing outside of the folder is a part of a checkpoint, and nothing but safetensors is opened.
+        is_plain = shard.isprintable() and Path(shard).name == shard and shard.endswith(".safetensors")
+        file = find_file(path, shard, hub) if is_plain else None
         if file is None:
             raise ValueError(
                 f"expected the shard {one_line(shard)} beside {index}, got no such file; download it again"
@@ -160,20 +132,12 @@ def _add_variant(name: str, variant: str | None) -> str:
     return name if variant is None else f"{stem}.{variant}.{ending}"
 
 
-def _is_plain_name(shard: str) -> bool:
-    """Returns True if it is the name of a safetensors file, and of nothing else."""
-    return shard.isprintable() and Path(shard).name == shard and shard.endswith(".safetensors")
-
-
 def _headers(file: Path) -> dict[str, StoredTensor]:
     """What a safetensors file holds; the header is checked against the file's size."""
     try:
         with safe_open(file, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (not a dictionary)
-            return {
-                name: StoredTensor(file, name, part.get_dtype(), tuple(part.get_shape()))
-                for name, part in slices.items()
-            }
+            slices = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118  (not a dictionary)
+            return {name: StoredTensor(file, name, one.get_dtype(), tuple(one.get_shape())) for name, one in slices}
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"expected whole safetensors files, got {file} ({one_line(error)}); download it again"
@@ -186,11 +150,9 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         ValueError: If the file holds something else.
     """
-    if (size := file.stat().st_size) > MAX_JSON_BYTES:
-        raise ValueError(
-            f"expected at most {MAX_JSON_BYTES / 2**20:.0f} MB of JSON in {file}, got {size / 2**20:.0f}; download it "
-            "again"
-        )
+    size = file.stat().st_size
+    what = f"at most {MAX_JSON_BYTES / 2**20:.0f} MB of JSON in {file}"
+    require(size <= MAX_JSON_BYTES, what, round(size / 2**20), "download it again")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -204,8 +166,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 __all__ = [
     "FLOAT_DTYPES",
+    "PathOrRepo",
     "StoredTensor",
-    "check_no_adapter",
     "find_file",
     "read_config",
     "read_json",

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from dflash_hf.checkpoints import FIELDS, CheckpointFormat, detect_format, make_config
 from dflash_hf.checkpoints.files import (
     FLOAT_DTYPES,
+    PathOrRepo,
     StoredTensor,
-    check_no_adapter,
     find_file,
     read_config,
     read_json,
@@ -35,7 +36,16 @@ from dflash_hf.generation_config import DFlashGenerationConfig
 
 # The arguments of `from_pretrained` that say which files are meant.
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-PathOrRepo = str | PathLike[str]
+
+
+class Checkpoint(NamedTuple):
+    """What the files of a draft say, of which no weight has been loaded."""
+
+    raw: dict[str, Any]  # its config.json
+    form: CheckpointFormat
+    config: DFlashConfig  # with the caller's overrides
+    stored: dict[str, StoredTensor]  # all that is there, by the names there
+    found: dict[str, StoredTensor]  # what is loaded, by our names
 
 
 class DFlashPreTrainedModel(PreTrainedModel):
@@ -91,58 +101,57 @@ class DFlashPreTrainedModel(PreTrainedModel):
             raise ValueError("expected use_safetensors=True or nothing, got False; only safetensors are loaded")
         for ours in ("trust_remote_code", "ignore_mismatched_sizes"):
             kwargs.pop(ours, None)
-        check_no_adapter(path, hub)
-        given: PreTrainedConfig | PathOrRepo | None = kwargs.pop("config", None)
-        source = given if isinstance(given, str | PathLike) else path
-        raw, stored = read_config(source, hub), stored_tensors(path, hub, kwargs.get("variant"))
-        form, found, config = cls._checked(path, source, raw, stored, given, kwargs, model_args)
-        with_report = kwargs.pop("output_loading_info", False)
+        if find_file(path, ADAPTER_CONFIG_NAME, hub) is not None:  # Transformers would load it too, unchecked
+            raise ValueError(
+                f"expected a draft without an adapter in {path}, got {ADAPTER_CONFIG_NAME}; merge the adapter into "
+                "the draft's weights, or take its files away"
+            )
+        checkpoint = cls._checked(path, hub, kwargs, model_args)
         generation_config = kwargs.pop("generation_config", None)
-        loaded: Any = super().from_pretrained(
-            path,
-            *model_args,
-            config=config,
-            key_mapping={f"^{re.escape(t.name)}$": name for name, t in found.items() if t.name != name} or None,
-            use_safetensors=True,
-            output_loading_info=True,
-            **kwargs,
-        )
-        draft, report = loaded
+        renamed = {f"^{re.escape(one.name)}$": name for name, one in checkpoint.found.items() if one.name != name}
+        kwargs |= {"config": checkpoint.config, "key_mapping": renamed or None, "use_safetensors": True}
+        result: Any = super().from_pretrained(path, *model_args, **kwargs)
+        draft = result[0] if kwargs.get("output_loading_info") else result
         _check_finite(draft, path)
-        if generation_config is None and form.name == DFlashConfig.model_type:
+        if generation_config is None and checkpoint.form.name == DFlashConfig.model_type:
             generation_config = _read_generation_config(path, hub)
         draft.generation_config = generation_config or DFlashGenerationConfig()
         draft.generation_config.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
-        result: Any = (draft, report) if with_report else draft
         return result
 
     @classmethod
     def _checked(
-        cls,
-        path: PathOrRepo,
-        source: PathOrRepo,
-        raw: Mapping[str, Any],
-        stored: Mapping[str, StoredTensor],
-        given: PreTrainedConfig | PathOrRepo | None,
-        kwargs: dict[str, Any],
-        model_args: Sequence[Any] = (),
-    ) -> tuple[CheckpointFormat, dict[str, StoredTensor], DFlashConfig]:
-        """Returns the format, the weights by our names, and the config of a checkpoint whose files fit one another.
+        cls, path: PathOrRepo, hub: Mapping[str, Any], kwargs: dict[str, Any], model_args: Sequence[Any] = ()
+    ) -> Checkpoint:
+        """Reads the files of a checkpoint and sees that they fit one another.
 
-        Takes what it uses out of `kwargs`; `raw` is the config of `source`. Raises `ValueError` as
-        [`~DFlashPreTrainedModel.from_pretrained`] does before it loads weights.
+        Takes `config`, `key_mapping` and overrides of the config out of `kwargs`, which are as in
+        [`~DFlashPreTrainedModel.from_pretrained`]; raises `ValueError` as that does before it loads weights.
         """
+        given: PreTrainedConfig | PathOrRepo | None = kwargs.pop("config", None)
+        source = given if isinstance(given, str | PathLike) else path
+        raw, stored = read_config(source, hub), stored_tensors(path, hub, kwargs.get("variant"))
         try:
-            form = detect_format(raw)
-            found = _by_our_names(stored, form, kwargs.pop("key_mapping", None) or {})
-            config = _draft_config(raw, form, found, given, kwargs)
+            form, found = detect_format(raw), dict[str, StoredTensor]()
+            renamed: dict[str, str] = kwargs.pop("key_mapping", None) or {}
+            for name, tensor in stored.items():
+                for pattern, replacement in renamed.items():
+                    name = re.sub(pattern, replacement, name)
+                if name not in form.dropped:
+                    found[form.our_name(name)] = tensor
+            config = _draft_config(form.read_config(raw, frozenset(found)), raw, given, kwargs)
         except ValueError as error:
             raise ValueError(f"{error} (in config.json of {source})") from error
-        with torch.device("meta"):
-            expected = cls(copy.deepcopy(config), *model_args).state_dict()
-        _check_weights(found, {name: tuple(tensor.shape) for name, tensor in expected.items()}, form, path)
+        _check_weights(found, cls._shapes(config, model_args), form, path)
         _check_vocabulary(stored, config, path)
-        return form, found, config
+        return Checkpoint(raw, form, config, stored, found)
+
+    @classmethod
+    def _shapes(cls, config: DFlashConfig, model_args: Sequence[Any] = ()) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the weights of a draft with this config."""
+        with torch.device("meta"):
+            state = cls(copy.deepcopy(config), *model_args).state_dict()
+        return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
     @classmethod
     def from_target(
@@ -185,18 +194,9 @@ class DFlashPreTrainedModel(PreTrainedModel):
             ValueError: If there is no token to fill blocks with, the target has no embedding or head that a draft
                 could use, or a field is unknown, the target's own, or contradicts another one.
         """
-        config = fresh_config(
-            target,
-            num_hidden_layers=num_hidden_layers,
-            block_size=block_size,
-            num_taps=num_taps,
-            target_layer_ids=target_layer_ids,
-            mask_token_id=mask_token_id,
-            tokenizer=tokenizer,
-            draft_token_ids=draft_token_ids,
-            fields=fields,
-        )
-        draft = cls(config).float()
+        fields |= {"num_hidden_layers": num_hidden_layers, "block_size": block_size}
+        fields |= {"target_layer_ids": target_layer_ids, "mask_token_id": mask_token_id}
+        draft = cls(fresh_config(target, fields, num_taps, tokenizer, draft_token_ids)).float()
         set_first_values(draft, target, draft_token_ids)
         return draft
 
@@ -221,14 +221,9 @@ class DFlashPreTrainedModel(PreTrainedModel):
 
 
 def _draft_config(
-    raw: Mapping[str, Any],
-    form: CheckpointFormat,
-    weights: Iterable[str],
-    given: PreTrainedConfig | PathOrRepo | None,
-    kwargs: dict[str, Any],
+    values: dict[str, Any], raw: Mapping[str, Any], given: PreTrainedConfig | PathOrRepo | None, kwargs: dict[str, Any]
 ) -> DFlashConfig:
-    """Returns the draft's config; takes overrides of config fields out of `kwargs`."""
-    values = form.read_config(raw, frozenset(weights))
+    """Returns the draft's config, of what its format read; takes overrides of config fields out of `kwargs`."""
     if isinstance(given, PreTrainedConfig):
         if not isinstance(given, DFlashConfig):
             raise ValueError(f"expected a DFlashConfig as config, got a {type(given).__name__}; leave it out")
@@ -241,27 +236,6 @@ def _draft_config(
     floats = [str(known).removeprefix("torch.") for known in FLOAT_DTYPES.values()]
     require(dtype is None or dtype in floats, f"dtype in {floats}", dtype, "fix it")
     return make_config({**values, "dtype": dtype, **{name: kwargs.pop(name) for name in FIELDS if name in kwargs}})
-
-
-def _by_our_names(
-    stored: Mapping[str, StoredTensor], form: CheckpointFormat, renamed: Mapping[str, str]
-) -> dict[str, StoredTensor]:
-    """The tensors that are loaded, by our names.
-
-    Args:
-        stored (`Mapping`): All that are there, by their names.
-        form (`CheckpointFormat`): Their format.
-        renamed (`Mapping[str, str]`): The user's `key_mapping`, regular expressions to replacements: the format's
-            names of weights that are stored under others.
-    """
-    found: dict[str, StoredTensor] = {}
-    for theirs, tensor in stored.items():
-        name = theirs
-        for pattern, replacement in renamed.items():
-            name = re.sub(pattern, replacement, name)
-        if name not in form.dropped:
-            found[form.our_name(name)] = tensor
-    return found
 
 
 def _check_weights(
@@ -320,17 +294,14 @@ def _check_vocabulary(stored: Mapping[str, StoredTensor], config: DFlashConfig, 
 
 
 def _check_finite(draft: torch.nn.Module, path: PathOrRepo) -> None:
-    """Raises if a weight is NaN or infinite: texts would stay right, with nothing accepted and no word of why.
-
-    One more pass over the weights, where they are and without a copy of them: a sum is finite only if its terms are.
-    Loading has read and written each of these bytes already, so that this is never most of its time.
-    """
+    """Raises if a weight is NaN or infinite: texts would stay right, with nothing accepted and no word of why."""
     wrong: list[str] = []
     for name, tensor in draft.named_parameters():
         # Offloaded weights are not here, and quantised ones have sums of their own.
         if tensor.is_meta or type(tensor) is not torch.nn.Parameter or not tensor.is_floating_point():
             continue
-        dtype = torch.float32 if tensor.element_size() < 4 else tensor.dtype  # where no sum of weights overflows
+        # A sum is finite only if its terms are, and needs no copy of them; in these types none overflows.
+        dtype = torch.float32 if tensor.element_size() < 4 else tensor.dtype
         if not bool(tensor.detach().sum(dtype=dtype).isfinite()):
             wrong.append(name)
     if not wrong:

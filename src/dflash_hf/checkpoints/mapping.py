@@ -1,4 +1,4 @@
-"""What a checkpoint format is: a table of config keys and a table of weights, each read in both directions.
+"""What a checkpoint format is: a table of config keys, read in both directions, and the weights it names otherwise.
 
 A new format is a module with one `CheckpointFormat`. Values that one key alone does not determine (RoPE, kinds of
 layers) go through its `read_rest` and `write_rest`. Nothing here opens a file or builds a model, and no other part of
@@ -8,11 +8,8 @@ the project looks into a foreign config.
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from enum import Enum
-from types import UnionType
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -20,56 +17,28 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from dflash_hf.configuration_dflash import MAX_LAYERS, DFlashConfig
-from dflash_hf.errors import one_line, require, shown
+from dflash_hf.errors import is_a, one_line, require, shown
 
 # What the class adds to Transformers' base config, so to say the schema, in its order.
 _INHERITED = {inherited.name for inherited in fields(PreTrainedConfig)}
 FIELDS = tuple(own.name for own in fields(DFlashConfig) if own.name not in _INHERITED)
-
-
-class Stated(Enum):
-    """Marks a key that the config has to contain."""
-
-    REQUIRED = "required"
-
-
-REQUIRED = Stated.REQUIRED
+REQUIRED: Any = object()  # marks a key that the config has to contain
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One field of `DFlashConfig` and where a format keeps it.
-
-    Args:
-        ours (`str`): The field.
-        default: What an absent (or null) key means in this format, or `REQUIRED`.
-        places (`tuple[str, ...]`): Where it may stand, in the order of lookup; `"a.b"` is `b` in the section `a`. By
-            default under our own name.
-        written (`str`, *optional*): Where it is written; defaults to the last of `places`.
-        optional (`bool`): Whether to leave it out when it has the default (a key that few checkpoints carry).
-        must_state (`bool`): Whether the format's readers need it, so that `None` cannot be written.
-    """
+    """One field of `DFlashConfig` and where a format keeps it."""
 
     ours: str
-    default: Any = REQUIRED
-    places: tuple[str, ...] = ()
-    written: str | None = None
-    optional: bool = False
-    must_state: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "places", self.places or (self.ours,))
+    default: Any  # what an absent (or null) key means in this format, or REQUIRED
+    places: tuple[str, ...]  # where it may stand; "a.b" is b in the section a
+    optional: bool = False  # whether to leave it out when it has the default (a key that few checkpoints carry)
+    written: int = 0  # in which of the places it is written
 
 
-def plain_keys(defaults: Mapping[str, Any], section: str = "", **options: Any) -> tuple[Key, ...]:
-    """Returns keys that stand in one place, under our own names.
-
-    Args:
-        defaults (`Mapping[str, Any]`): Field -> what its absence means.
-        section (`str`): The section that they stand in, with its dot.
-        options: Further fields of `Key`.
-    """
-    return tuple(Key(name, default, (section + name,), **options) for name, default in defaults.items())
+def plain_keys(defaults: Mapping[str, Any], section: str = "", optional: bool = False) -> tuple[Key, ...]:
+    """Returns keys that stand in one place, under our own names, in a `section` with its dot."""
+    return tuple(Key(name, default, (section + name,), optional) for name, default in defaults.items())
 
 
 # A Qwen3 decoder's keys, with the defaults of `Qwen3Config`.
@@ -81,47 +50,49 @@ QWEN3_KEYS: dict[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,
     "initializer_range": 0.02,
+    "head_dim": 128,
 }
-QWEN3_HEAD_DIM = 128
 QWEN3_THETA = 10000.0
+
+
+def qwen3_layers(config: DFlashConfig) -> dict[str, Any]:
+    """Returns what a Qwen3 config says of a draft's layers, and of what drafts have or have not."""
+    return {
+        "num_hidden_layers": config.num_hidden_layers,
+        "layer_types": config.layer_types,
+        "use_sliding_window": config.sliding_window is not None,
+        "sliding_window": config.sliding_window,
+        "max_window_layers": config.num_hidden_layers,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+    }
 
 
 class ConfigReader:
     """A format's `config.json`, keeping account of what has been read.
 
-    Args:
-        config (`Mapping`): The parsed file.
-        section (`str`, *optional*): The one key whose value is a dictionary with keys of its own.
-        weights (`frozenset[str]`): Our names of the checkpoint's weights, for formats that say with a weight what
-            others say with a key.
+    `section` is the one key whose value is a dictionary with keys of its own. `weights` are there, by our names, for
+    formats that say with a weight what others say with a key.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], section: str | None = None, weights: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], section: str | None, weights: frozenset[str]) -> None:
         self.weights = weights
-        self._values = dict(config)
-        inner = self._values.pop(section, None) if section is not None else None
-        if inner is not None and not isinstance(inner, Mapping):
-            raise ValueError(
-                f"expected {section} to be a dictionary in the checkpoint's config.json, got {shown(inner)}; fix it"
-            )
-        self._values.update({f"{section}.{key}": value for key, value in (inner or {}).items()})
-        self._unread = set(self._values)
+        self.values = dict(config)
+        inner = None if section is None else self.values.pop(section, None)
+        inner = {} if inner is None else inner
+        what = f"{section} to be a dictionary in the checkpoint's config.json"
+        require(isinstance(inner, Mapping), what, inner, "fix it")
+        self.values |= {f"{section}.{key}": value for key, value in inner.items()}
+        self.unread = set(self.values)
 
-    def take(self, *places: str, default: Any = REQUIRED, kind: type | UnionType | None = None) -> Any:
-        """Returns what the first of `places` that is present says; null means absent.
-
-        Args:
-            places (`str`): Where to look, in this order.
-            default: What is returned if it is nowhere.
-            kind (`type`, *optional*): What type it has to have. A field of `DFlashConfig` is checked there, too.
+    def take(self, *places: str, default: Any = REQUIRED, kind: type | None = None) -> Any:
+        """Returns what the first of `places` that is present says, else the default; null means absent.
 
         Raises:
-            ValueError: If two places disagree, none is there and there is no default, or the type is another.
+            ValueError: If two places disagree, none is there and there is no default, or the type is not `kind`.
         """
-        self._unread -= set(places)
-        stated = {place: self._values[place] for place in places if self._values.get(place) is not None}
+        self.unread.difference_update(places)
+        stated = {place: self.values[place] for place in places if self.values.get(place) is not None}
         name, file = " or ".join(places), "the checkpoint's config.json"
         if not stated:
             if default is REQUIRED:
@@ -131,53 +102,38 @@ class ConfigReader:
         agrees = all(other == value for other in stated.values())
         require(agrees, "one value", stated, f"make {file} agree with itself")
         if kind is not None:
-            is_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-            require(is_kind, f"{name} of type {getattr(kind, '__name__', kind)} in {file}", value, "fix it")
+            require(is_a(value, kind), f"{name} of type {kind.__name__} in {file}", value, "fix it")
         return value
 
     def take_num_layers(self, *places: str, default: Any = REQUIRED) -> int:
-        """Returns the number of draft layers, which other fields are as long as.
-
-        Raises:
-            ValueError: As `take`, and if it is none that a draft can have.
-        """
+        """Takes the number of draft layers, which other fields are as long as, and so has to be one that can be."""
         number: int = self.take(*places, default=default, kind=int)
         require(1 <= number <= MAX_LAYERS, f"{' or '.join(places)} from 1 to {MAX_LAYERS}", number, "fix it")
         return number
 
-    def take_layer_types(self, num_layers: int, window: Any, section: str = "") -> list[Any]:
-        """Returns the kind of each layer; where `layer_types` is absent, by `Qwen3Config`'s rule.
+    def take_layers(self, *windows: str, section: str = "") -> dict[str, Any]:
+        """Takes the fields `num_hidden_layers`, `layer_types` (absent, by `Qwen3Config`'s rule) and `sliding_window`.
 
-        Args:
-            num_layers (`int`): Number of draft layers.
-            window: The sliding window, if any.
-            section (`str`): The section that the keys stand in, with its dot.
-
-        Raises:
-            ValueError: If a layer slides beside `use_sliding_window: false`.
+        The window may stand in any of `windows`, the others in the section (with its dot).
         """
+        num_layers, window = self.take_num_layers(f"{section}num_hidden_layers"), self.take(*windows, default=None)
         layer_types: list[Any] | None = self.take(f"{section}layer_types", default=None, kind=list)
         use_window = self.take(f"{section}use_sliding_window", default=None)
         first_sliding = self.take(f"{section}max_window_layers", default=28, kind=int)
         if layer_types is None:
             full = num_layers if window is None or not use_window else min(max(first_sliding, 0), num_layers)
-            return ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
-        if use_window is False and "sliding_attention" in layer_types:
+            layer_types = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
+        elif use_window is False and "sliding_attention" in layer_types:
             raise ValueError(
                 f"expected {section}use_sliding_window true or absent beside layer_types {shown(layer_types)}, got "
                 "false; make the checkpoint's config.json agree with itself"
             )
-        return layer_types
+        return {"num_hidden_layers": num_layers, "layer_types": layer_types, "sliding_window": window}
 
     def take_rope(self, default_theta: float, section: str = "") -> dict[str, Any]:
         """Returns `rope_parameters`, from that key (Transformers 5) or from `rope_theta` and `rope_scaling` (before).
 
-        Args:
-            default_theta (`float`): What the format means where it states none.
-            section (`str`): The section that the keys stand in, with its dot.
-
-        Raises:
-            ValueError: If the two spellings disagree, or there is a parameter that is not known.
+        `default_theta` is what the format means where it states none; the section has its dot.
         """
         fix = "fix the checkpoint's config.json"
         given = {**self.take(f"{section}rope_parameters", f"{section}rope_scaling", default={}, kind=dict)}
@@ -201,114 +157,68 @@ class ConfigReader:
             **{name: value for name, value in given.items() if name in ROPE_KEYS},
         }
 
-    def take_present(self, names: Iterable[str]) -> dict[str, Any]:
-        """Returns what stands under those of `names` that are present, null included."""
-        self._unread.difference_update(names)
-        return {name: self._values[name] for name in names if name in self._values}
-
-    def discard(self, keys: frozenset[str]) -> None:
-        """Marks keys as read that make no difference to the draft."""
-        self._unread -= keys
-
-    def check_neutral(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
-        """Accepts fields of variants that are not supported, as long as they are switched off.
-
-        Raises:
-            ValueError: If one is switched on.
-        """
-        for key, allowed in neutral.items():
-            what = f"{key} absent or in {allowed} in the checkpoint's config.json"
-            value = self.take(key, default=None)
-            require(value is None or value in allowed, what, value, "this variant of DFlash is not supported")
-
-    def finish(self, name: str) -> None:
-        """Refuses keys that nothing has read: ignoring one could change what the draft computes.
-
-        Raises:
-            ValueError: Listing them.
-        """
-        if self._unread:
-            raise ValueError(
-                f"expected only known keys in a config.json of the format {name!r}, got also "
-                f"{shown(sorted(self._unread))}; they belong to a variant that is not supported"
-            )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFormat:
-    """A checkpoint format, as data. What it cannot express is what it does not read back.
+    """A checkpoint format, as data. What it cannot express is what it does not read back."""
 
-    Args:
-        name (`str`): Its name in `save_draft(format=...)`.
-        matches (`Callable`): Recognises a parsed `config.json` by its content.
-        weights (`Mapping[str, str]`): Their name of each weight -> ours; `{}` stands for the index of the layer.
-        keys (`tuple[Key, ...]`): Fields with a key of their own.
-        section (`str`, *optional*): See `ConfigReader`.
-        read_rest (`Callable`): Reads the fields that need more than one key.
-        write_rest (`Callable`): Writes those, and the constants of the format.
-        refuse (`Callable`): Yields a sentence part `"field = value (reason)"` per field that it could write down and
-            read again, and that its other readers do not understand.
-        neutral (`Mapping[str, tuple]`): Keys of unsupported variants -> the values under which they do nothing.
-        ignored (`frozenset[str]`): Keys that make no difference to a draft.
-        dropped (`frozenset[str]`): Weights that are not loaded: copies of the target's, or what follows from others.
-        derive (`Callable`): Returns, by the format's names, weights that follow from the draft's, to be saved too.
-        has_vocabulary (`bool`, *optional*): Whether drafts bring an embedding and a head: all, none, or (`None`) some.
-        name_target (`Callable`, *optional*): Writes the target's name and architectures into a written config.
-    """
-
-    name: str
-    matches: Callable[[Mapping[str, Any]], bool]
-    weights: Mapping[str, str]
-    keys: tuple[Key, ...]
-    section: str | None = None
+    name: str  # in save_draft(format=...)
+    matches: Callable[[Mapping[str, Any]], bool]  # recognises a parsed config.json by its content
+    keys: tuple[Key, ...]  # fields with a key of their own
+    needs: tuple[str, ...] = ()  # fields that the format's readers need, so that None cannot be written
+    renamed: Mapping[str, str] = field(default_factory=dict[str, str])  # weights that they name otherwise -> our name
+    section: str | None = None  # see ConfigReader
+    # Reads the fields that need more than one key.
     read_rest: Callable[[ConfigReader], dict[str, Any]]
+    # Writes those, and the constants of the format.
     write_rest: Callable[[DFlashConfig], dict[str, Any]]
+    # Yields "field = value (reason)" per field that could be written and read again, and other readers misunderstand.
     refuse: Callable[[DFlashConfig], Iterator[str]] = lambda config: iter(())
+    # Keys of unsupported variants -> the values under which they do nothing.
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
-    ignored: frozenset[str] = frozenset()
-    dropped: frozenset[str] = frozenset()
+    ignored: frozenset[str] = frozenset()  # keys that make no difference to a draft
+    dropped: frozenset[str] = frozenset()  # weights not loaded: copies of the target's, or what follows from others
+    # Returns, by the format's names, weights that follow from the draft's, to be saved too.
     derive: Callable[[DFlashConfig, Mapping[str, Tensor]], dict[str, Tensor]] = lambda config, weights: {}
-    has_vocabulary: bool | None = None
-    name_target: Callable[[dict[str, Any], str, list[str]], None] | None = None
+    has_vocabulary: bool | None = None  # whether drafts bring an embedding and a head: all, none, or (None) some
+    # Writes the target's name and architectures into a written config.
+    name_target: Callable[[dict[str, Any], str, list[str]], None] = lambda written, name, architectures: None
 
     def read_config(self, config: Mapping[str, Any], weights: frozenset[str] = frozenset()) -> dict[str, Any]:
-        """Returns the fields of `DFlashConfig` that a parsed `config.json` of this format states or implies.
-
-        Args:
-            config (`Mapping`): The parsed file.
-            weights (`frozenset[str]`): Our names of the weights beside it.
+        """Returns the fields of `DFlashConfig` that a parsed `config.json` states or implies beside these weights.
 
         Raises:
             ValueError: If a key is unknown, missing, contradicts another or belongs to an unsupported variant.
         """
         reader = ConfigReader(config, self.section, weights)
-        reader.discard(self.ignored)
-        reader.check_neutral(self.neutral)
+        reader.unread -= self.ignored
+        for key, allowed in self.neutral.items():
+            what = f"{key} absent or in {allowed} in the checkpoint's config.json"
+            value = reader.take(key, default=None)
+            require(value is None or value in allowed, what, value, "this variant of DFlash is not supported")
         values = {key.ours: reader.take(*key.places, default=key.default) for key in self.keys}
-        values.update(self.read_rest(reader))
-        reader.finish(self.name)
+        values |= self.read_rest(reader)
+        if reader.unread:  # ignoring one could change what the draft computes
+            raise ValueError(
+                f"expected only known keys in a config.json of the format {self.name!r}, got also "
+                f"{shown(sorted(reader.unread))}; they belong to a variant that is not supported"
+            )
         return values
 
     def write_config(self, config: DFlashConfig, dtype: str, weights: frozenset[str] = frozenset()) -> dict[str, Any]:
-        """Returns this format's `config.json` for a draft.
-
-        Args:
-            config (`DFlashConfig`): Of the draft.
-            dtype (`str`): What its weights are stored as.
-            weights (`frozenset[str]`): Our names of them.
+        """Returns this format's `config.json` for a draft whose `weights` (our names) are stored as `dtype`.
 
         Raises:
             ValueError: Naming the fields that the format cannot express.
         """
-        unstated = [key.ours for key in self.keys if key.must_state and getattr(config, key.ours) is None]
-        wrong = [f"{name} = None (its readers need it)" for name in unstated]
+        wrong = [f"{name} = None (its readers need it)" for name in self.needs if getattr(config, name) is None]
         out: dict[str, Any] = {"dtype": dtype}
         if not wrong:
             for key in self.keys:
                 value = getattr(config, key.ours)
                 if key.optional and value == key.default:
                     continue
-                section, _, name = (key.written or key.places[-1]).rpartition(".")
+                section, _, name = key.places[key.written].rpartition(".")
                 (out.setdefault(section, {}) if section else out)[name] = value
             for name, value in self.write_rest(config).items():
                 out[name] = {**out[name], **value} if name == self.section and name in out else value
@@ -327,26 +237,12 @@ class CheckpointFormat:
         return out
 
     def our_name(self, theirs: str) -> str:
-        """Returns our name of one of this format's weights; names that it does not know stay as they are."""
-        return _translated(theirs, self.weights) or theirs
+        """Returns our name of one of this format's weights."""
+        return self.renamed.get(theirs, theirs)
 
     def their_name(self, ours: str) -> str:
-        """Returns this format's name of one of our weights.
-
-        Raises:
-            ValueError: If the format has no such weight.
-        """
-        name = _translated(ours, {own: theirs for theirs, own in self.weights.items()})
-        require(name is not None, f"a weight of the format {self.name!r}", ours, "save it in the format 'dflash'")
-        return str(name)
-
-
-def _translated(name: str, table: Mapping[str, str]) -> str | None:
-    """What a table of weights, in which `{}` stands for the index of a layer, has for a name."""
-    index = re.search(r"(?<=\.)\d+(?=\.)", name)
-    pattern = name if index is None else f"{name[: index.start()]}{{}}{name[index.end() :]}"
-    found = table.get(pattern)
-    return None if found is None else found.replace("{}", index.group() if index else "")
+        """Returns this format's name of one of our weights."""
+        return next((theirs for theirs, own in self.renamed.items() if own == ours), ours)
 
 
 def make_config(values: Mapping[str, Any]) -> DFlashConfig:
@@ -375,42 +271,6 @@ ROPE_KEYS = frozenset(
 )
 # A target's image axes, copied into some drafts' configs. A draft's positions are plain indices: they do nothing.
 IMAGE_ROPE_KEYS = frozenset({"mrope_section", "mrope_interleaved"})
-
-
-def _alike(*names: str) -> dict[str, str]:
-    """A table of weights that are named as ours are."""
-    return {name: name for name in names}
-
-
-# The body is named alike in every format known.
-BODY_WEIGHTS = _alike(
-    "norm.weight",
-    "layers.{}.input_layernorm.weight",
-    "layers.{}.post_attention_layernorm.weight",
-    *(f"layers.{{}}.self_attn.{projection}_proj.weight" for projection in "qkvo"),
-    "layers.{}.self_attn.q_norm.weight",
-    "layers.{}.self_attn.k_norm.weight",
-    *(f"layers.{{}}.mlp.{projection}_proj.weight" for projection in ("gate", "up", "down")),
-)
-BODY_BIASES = _alike(*(f"layers.{{}}.self_attn.{projection}_proj.bias" for projection in "qkvo"))
-# What the features of the target go through; Muse has other names for it.
-FEATURE_WEIGHTS = _alike("fc.weight", "hidden_norm.weight")
-# What a draft has that does not use the target's embedding and head.
-OWN_VOCABULARY_WEIGHTS = _alike("embed_tokens.weight", "lm_head.weight")
-# Which tokens a head of a reduced vocabulary knows.
-REDUCED_WEIGHTS = _alike("d2t")
-# What DFlash 2 adds. Named alike wherever it is known; the codebooks are bare parameters, without `.weight`.
-DFLASH2_WEIGHTS = _alike(
-    *(
-        f"layers.{{}}.{place}_conv.{weight}"
-        for place in ("attention", "mlp")
-        for weight in ("base_kernel", "kernel_projection.weight")
-    ),
-    "candidate_selector.hidden_projection.weight",
-    "candidate_selector.predecessor_codebook",
-    "candidate_selector.successor_codebook",
-)
-
 # What configs of Transformers carry about other things than a draft's function.
 COMMON_IGNORED = frozenset(
     {

@@ -8,10 +8,9 @@ which Transformers keeps and does not read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from dflash_hf.checkpoints.mapping import BODY_WEIGHTS, COMMON_IGNORED, CheckpointFormat, ConfigReader, plain_keys
+from dflash_hf.checkpoints.mapping import COMMON_IGNORED, CheckpointFormat, ConfigReader, plain_keys
 from dflash_hf.configuration_dflash import DFlashConfig
 
 MODEL_TYPE = "muse_glimmer_assistant"
@@ -31,10 +30,6 @@ DEFAULTS: dict[str, Any] = {
     "mask_token_id": 201818,
     "target_layer_ids": [1, 13, 25, 37, 49],
 }
-
-
-def _matches(config: Mapping[str, Any]) -> bool:
-    return config.get("model_type") == MODEL_TYPE
 
 
 def _read_rest(reader: ConfigReader) -> dict[str, Any]:
@@ -62,8 +57,8 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
 
 MUSE = CheckpointFormat(
     name="muse",
-    matches=_matches,
-    weights=BODY_WEIGHTS | {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"},
+    matches=lambda config: config.get("model_type") == MODEL_TYPE,
+    renamed={"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"},
     keys=plain_keys(DEFAULTS)
     + plain_keys({"vocab_size": None, "num_target_layers": None, "initializer_range": 0.02}, optional=True),
     read_rest=_read_rest,

@@ -17,90 +17,62 @@ import torch
 from torch import Tensor
 
 from dflash_hf.checkpoints.mapping import (
-    BODY_BIASES,
-    BODY_WEIGHTS,
     COMMON_IGNORED,
-    FEATURE_WEIGHTS,
-    OWN_VOCABULARY_WEIGHTS,
-    QWEN3_HEAD_DIM,
     QWEN3_KEYS,
     QWEN3_THETA,
-    REDUCED_WEIGHTS,
     REQUIRED,
     CheckpointFormat,
     ConfigReader,
-    Key,
     plain_keys,
+    qwen3_layers,
 )
 from dflash_hf.configuration_dflash import DFlashConfig
-from dflash_hf.errors import require
+from dflash_hf.errors import is_a, require
 
 MODEL_TYPE = "dflash"
 SECTION = "transformer_layer_config"
 DECODERS = ("qwen3", "llama")
 KEYS = (
-    *plain_keys({"vocab_size": REQUIRED}, f"{SECTION}.", must_state=True),
-    *plain_keys(QWEN3_KEYS, f"{SECTION}."),
+    *plain_keys({"vocab_size": REQUIRED, **QWEN3_KEYS}, f"{SECTION}."),
     *plain_keys({"block_size": 8, "mask_token_id": REQUIRED, "sample_from_anchor": False, "target_hidden_size": None}),
     # Our own additions, which speculators keeps and does not read.
-    Key("num_target_layers", None, optional=True),
-    Key("raw_input_embeddings", True, optional=True),
+    *plain_keys({"num_target_layers": None, "raw_input_embeddings": True}, optional=True),
 )
 
 
-def _matches(config: Mapping[str, Any]) -> bool:
-    return config.get("speculators_model_type") == MODEL_TYPE and isinstance(config.get(SECTION), Mapping)
-
-
-def _read_taps(reader: ConfigReader) -> list[int]:
-    ids: list[Any] = reader.take("aux_hidden_state_layer_ids", kind=list)
-    whole = all(isinstance(index, int) and not isinstance(index, bool) and index >= 0 for index in ids)
-    require(whole, "aux_hidden_state_layer_ids, integers from 0", ids, "fix the config.json")
-    return [index - 1 for index in ids]
-
-
-def _read_head(reader: ConfigReader) -> dict[str, Any]:
-    """The vocabulary: what is in the file decides whether the target's embedding and head are used."""
-    vocab_size = reader.take(f"{SECTION}.vocab_size")
-    draft_vocab_size = reader.take("draft_vocab_size", default=32000)
-    reduced = draft_vocab_size != vocab_size
-    return {
-        "draft_vocab_size": draft_vocab_size if reduced else None,
-        "own_embed_tokens": "embed_tokens.weight" in reader.weights,
-        "own_lm_head": reduced or "lm_head.weight" in reader.weights,
-    }
-
-
 def _read_rest(reader: ConfigReader) -> dict[str, Any]:
-    num_layers = reader.take_num_layers(f"{SECTION}.num_hidden_layers")
+    layers = reader.take_layers(f"{SECTION}.sliding_window", section=f"{SECTION}.")
     decoder = reader.take(f"{SECTION}.model_type", default="qwen3")
-    known = decoder in DECODERS
-    require(known, f"{SECTION}.model_type in {DECODERS}", decoder, "this variant is not supported")
+    require(decoder in DECODERS, f"{SECTION}.model_type in {DECODERS}", decoder, "this variant is not supported")
     algorithm = reader.take("speculators_config", default={}, kind=dict).get("algorithm", MODEL_TYPE)
-    right = algorithm == MODEL_TYPE
-    require(right, f"speculators_config.algorithm {MODEL_TYPE!r}", algorithm, "fix the config.json")
-    window = reader.take(f"{SECTION}.sliding_window", default=None)
-    layer_types = reader.take_layer_types(num_layers, window, f"{SECTION}.")
+    what = f"speculators_config.algorithm {MODEL_TYPE!r}"
+    require(algorithm == MODEL_TYPE, what, algorithm, "fix the config.json")
     non_causal = reader.take("sliding_window_non_causal", default=False, kind=bool)
-    head_dim = reader.take(f"{SECTION}.head_dim", default=QWEN3_HEAD_DIM if decoder == "qwen3" else None)
-    if head_dim is None:  # LlamaConfig's rule
+    head_dim = QWEN3_KEYS["head_dim"]
+    if decoder == "llama":
         heads = reader.take(f"{SECTION}.num_attention_heads", kind=int)
         head_dim = reader.take(f"{SECTION}.hidden_size", kind=int) // max(heads, 1)
+    taps: list[Any] = reader.take("aux_hidden_state_layer_ids", kind=list)
+    whole = all(is_a(index, int) and index >= 0 for index in taps)
+    require(whole, "aux_hidden_state_layer_ids, integers from 0", taps, "fix the config.json")
+    size = reader.take("draft_vocab_size", default=32000)
+    is_reduced = size != reader.take(f"{SECTION}.vocab_size")
     return {
-        "num_hidden_layers": num_layers,
-        "head_dim": head_dim,
-        "layer_types": layer_types,
-        "sliding_window": window,
+        **layers,
+        "head_dim": reader.take(f"{SECTION}.head_dim", default=head_dim),
         "window_from_anchor": True,  # where a layer slides
-        "is_causal": [kind == "sliding_attention" and not non_causal for kind in layer_types],
-        "target_layer_ids": _read_taps(reader),
+        "is_causal": [kind == "sliding_attention" and not non_causal for kind in layers["layer_types"]],
+        "target_layer_ids": [index - 1 for index in taps],
         "rope_parameters": reader.take_rope(QWEN3_THETA, f"{SECTION}."),
-        **_read_head(reader),
+        "draft_vocab_size": size if is_reduced else None,
+        # What is in the file decides whether the target's embedding and head are used.
+        "own_embed_tokens": "embed_tokens.weight" in reader.weights,
+        "own_lm_head": is_reduced or "lm_head.weight" in reader.weights,
     }
 
 
 def _write_rest(config: DFlashConfig) -> dict[str, Any]:
-    slides = config.sliding_window is not None
+    greedy = {"proposal_type": "greedy", "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["DFlashDraftModel"],
         "speculators_model_type": MODEL_TYPE,
@@ -108,14 +80,7 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
         "speculators_config": {
             "algorithm": MODEL_TYPE,
             "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": config.num_proposals(config.block_size),
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
+            "proposal_methods": [{**greedy, "speculative_tokens": config.num_proposals(config.block_size)}],
             "verifier": {"name_or_path": None, "architectures": []},
         },
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
@@ -123,18 +88,7 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
         # Of sliding layers, says the format; vLLM 0.33 takes it for all layers.
         "sliding_window_non_causal": not any(config.is_causal),
         "tie_word_embeddings": False,
-        SECTION: {
-            "model_type": "qwen3",
-            "num_hidden_layers": config.num_hidden_layers,
-            "head_dim": config.head_dim,
-            "layer_types": config.layer_types,
-            "use_sliding_window": slides,
-            "sliding_window": config.sliding_window,
-            "max_window_layers": config.num_hidden_layers,
-            "rope_parameters": config.rope_parameters,
-            "tie_word_embeddings": False,
-            "use_cache": True,
-        },
+        SECTION: {"model_type": "qwen3", "rope_parameters": config.rope_parameters, **qwen3_layers(config)},
     }
 
 
@@ -159,9 +113,11 @@ def _name_target(written: dict[str, Any], name: str, architectures: list[str]) -
 
 SPECULATORS = CheckpointFormat(
     name="speculators",
-    matches=_matches,
-    weights=BODY_WEIGHTS | BODY_BIASES | FEATURE_WEIGHTS | OWN_VOCABULARY_WEIGHTS | REDUCED_WEIGHTS,
+    matches=lambda config: (
+        config.get("speculators_model_type") == MODEL_TYPE and isinstance(config.get(SECTION), Mapping)
+    ),
     keys=KEYS,
+    needs=("vocab_size",),
     section=SECTION,
     read_rest=_read_rest,
     write_rest=_write_rest,

@@ -66,11 +66,11 @@ def load_target_for(target: str, draft: DFlashDraftModel, to: FormatName) -> Pre
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from dflash_hf.checkpoints import get_format
+    from dflash_hf.checkpoints import FORMATS
 
     config = AutoConfig.from_pretrained(target)
     model_class = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
-    has_vocabulary = get_format(to).has_vocabulary
+    has_vocabulary = FORMATS[to].has_vocabulary
     has_own = draft.config.own_embed_tokens or draft.config.own_lm_head
     if has_vocabulary is None or has_vocabulary == has_own:
         with torch.device("meta"):

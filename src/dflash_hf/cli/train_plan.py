@@ -75,20 +75,12 @@ def draft_config(settings: TrainSettings, target: Any) -> Any:
     if settings.draft is not None:
         raw = read_config(settings.draft, {})
         form = detect_format(raw)
-        ours = {form.weights.get(name, name) for name in stored_tensors(settings.draft)}
+        ours = {form.our_name(name) for name in stored_tensors(settings.draft)}
         return make_config(form.read_config(raw, frozenset(ours)))
-    options = {"num_taps": 5, "target_layer_ids": None, "draft_token_ids": None}
-    given = {name: settings.draft_options.get(name, value) for name, value in options.items()}
-    fields = {name: value for name, value in settings.draft_options.items() if name not in options}
-    return fresh_config(
-        meta_model(target),
-        num_hidden_layers=settings.num_hidden_layers,
-        block_size=settings.block_size,
-        mask_token_id=fields.pop("mask_token_id", 0),
-        tokenizer=None,
-        fields=fields,
-        **given,
-    )
+    sizes = {"num_hidden_layers": settings.num_hidden_layers, "block_size": settings.block_size}
+    fields: dict[str, Any] = {"mask_token_id": 0, **sizes, **settings.draft_options}
+    options = {name: fields.pop(name) for name in ("num_taps", "draft_token_ids") if name in fields}
+    return fresh_config(meta_model(target), fields, **options)
 
 
 def count_examples(settings: TrainSettings) -> tuple[int | None, float | None]:
