@@ -67,7 +67,7 @@ def test_prompts_that_the_target_writes_are_told_too(
 ) -> None:
     """What [`write_prompts`] makes of it is in test_regenerate.py."""
     asked: list[Any] = []
-    monkeypatch.setattr("dflash_hf.training.prompts.write_prompts", lambda settings, *rest: asked.append(settings))
+    monkeypatch.setattr("dflash_hf.cli.train_stages.write_prompts", lambda settings, *rest: asked.append(settings))
     data = write_rows(tmp_path / "rows.jsonl")
     words = [*SMALL, "--target", target, *TOLD, "--stages", "prepare", "--self-prompts", 3, "--dataset", data]
     train(*words, "--output-dir", tmp_path / "out")

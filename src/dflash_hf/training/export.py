@@ -64,8 +64,6 @@ class Measured:
     """What was measured on one set of questions.
 
     Args:
-        dataset (`str`): Its name.
-        questions (`int`): How many.
         acceptance_length (`float`): Mean number of tokens that a verify commits, the bonus token included.
         speedup (`float`, *optional*): Tokens per second over plain `generate`.
     """
@@ -81,10 +79,7 @@ class CardFacts:
     """What a card says beside what the draft itself does.
 
     Args:
-        target (`str`): Hub id or folder of the target.
-        license (`str`, *optional*): Of the draft.
         datasets (sequence of `str`): Where the prompts are from.
-        measured (sequence of [`Measured`]): Acceptance, set by set.
         conditions (`str`): Under what it was measured: machine, dtype, batch.
         training (mapping): What the training was, line by line: names and values as they are to be read.
         versions (mapping): Versions of the packages that trained it.
@@ -111,7 +106,6 @@ def export(
     Args:
         draft (`DFlashDraftModel`): The draft; not changed, its dtype is what is written.
         folder (`str` or `os.PathLike`): Where the folders go.
-        facts ([`CardFacts`]): What the cards say.
         formats (sequence of `str`): Formats of [`save_draft`].
         target (`PreTrainedModel`, *optional*): See [`save_draft`]; may be on the meta device where the draft needs no
             copies of its embedding and head.
@@ -146,9 +140,6 @@ def card(draft: DFlashDraftModel, facts: CardFacts, format: FormatName = "dflash
     """Returns the model card of a draft, Markdown with the Hub's fields in front.
 
     Args:
-        draft (`DFlashDraftModel`): The draft.
-        facts ([`CardFacts`]): What is to be said.
-        format (`str`): Of the folder that the card is for.
         place (`str`, *optional*): What the snippets call the draft; by default `"PATH/TO/THIS/FOLDER"`.
     """
     import yaml
