@@ -190,6 +190,21 @@ def test_a_process_killed_while_it_wrote_the_settings_goes_on(tmp_path: Path) ->
     assert result.exit_code == 0, result.output
 
 
+def test_a_format_that_cannot_express_the_draft_is_left_out_and_said(tmp_path: Path) -> None:
+    """z-lab's drafts never sample from the anchor; where no format can express the draft the stage is refused."""
+    data, out = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
+    words = ["--dataset", data, "--output-dir", out, *SMALL, "--stages", "prepare,regenerate,run,export"]
+    result = train(*words, "--draft-options", '{"num_taps": 2, "sample_from_anchor": true}', "--formats", "zlab")
+    assert result.exit_code == 2
+    assert "expected a draft that the format 'zlab' can express" in said(result)
+    shutil.rmtree(out / "export")
+    result = train("--output-dir", out, "--formats", "zlab,speculators", "--stages", "export")
+    assert result.exit_code == 0, result.output
+    assert "zlab left out: expected a draft that the format 'zlab' can express" in said(result)
+    assert "speculators written" in said(result)
+    assert [path.name for path in (out / "export").iterdir()] == ["speculators"]
+
+
 REFUSED: dict[str, tuple[list[object], str]] = {
     "no object": (["--chat-template-kwargs", "thinking"], "expected a JSON object as --chat-template-kwargs"),
     "no repository": (["--push-to-hub"], "expected --hub-model-id with --push-to-hub, an id such as my-org/my-draft"),

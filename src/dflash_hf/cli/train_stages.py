@@ -263,9 +263,13 @@ def _export(settings: TrainSettings, state: RunState) -> dict[str, Any]:
     facts = _card_facts(settings, state)
     here = state.folder("run")
     write_whole(here / CARD, card(draft, facts, "dflash", str(here)))
-    refused: dict[str, Any] = {}
-    for name in settings.formats:
-        refused |= export(draft, state.folder("export"), facts, (name,), load_target_for(settings.target, draft, name))
+    folder = state.folder("export")
+    refused = {
+        name: export(draft, folder, facts, name, load_target_for(settings.target, draft, name))
+        for name in settings.formats
+    }
+    if refused and all(refused.values()):
+        raise ValueError("; ".join(map(str, refused.values())))
     return {name: "written" if why is None else f"left out: {why}" for name, why in refused.items()}
 
 
