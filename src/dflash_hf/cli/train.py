@@ -134,9 +134,8 @@ def read_settings(given: Mapping[str, Any], words: list[str]) -> TrainSettings:
 def _stages(text: str) -> list[Stage]:
     """The stages that are wanted, in their order."""
     wanted = _values(text)
-    for name in wanted:
+    for name in wanted or (text,):
         require(name in STAGES, f"--stages among {', '.join(STAGES)}", name, "name some of them")
-    require(bool(wanted), f"--stages among {', '.join(STAGES)}", text, "name some of them")
     return [stage for stage in STAGES if stage in wanted]
 
 

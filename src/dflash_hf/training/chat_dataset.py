@@ -98,10 +98,8 @@ class ChatDataset(Sequence[Example]):
         messages, images = parts_of(row)
         options = row.get("chat_template_kwargs")
         if answer is None:
-            turns = row.get("trained_turns")
-            example = Example.from_messages(
-                self.processing_class, messages, images, turns=turns, chat_template_kwargs=options
-            )
+            turns, kind = row.get("trained_turns"), self.processing_class
+            example = Example.from_messages(kind, messages, images, turns=turns, chat_template_kwargs=options)
         else:
             template = ChatTemplate(self.processing_class, options)
             prepared = template.messages(_asked(messages), images)
