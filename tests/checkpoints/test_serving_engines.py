@@ -45,7 +45,7 @@ def exported(folder: Path, kind: str, name: Any) -> tuple[Any, DFlashDraftModel,
     target = tiny_target("qwen3").float()
     torch.manual_seed(1)
     draft = DFlashDraftModel(draft_config(target, **DRAFTS[kind])).eval()
-    assert export(draft, folder, CardFacts(target="org/target"), (name,), target) == {name: None}
+    assert export(draft, folder, CardFacts(target="org/target"), name, target) is None
     return target, draft, folder / name
 
 

@@ -67,7 +67,7 @@ def test_prompts_that_the_target_writes_are_told_too(
 ) -> None:
     """What [`write_prompts`] makes of it is in test_regenerate.py."""
     asked: list[Any] = []
-    monkeypatch.setattr("dflash_hf.training.prompts.write_prompts", lambda settings, *rest: asked.append(settings))
+    monkeypatch.setattr("dflash_hf.cli.train_stages.write_prompts", lambda settings, *rest: asked.append(settings))
     data = write_rows(tmp_path / "rows.jsonl")
     words = [*SMALL, "--target", target, *TOLD, "--stages", "prepare", "--self-prompts", 3, "--dataset", data]
     train(*words, "--output-dir", tmp_path / "out")
@@ -188,6 +188,21 @@ def test_a_process_killed_while_it_wrote_the_settings_goes_on(tmp_path: Path) ->
     words = ["--dataset", write_rows(tmp_path / "rows.jsonl"), *SMALL, "--stages", "prepare"]
     result = train(*words, "--output-dir", tmp_path / "out")
     assert result.exit_code == 0, result.output
+
+
+def test_a_format_that_cannot_express_the_draft_is_left_out_and_said(tmp_path: Path) -> None:
+    """z-lab's drafts never sample from the anchor; where no format can express the draft the stage is refused."""
+    data, out = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
+    words = ["--dataset", data, "--output-dir", out, *SMALL, "--stages", "prepare,regenerate,run,export"]
+    result = train(*words, "--draft-options", '{"num_taps": 2, "sample_from_anchor": true}', "--formats", "zlab")
+    assert result.exit_code == 2
+    assert "expected a draft that the format 'zlab' can express" in said(result)
+    shutil.rmtree(out / "export")
+    result = train("--output-dir", out, "--formats", "zlab,speculators", "--stages", "export")
+    assert result.exit_code == 0, result.output
+    assert "zlab left out: expected a draft that the format 'zlab' can express" in said(result)
+    assert "speculators written" in said(result)
+    assert [path.name for path in (out / "export").iterdir()] == ["speculators"]
 
 
 REFUSED: dict[str, tuple[list[object], str]] = {

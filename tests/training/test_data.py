@@ -5,7 +5,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from dflash_hf.training.collators import POOL_BATCHES, bucketed_batches, collate
+from dflash_hf.training.collators import POOL_BATCHES, collate, epoch_batches
 from dflash_hf.training.data import Example
 from dflash_hf.training.regenerate import regenerate_answers
 
@@ -63,13 +63,13 @@ def test_collate_pads_on_the_right() -> None:
 
 def test_batches_cover_an_epoch_and_are_of_similar_length() -> None:
     lengths = torch.randint(1, 1000, (4 * POOL_BATCHES * 6 + 3,), generator=torch.Generator().manual_seed(0)).tolist()
-    batches = bucketed_batches(lengths, 4, seed=1, epoch=0)
+    batches = epoch_batches(lengths, 4, seed=1, epoch=0)
     assert sorted(index for chosen in batches for index in chosen) == list(range(len(lengths)))
     spread = sum(max(lengths[i] for i in b) - min(lengths[i] for i in b) for b in batches) / len(batches)
     assert spread < 200, "a random batch of four spreads over 600"
-    assert batches == bucketed_batches(lengths, 4, seed=1, epoch=0)
-    assert batches != bucketed_batches(lengths, 4, seed=1, epoch=1)
-    assert batches != bucketed_batches(lengths, 4, seed=2, epoch=0)
+    assert batches == epoch_batches(lengths, 4, seed=1, epoch=0)
+    assert batches != epoch_batches(lengths, 4, seed=1, epoch=1)
+    assert batches != epoch_batches(lengths, 4, seed=2, epoch=0)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from dflash_hf.training.data import Example
-from dflash_hf.training.masks import TurnChanges, assistant_turns, check_turns, groups_in_place
+from dflash_hf.training.masks import assistant_turns, check_turns, groups_in_place
 from dflash_hf.training.messages import ChatTemplate
 from helpers.templates import FAMILIES, QWEN3, THOUGHTLESS, byte_tokenizer
 
@@ -68,9 +68,7 @@ def test_qwen3_drops_what_earlier_turns_thought(options: dict[str, Any], thinks:
     """So each answer has a sequence of its own, which is what the target was given and wrote then."""
     tokenizer = FAMILIES["qwen3"].tokenizer()
     chat = THINKING if thinks else CHAT
-    with pytest.raises(
-        TurnChanges, match=r"^expected a chat template that leaves turns as they were written, got one"
-    ):
+    with pytest.raises(ValueError, match=r"^expected a chat template that leaves turns as they were written, got one"):
         Example.from_messages(tokenizer, chat, chat_template_kwargs=options)
     template = ChatTemplate(tokenizer, options)
     assert groups_in_place(template.render, chat, [1, 3], template.ends()) == [[1], [3]]

@@ -4,6 +4,7 @@ import errno
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import collate, collate_packed
 from dflash_hf.training.data import Example
 from dflash_hf.training.features import FeatureCache, bytes_per_token, features_alone
-from dflash_hf.training.forward import batch_loss
+from dflash_hf.training.forward import Features, batch_loss
 from dflash_hf.training.identity import target_identity
 from dflash_hf.training.loss import decay_weights
 
@@ -91,10 +92,8 @@ def test_what_is_there_is_not_written_again(
     before = {path: path.stat().st_mtime_ns for path in shards(written)}
     calls: list[Example] = []
     monkeypatch.setattr(module, "features_alone", lambda *args: calls.append(args[2]) or features_alone(*args))
-    done: list[int] = []
-    FeatureCache(written.folder).write(found, draft.config, examples, num_likely=64, on_example=done.append)
+    FeatureCache(written.folder).write(found, draft.config, examples, num_likely=64)
     assert not calls
-    assert done == [1, 2, 3]
     more = Example.from_pair([5, 6], [7, 8])
     cache = FeatureCache(written.folder)
     cache.write(found, draft.config, [more, *examples, more], num_likely=64)
@@ -109,12 +108,15 @@ def test_an_interrupted_write_goes_on(
 ) -> None:
     monkeypatch.setattr(module, "SHARD_BYTES", 1)
 
-    def stop(done: int) -> None:
-        if done == 2:
+    def stop(*args: Any) -> Features:
+        if args[2] is examples[2]:
             raise KeyboardInterrupt
+        return features_alone(*args)
 
-    with pytest.raises(KeyboardInterrupt):
-        FeatureCache(tmp_path).write(found, draft.config, examples, on_example=stop)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "features_alone", stop)
+        with pytest.raises(KeyboardInterrupt):
+            FeatureCache(tmp_path).write(found, draft.config, examples)
     assert [example in FeatureCache(tmp_path) for example in examples] == [True, True, False]
     FeatureCache(tmp_path).write(found, draft.config, examples)
     assert len(list(tmp_path.glob("*.safetensors"))) == 3

@@ -16,7 +16,6 @@ from dflash_hf.training.loss import (
     Objective,
     block_labels,
     block_loss,
-    check_finite,
     decay_weights,
     loss_weight,
 )
@@ -137,7 +136,7 @@ def test_kl_without_the_targets_distribution_is_refused(batch: Batch) -> None:
         block_loss(hidden, labels, decay_weights(BLOCK, GAMMA), nn.Linear(WIDTH, VOCAB), objective="kl")
 
 
-def test_losses_that_are_no_numbers_are_named_by_row(batch: Batch) -> None:
+def test_losses_that_are_no_numbers_are_told_by_row(batch: Batch) -> None:
     anchors = all_anchors(batch.loss_mask, BLOCK)
     labels = block_labels(batch.input_ids, batch.loss_mask, anchors)
     hidden = torch.randn(3, anchors.indices.shape[1] * BLOCK, WIDTH)
@@ -145,13 +144,9 @@ def test_losses_that_are_no_numbers_are_named_by_row(batch: Batch) -> None:
     good = block_loss(hidden, labels, weights, head)
     hidden[1, 1] = torch.nan
     bad = block_loss(hidden, labels, weights, head)
-    assert bad.finite.tolist() == [True, False, True]
-    check_finite([good, good], ["a", "b", "c"] * 2, 7)
-    words = r"expected finite losses, got NaN or infinity in step 7 from rows data.jsonl:12; look at"
-    with pytest.raises(ValueError, match=words):
-        check_finite([good, bad], ["a", "b", "c", "data.jsonl:11", "data.jsonl:12", "data.jsonl:13"], 7)
+    assert (good.finite.tolist(), bad.finite.tolist()) == ([True, True, True], [True, False, True])
     nothing = block_loss(hidden, replace(labels, mask=torch.zeros_like(labels.mask)), weights, head)
-    check_finite([nothing], ["a", "b", "c"], 8)
+    assert nothing.finite.all()
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

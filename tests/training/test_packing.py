@@ -9,7 +9,7 @@ from transformers import Qwen3ForCausalLM
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import find_target
 from dflash_hf.training.anchors import BlockMaskRule, all_anchors, sample_anchors, valid_anchors
-from dflash_hf.training.collators import Batch, best_fit, collate, collate_packed, packed_batches
+from dflash_hf.training.collators import Batch, best_fit, collate, collate_packed, epoch_batches
 from dflash_hf.training.data import Example
 from dflash_hf.training.forward import batch_loss, check_packing
 from dflash_hf.training.loss import OBJECTIVES, BlockLoss, decay_weights
@@ -144,10 +144,8 @@ def test_best_fit_leaves_little_room_and_batches_keep_to_their_rows() -> None:
     assert sorted(index for row in rows for index in row) == list(range(500))
     assert all(sum(lengths[index] for index in row) <= 64 for row in rows)
     assert len(rows) <= -(-sum(lengths) // 64) + 4
-    batches = packed_batches(lengths, 4, 64, seed=1, epoch=2)
-    assert (
-        batches == packed_batches(lengths, 4, 64, seed=1, epoch=2) != packed_batches(lengths, 4, 64, seed=1, epoch=3)
-    )
+    batches = epoch_batches(lengths, 4, 1, 2, 64)
+    assert batches == epoch_batches(lengths, 4, 1, 2, 64) != epoch_batches(lengths, 4, 1, 3, 64)
     assert sorted(index for batch in batches for index in batch) == list(range(500))
     examples = [Example(input_ids=[1] * length, loss_mask=[1] * length) for length in lengths]
     filled = [collate_packed([examples[index] for index in batch], 64) for batch in batches]

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from dflash_hf import DFlashConfig
 from dflash_hf.positions import build_target_layer_ids
-from dflash_hf.training.plan import GB, Sizes, plan
+from dflash_hf.training.plan import GB, Plan, Sizes
 from helpers.training_memory import peak_memory
 
 QWEN3_8B = Qwen3Config(
@@ -81,7 +81,7 @@ CASES: dict[str, tuple[PreTrainedConfig, int, Sizes]] = {
 def test_planned_memory_is_what_a_step_takes(case: str) -> None:
     target, layers, sizes = CASES[case]
     draft = draft_for(target, layers, sizes.block_size)
-    found = plan(target, draft, sizes, num_examples=None)
+    found = Plan(target, draft, sizes, num_examples=None)
     counted = peak_memory(
         target,
         draft,

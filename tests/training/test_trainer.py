@@ -258,7 +258,7 @@ def test_the_old_options_are_named_in_a_sentence() -> None:
 @needs_muon
 def test_muon_leaves_codebooks_to_adamw(make_draft, tmp_path: Path) -> None:
     draft = make_draft(**DFLASH2)
-    optimizer = MuonAndAdamW.for_model(draft, options(tmp_path, optim="muon"))
+    optimizer = MuonAndAdamW(draft, options(tmp_path, optim="muon"))
     names = {id(parameter): name for name, parameter in draft.named_parameters()}
     by_muon, by_adamw = ({names[id(p)] for p in group["params"]} for group in optimizer.param_groups)
     assert by_muon | by_adamw == set(names.values())
@@ -274,8 +274,8 @@ def test_one_optimizer_steps_as_the_two_of_torch(make_draft, tmp_path: Path) -> 
     """Also after its state has gone through a file, in the middle."""
     args = options(tmp_path, optim="muon", weight_decay=0.1, adam_beta2=0.9)
     one, two = make_draft(**DFLASH2), make_draft(**DFLASH2)
-    optimizer = MuonAndAdamW.for_model(one, args)
-    muon_group, adamw_group = MuonAndAdamW.for_model(two, args).param_groups
+    optimizer = MuonAndAdamW(one, args)
+    muon_group, adamw_group = MuonAndAdamW(two, args).param_groups
     muon = torch.optim.Muon(muon_group["params"], lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(adamw_group["params"], lr=1e-3, weight_decay=0.0, betas=(0.9, 0.9))
     for step in range(4):
@@ -284,7 +284,7 @@ def test_one_optimizer_steps_as_the_two_of_torch(make_draft, tmp_path: Path) -> 
             second.grad = first.grad.clone()
         if step == 2:
             torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-            optimizer = MuonAndAdamW.for_model(one, args)
+            optimizer = MuonAndAdamW(one, args)
             optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
         for each in (optimizer, muon, adamw):
             each.step()

@@ -21,7 +21,7 @@ from dflash_hf.cli.generate import generate
 from dflash_hf.cli.inspect import inspect
 from dflash_hf.cli.push import push
 from dflash_hf.cli.serve import serve
-from dflash_hf.cli.train import TrainCommand, train
+from dflash_hf.cli.train import CONTEXT, train
 from dflash_hf.errors import one_line
 
 # Exit statuses; 0 is success, and 1 what a command found out: answers differ, or the doctor has findings.
@@ -104,7 +104,7 @@ app.command()(doctor)
 app.command()(inspect)
 app.command()(drafts)
 app.command()(push)
-app.command(cls=TrainCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
+app.command(context_settings=CONTEXT)(train)
 app.add_typer(bench_app)
 
 __all__ = ["app"]

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
 
 from dflash_hf.cli.train_settings import (
-    FORMATS,
-    OURS,
     STAGES,
-    SWITCHES,
     Stage,
     TrainSettings,
+    as_text,
     as_words,
     check_upload,
     read_arguments,
@@ -27,86 +25,51 @@ from dflash_hf.cli.train_settings import (
 from dflash_hf.cli.train_state import SETTINGS_FILE
 from dflash_hf.errors import require
 
+# Of the parser: it takes `_` in the name of an option for `-`, and leaves training arguments to Transformers' own.
+CONTEXT: dict[str, Any] = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "token_normalize_func": lambda name: name.replace("_", "-"),
+}
 
-def _panel(name: str) -> Callable[[str], Any]:
-    """Options under a heading of their own in the help."""
-    return lambda text: typer.Option(help=text, rich_help_panel=name)
+
+def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
+    """Takes the options of a YAML file for those that are not on the command line."""
+    if path is not None:
+        given = read_yaml(path)
+        names = {parameter.name for parameter in ctx.command.params}
+        ctx.default_map = {name: as_text(value) for name, value in given.items() if name in names}
+        ctx.obj = as_words({name: value for name, value in given.items() if name not in names})
+    return path
 
 
-_data, _answers, _draft, _after, _machine = map(_panel, ("Data", "Answers", "Draft", "Bench and export", "Machine"))
-
-
-class TrainCommand(TyperCommand):
-    """Takes the words of a YAML file before those of the command line, and `_` in the name of an option for `-`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Puts the settings of `--config`, or those that the run in `--output-dir` was begun with, in front."""
-        known = {flag for parameter in self.params for flag in (*parameter.opts, *parameter.secondary_opts)}
-        words = [_dashed(word, known) for word in args]
-        path = _value_of(words, "--config")
-        folder = _value_of(words, "--output-dir")
-        begun = None if folder is None else Path(folder) / SETTINGS_FILE
-        if path is not None:
-            given = read_yaml(Path(path))
-        else:
-            given = read_yaml(begun) if begun is not None and begun.is_file() else {}
-        ours = {name: value for name, value in given.items() if name in OURS}
-        # Lists of ours have commas, as the other commands take them.
-        ours = {name: _with_commas(value) for name, value in ours.items()}
-        theirs = {name: value for name, value in given.items() if name not in OURS}
-        switched = {name: ours.pop(name) for name in SWITCHES if isinstance(ours.get(name), bool)}
-        switches = [f"--{name}" if is_on else f"--no-{name}" for name, is_on in switched.items()]
-        front = [_dashed(word, known) for word in (*switches, *as_words(ours), *as_words(theirs))]
-        return super().parse_args(ctx, [*front, *words])
+def _read_begun(ctx: typer.Context, folder: Path | None) -> Path | None:
+    """Takes what the run in a folder was begun with, where there is one and no `--config`."""
+    if ctx.default_map is None and folder is not None and (folder / SETTINGS_FILE).is_file():
+        _read_config(ctx, folder / SETTINGS_FILE)
+    return folder
 
 
 def train(
     ctx: typer.Context,
-    output_dir: Annotated[str | None, typer.Option(help="Folder of the run; one that was begun goes on.")] = None,
-    target: Annotated[str | None, typer.Option(help="Folder or Hub id of the target.")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML of any of these options; flags win.")] = None,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the run; one that was begun goes on.", callback=_read_begun, is_eager=True),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML of any of these options; flags win.", callback=_read_config, is_eager=True),
+    ] = None,
     stages: Annotated[str, typer.Option(help="Which of the stages, with commas.")] = ",".join(STAGES),
     plan: Annotated[bool, typer.Option("--plan", help="Print steps and peak memory, load nothing, and stop.")] = False,
-    dataset: Annotated[str, _data("Conversations: files, or Hub sets as ORG/NAME:CONFIG:SPLIT, with commas.")] = "",
-    num_prompts: Annotated[int | None, _data("Most conversations that are used; default all.")] = None,
-    self_prompts: Annotated[int, _data("Prompts that the target writes itself, beside the data.")] = 0,
-    num_eval: Annotated[int, _data("Conversations that are held out.")] = 64,
-    max_length: Annotated[int, _data("Longest example, prompt and answer, in tokens.")] = 3072,
-    turns: Annotated[str, _data("Train on the last answer of a conversation, or all.")] = "last",
-    chat_template_kwargs: Annotated[
-        str, _data("What else the chat template reads, everywhere, as JSON: {'enable_thinking': false}.")
-    ] = "{}",
-    template: Annotated[str | None, _data("What the user says, of rows of other columns: '{question}'.")] = None,
-    skip_bad_rows: Annotated[bool, _data("Leave malformed rows out instead of refusing the first.")] = False,
-    streaming: Annotated[bool, _data("Fetch sets of the Hub row by row, and keep none.")] = False,
-    answers: Annotated[
-        str, _answers("target: it answers anew. data: those in the data are its own already.")
-    ] = "target",
-    max_new_tokens: Annotated[int, _answers("Where an answer is cut, in tokens.")] = 1024,
-    temperature: Annotated[float, _answers("0 is greedy.")] = 0.0,
-    top_p: Annotated[float, _answers("Nucleus sampling.")] = 1.0,
-    answer_batch: Annotated[int, _answers("Prompts answered at once.")] = 32,
-    server: Annotated[str | None, _answers("URL of an OpenAI-style server that answers instead.")] = None,
-    server_model: Annotated[str | None, _answers("Its model; default the first that it names.")] = None,
-    draft: Annotated[str | None, _draft("Draft to train further; default a fresh one.")] = None,
-    num_hidden_layers: Annotated[int, _draft("Of a fresh draft.")] = 5,
-    block_size: Annotated[int, _draft("Slots per block of a fresh draft, the anchor included.")] = 16,
-    draft_options: Annotated[str, _draft("Others of DFlashDraftModel.from_target, as JSON: {'num_taps': 4}.")] = "{}",
-    bench_data: Annotated[str, _after("Sets for bench, with commas; default what is held out.")] = "",
-    bench_data_dir: Annotated[str | None, _after("Folder of the sets' files; default the Hub.")] = None,
-    bench_prompts: Annotated[int, _after("Questions of each set.")] = 32,
-    formats: Annotated[str, _after("What export writes, with commas.")] = ",".join(FORMATS),
-    license: Annotated[str | None, _after("Of the draft, for its card.")] = None,
-    dtype: Annotated[str, _machine("Of the target: torch dtype, or auto.")] = "auto",
-    device: Annotated[str, _machine("Device map of the target, or auto.")] = "auto",
-    threads: Annotated[int | None, _machine("CPU threads.")] = None,
+    **options: Any,
 ) -> None:
     """Train a draft for any target: prepare the data, let the target answer, train, measure, export.
 
     Every field of DFlashTrainingArguments (all of Transformers' TrainingArguments) is an option too: --learning-rate
     6e-4 --num-train-epochs 6 --bf16 --report-to trackio. Given the folder of a run that was begun it goes on.
     """
-    settings = read_settings(ctx.params, ctx.args)
+    settings = read_settings({"output_dir": output_dir, **options}, [*(ctx.obj or ()), *ctx.args])
     wanted = _stages(stages)
     if plan:
         from dflash_hf.cli.train_plan import print_plan
@@ -118,15 +81,37 @@ def train(
     try:
         run_stages(settings, wanted, typer.echo)
     except KeyboardInterrupt as error:
-        typer.secho(f"Ended. dflash-hf train --output-dir {output_dir} goes on.", err=True)
+        typer.secho(f"Ended. dflash-hf train --output-dir {settings.output_dir} goes on.", err=True)
         raise typer.Exit(130) from error
+
+
+def _options() -> list[inspect.Parameter]:
+    """The fields of [`TrainSettings`] as options of the command; lists, objects and choices are read from text."""
+    found: list[inspect.Parameter] = []
+    unset = TrainSettings(target="", output_dir=Path())
+    for name, hint in get_type_hints(TrainSettings, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            kind, option = get_args(hint)
+            kind = str if get_origin(kind) in (tuple, Mapping, Literal) else kind
+            # A target that is missing is told in a sentence of ours.
+            kind, default = (str | None, None) if name == "target" else (kind, as_text(getattr(unset, name)))
+            annotation = Annotated[kind, option]
+            found.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            )
+    return found
+
+
+_signature = inspect.signature(train, eval_str=True)
+_command: Any = train
+_command.__signature__ = _signature.replace(parameters=[*list(_signature.parameters.values())[:-1], *_options()])
 
 
 def read_settings(given: Mapping[str, Any], words: list[str]) -> TrainSettings:
     """Returns the settings of a run, checked.
 
     Args:
-        given (mapping): The options of [`train`], as the command line has them.
+        given (mapping): The fields of [`TrainSettings`], as the command line has them.
         words (`list[str]`): What it does not know: training arguments.
 
     Raises:
@@ -139,13 +124,7 @@ def read_settings(given: Mapping[str, Any], words: list[str]) -> TrainSettings:
         name: read_options(given[name], f"--{name.replace('_', '-')}")
         for name in ("draft_options", "chat_template_kwargs")
     }
-    others: dict[str, Any] = {name: given[name] for name in OURS - lists.keys() - objects.keys() - {"output_dir"}}
-    settings = TrainSettings(
-        **others,
-        **lists,
-        **objects,
-        output_dir=Path(given["output_dir"]),
-    )
+    settings = TrainSettings(**{**given, **lists, **objects})
     settings.check()
     settings = replace(settings, arguments=read_arguments(words))
     check_upload(settings.arguments)
@@ -155,9 +134,8 @@ def read_settings(given: Mapping[str, Any], words: list[str]) -> TrainSettings:
 def _stages(text: str) -> list[Stage]:
     """The stages that are wanted, in their order."""
     wanted = _values(text)
-    for name in wanted:
+    for name in wanted or (text,):
         require(name in STAGES, f"--stages among {', '.join(STAGES)}", name, "name some of them")
-    require(bool(wanted), f"--stages among {', '.join(STAGES)}", text, "name some of them")
     return [stage for stage in STAGES if stage in wanted]
 
 
@@ -165,26 +143,4 @@ def _values(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (part.strip() for part in text.split(","))))
 
 
-def _with_commas(value: Any) -> Any:
-    return ",".join(map(str, value)) if isinstance(value, list) else value
-
-
-def _dashed(word: str, known: set[str]) -> str:
-    """The word, in the spelling of an option of ours where it is one."""
-    flag, equals, value = word.partition("=")
-    ours = flag.replace("_", "-")
-    return f"{ours}{equals}{value}" if word.startswith("--") and ours in known else word
-
-
-def _value_of(words: list[str], option: str) -> str | None:
-    """The last value of an option among the words of a command line."""
-    found = None
-    for at, word in enumerate(words):
-        if word.startswith(f"{option}="):
-            found = word.partition("=")[2]
-        elif word == option and at + 1 < len(words):
-            found = words[at + 1]
-    return found
-
-
-__all__ = ["TrainCommand", "read_settings", "train"]
+__all__ = ["CONTEXT", "read_settings", "train"]

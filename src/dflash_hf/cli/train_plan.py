@@ -7,12 +7,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoConfig
 
+from dflash_hf.checkpoints import detect_format, make_config
+from dflash_hf.checkpoints.files import read_config, stored_tensors
 from dflash_hf.cli.train_settings import TrainSettings
 from dflash_hf.cli.train_stages import make_arguments
 from dflash_hf.cli.train_state import FOLDERS
+from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.fresh import fresh_config
+from dflash_hf.training.plan import GB, Plan, Sizes, check_fits, meta_model
 
 BYTES_PER_TOKEN = 4  # of English text, about
 MATMUL_SECONDS = 0.5
@@ -21,24 +28,14 @@ MATMUL_SECONDS = 0.5
 def print_plan(settings: TrainSettings, console: Console) -> None:
     """Prints steps, hours and peak memory of a training.
 
-    Args:
-        settings ([`TrainSettings`]): What would be run.
-        console (`rich.console.Console`): Where to.
-
     Raises:
         ValueError: If it does not fit this machine's device; with what to lower.
     """
-    import torch
-    from transformers import AutoConfig
-
-    from dflash_hf.configuration_dflash import DFlashConfig
-    from dflash_hf.training.plan import GB, Sizes, check_fits, memory_of, meta_draft, meta_model, plan
-
     target: Any = AutoConfig.from_pretrained(settings.target)
     draft: DFlashConfig = draft_config(settings, target)
     sizes = Sizes.of(make_arguments(settings), settings.max_length, draft.block_size)
     num_examples, mean_length = count_examples(settings)
-    found = plan(target, draft, sizes, num_examples=num_examples, mean_length=mean_length, target_dtype=settings.dtype)
+    found = Plan(target, draft, sizes, num_examples=num_examples, mean_length=mean_length, target_dtype=settings.dtype)
     table = Table(title=f"Training a draft for {settings.target}", show_header=False)
     rate = matmul_rate(torch.bfloat16 if sizes.mixed_precision else torch.float32)
     hours = found.hours(rate)
@@ -57,21 +54,11 @@ def print_plan(settings: TrainSettings, console: Console) -> None:
         table.add_row("this device has", f"{device / GB:,.1f} GB")
     console.print(table)
     if device is not None:
-        model, drafted = meta_model(target), meta_draft(draft)
-
-        def memory(sizes: Sizes) -> int:
-            return sum(memory_of(target, model, draft, drafted, sizes, settings.dtype).values())
-
-        check_fits(found, device, memory)
+        check_fits(found, device)
 
 
 def draft_config(settings: TrainSettings, target: Any) -> Any:
     """Returns the config of the draft that would be trained: of the one that is given, or of a fresh one."""
-    from dflash_hf.checkpoints import detect_format, make_config
-    from dflash_hf.checkpoints.files import read_config, stored_tensors
-    from dflash_hf.fresh import fresh_config
-    from dflash_hf.training.plan import meta_model
-
     if settings.draft is not None:
         raw = read_config(settings.draft, {})
         form = detect_format(raw)
@@ -119,8 +106,6 @@ def _count(files: list[Path], settings: TrainSettings) -> tuple[int, float | Non
 
 def matmul_rate(dtype: Any) -> float:
     """Returns the operations per second of this machine's device in products of large matrices."""
-    import torch
-
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     size = 512 if device.type == "cpu" else 4096
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -137,8 +122,6 @@ def matmul_rate(dtype: Any) -> float:
 
 def accelerator_memory() -> int | None:
     """Returns the memory of this machine's accelerator in bytes, `None` where there is none."""
-    import torch
-
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Annotated, Any, Literal, NoReturn, get_args
+
+import typer
 
 from dflash_hf.errors import listed, one_line, require, shown
 from dflash_hf.evaluation.loading import check_place
@@ -21,73 +23,64 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 FORMATS: tuple[FormatName, ...] = ("zlab", "speculators", "muse")
 
 
+def _panel(name: str) -> Callable[[str], Any]:
+    """Options under a heading of their own in the help."""
+    return lambda text: typer.Option(help=text, rich_help_panel=name)
+
+
+_data, _answers, _draft, _after, _machine = map(_panel, ("Data", "Answers", "Draft", "Bench and export", "Machine"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    """What a run is asked for.
+    """What a run is asked for: every field is an option of the command, of which its help says what it is.
 
     Args:
-        target (`str`): Folder or Hub id of the target.
         output_dir (`Path`): Folder of the whole run.
-        dataset (`tuple[str, ...]`): Files, or Hub sets as `ORG/NAME:CONFIG:SPLIT`, of conversations; empty
-            where `self_prompts` are enough.
-        num_prompts (`int`, *optional*): Conversations that are used at most.
-        self_prompts (`int`): Prompts that the target writes itself, added to those of `dataset`.
-        num_eval (`int`): Conversations that are held out: for evaluation while training, and for `bench`.
-        max_length (`int`): Longest example in tokens, prompt and answer.
-        turns (`str`): `"last"` or `"all"`: which turns of the assistant are trained on.
-        chat_template_kwargs (mapping): What else the chat template reads, wherever it is applied.
-        template (`str`, *optional*): What the user says, of rows of other columns: `"{question}"`.
-        skip_bad_rows (`bool`): Leave malformed rows out, and say how many, instead of refusing the first.
-        streaming (`bool`): Fetch sets of the Hub row by row, and keep none.
-        answers (`str`): `"target"`, which writes them anew, or `"data"`, where they are the target's own already.
-        max_new_tokens, temperature, top_p: How the target answers.
-        answer_batch (`int`): Prompts that it answers at once.
-        server, server_model (`str`, *optional*): An OpenAI-style server that answers instead, and its model.
-        draft (`str`, *optional*): Draft to train further; without it a fresh one is made.
-        num_hidden_layers, block_size (`int`): Of a fresh draft.
-        draft_options (mapping): Other arguments of `DFlashDraftModel.from_target`.
-        bench_data (`tuple[str, ...]`): Sets for `bench`; default the conversations that are held out.
-        bench_data_dir (`str`, *optional*): Folder of the sets' files; default the Hub.
-        bench_prompts (`int`): Questions of each set.
-        formats (`tuple[str, ...]`): What `export` writes, beside our own format.
-        license (`str`, *optional*): Of the draft, for its card.
-        dtype (`str`): Of the target; `"auto"` is what its checkpoint says.
-        device (`str`): Device map of the target.
-        threads (`int`, *optional*): CPU threads.
         arguments (mapping): Fields of `DFlashTrainingArguments` that were given.
     """
 
-    target: str
     output_dir: Path
-    dataset: tuple[str, ...] = ()
-    num_prompts: int | None = None
-    self_prompts: int = 0
-    num_eval: int = 64
-    max_length: int = 3072
-    turns: Literal["last", "all"] = "last"
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    template: str | None = None
-    skip_bad_rows: bool = False
-    streaming: bool = False
-    answers: Literal["target", "data"] = "target"
-    max_new_tokens: int = 1024
-    temperature: float = 0.0
-    top_p: float = 1.0
-    answer_batch: int = 32
-    server: str | None = None
-    server_model: str | None = None
-    draft: str | None = None
-    num_hidden_layers: int = 5
-    block_size: int = 16
-    draft_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    bench_data: tuple[str, ...] = ()
-    bench_data_dir: str | None = None
-    bench_prompts: int = 32
-    formats: tuple[FormatName, ...] = FORMATS
-    license: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    threads: int | None = None
+    target: Annotated[str, typer.Option(help="Folder or Hub id of the target.")]
+    dataset: Annotated[
+        tuple[str, ...], _data("Conversations: files, or Hub sets as ORG/NAME:CONFIG:SPLIT, with commas.")
+    ] = ()
+    num_prompts: Annotated[int | None, _data("Most conversations that are used; default all.")] = None
+    self_prompts: Annotated[int, _data("Prompts that the target writes itself, beside the data.")] = 0
+    num_eval: Annotated[int, _data("Conversations that are held out.")] = 64
+    max_length: Annotated[int, _data("Longest example, prompt and answer, in tokens.")] = 3072
+    turns: Annotated[Literal["last", "all"], _data("Train on the last answer of a conversation, or all.")] = "last"
+    chat_template_kwargs: Annotated[
+        Mapping[str, Any],
+        _data("What else the chat template reads, everywhere, as JSON: {'enable_thinking': false}."),
+    ] = field(default_factory=dict[str, Any])
+    template: Annotated[str | None, _data("What the user says, of rows of other columns: '{question}'.")] = None
+    skip_bad_rows: Annotated[bool, _data("Leave malformed rows out instead of refusing the first.")] = False
+    streaming: Annotated[bool, _data("Fetch sets of the Hub row by row, and keep none.")] = False
+    answers: Annotated[
+        Literal["target", "data"],
+        _answers("target: it answers anew. data: those in the data are its own already."),
+    ] = "target"
+    max_new_tokens: Annotated[int, _answers("Where an answer is cut, in tokens.")] = 1024
+    temperature: Annotated[float, _answers("0 is greedy.")] = 0.0
+    top_p: Annotated[float, _answers("Nucleus sampling.")] = 1.0
+    answer_batch: Annotated[int, _answers("Prompts answered at once.")] = 32
+    server: Annotated[str | None, _answers("URL of an OpenAI-style server that answers instead.")] = None
+    server_model: Annotated[str | None, _answers("Its model; default the first that it names.")] = None
+    draft: Annotated[str | None, _draft("Draft to train further; default a fresh one.")] = None
+    num_hidden_layers: Annotated[int, _draft("Of a fresh draft.")] = 5
+    block_size: Annotated[int, _draft("Slots per block of a fresh draft, the anchor included.")] = 16
+    draft_options: Annotated[
+        Mapping[str, Any], _draft("Others of DFlashDraftModel.from_target, as JSON: {'num_taps': 4}.")
+    ] = field(default_factory=dict[str, Any])
+    bench_data: Annotated[tuple[str, ...], _after("Sets for bench, with commas; default what is held out.")] = ()
+    bench_data_dir: Annotated[str | None, _after("Folder of the sets' files; default the Hub.")] = None
+    bench_prompts: Annotated[int, _after("Questions of each set.")] = 32
+    formats: Annotated[tuple[FormatName, ...], _after("What export writes, with commas.")] = FORMATS
+    license: Annotated[str | None, _after("Of the draft, for its card.")] = None
+    dtype: Annotated[str, _machine("Of the target: torch dtype, or auto.")] = "auto"
+    device: Annotated[str, _machine("Device map of the target, or auto.")] = "auto"
+    threads: Annotated[int | None, _machine("CPU threads.")] = None
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def check(self) -> None:
@@ -112,11 +105,12 @@ class TrainSettings:
         require(alone, what, self.template, "prepare rows as messages, or leave one out")
         is_file = self.output_dir.exists() and not self.output_dir.is_dir()
         require(not is_file, "a folder as --output-dir", str(self.output_dir), "name another")
-        for name, smallest in (("num_prompts", 1), ("self_prompts", 0), ("num_eval", 0), ("max_length", 2)):
-            _check_at_least(self, name, smallest)
-        for name in ("max_new_tokens", "answer_batch", "num_hidden_layers", "bench_prompts", "threads"):
-            _check_at_least(self, name, 1)
-        _check_at_least(self, "block_size", 2)
+        least = {"num_prompts": 1, "self_prompts": 0, "num_eval": 0, "max_length": 2, "block_size": 2}
+        least |= dict.fromkeys(("max_new_tokens", "answer_batch", "num_hidden_layers", "bench_prompts", "threads"), 1)
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            fits = value is None or value >= smallest
+            require(fits, f"at least {smallest} as --{name.replace('_', '-')}", value, "give a larger one")
         require(0 <= self.temperature < float("inf"), "0 or more as --temperature", self.temperature, "0 is greedy")
         require(0 < self.top_p <= 1, "above 0 and at most 1 as --top-p", self.top_p, "1 is the whole vocabulary")
         for name, allowed in (("turns", ("last", "all")), ("answers", ("target", "data"))):
@@ -131,29 +125,24 @@ class TrainSettings:
         require(is_url, "a URL as --server", self.server, "give one such as http://127.0.0.1:8000")
 
     def plain(self) -> dict[str, Any]:
-        """Returns all settings as YAML and JSON have them: what another `--config` could be."""
+        """Returns all settings as YAML and JSON have them: what another `--config` could be, from any folder."""
         found = asdict(self)
         arguments = found.pop("arguments")
-        for name, value in found.items():
-            if isinstance(value, tuple):
-                found[name] = list(value)
+        for name in ("target", "draft"):
+            found[name] = found[name] and _resolved(found[name])
+        found["dataset"] = map(_resolved, self.dataset)
+        for name in ("dataset", "bench_data", "formats"):
+            found[name] = list(found[name])
         return {**found, "output_dir": str(self.output_dir), **arguments}
 
     def made_from(self, stage: Stage) -> dict[str, Any]:
         """Returns what a stage's output follows from, its inputs' included, as plain values."""
         plain = self.plain()
-        for name in ("target", "draft"):
-            if plain[name] is not None and Path(plain[name]).exists():
-                plain[name] = str(Path(plain[name]).resolve())
-        plain["dataset"] = [str(Path(name).resolve()) if Path(name).exists() else name for name in self.dataset]
-        names: list[str] = []
-        for known in STAGES:
-            # Nothing is made of a bench: its answers say how good a draft is, and the card tells them.
-            if known in ("prepare", "regenerate", "run") or known == stage:
-                names += _MADE_FROM[known]
-            if known == stage:
-                break
-        found = {name: plain[name] for name in names}
+        # Nothing is made of a bench: its answers say how good a draft is, and the card tells them.
+        found: dict[str, Any] = {}
+        for known in STAGES[: STAGES.index(stage) + 1]:
+            if known in (stage, *STAGES[:3]):
+                found |= {name: plain[name] for name in _MADE_FROM[known]}
         if stage in ("run", "bench", "export"):
             keeps_best = bool(self.arguments.get("load_best_model_at_end"))
             how = HOW_IT_IS_RUN if keeps_best else (*HOW_IT_IS_RUN, *WHEN_IT_IS_MEASURED)
@@ -175,21 +164,18 @@ _MADE_FROM: dict[Stage, tuple[str, ...]] = {
 HOW_IT_IS_RUN = (
     *("report_to", "run_name", "project", "trackio_", "logging_", "log_level", "disable_tqdm", "include_num_"),
     *("save_", "push_to_hub", "hub_", "resume_from_", "ddp_timeout", "torch_compile", "torch_empty_"),
-    *(
-        "dataloader_num_",
-        "dataloader_pin_",
-        "dataloader_pre",
-        "dataloader_pers",
-        "gradient_checkpointing",
-        "activation_checkpointing",
-    ),
-    "chunk_blocks",
+    *("dataloader_num_", "dataloader_pin_", "dataloader_pre", "dataloader_pers"),
+    *("gradient_checkpointing", "activation_checkpointing", "chunk_blocks"),
 )
 # What is measured in between is looked at, unless the best draft so far is the one that is kept.
 WHEN_IT_IS_MEASURED = ("eval_", "per_device_eval_")
 OURS = frozenset(item.name for item in fields(TrainSettings)) - {"arguments"}
 UPLOAD = ("hub_model_id", "hub_private_repo")
-SWITCHES = ("skip_bad_rows", "streaming")  # of ours, those that are on or off
+
+
+def _resolved(place: str) -> str:
+    """A path as it is from any folder; a Hub id as it is."""
+    return str(Path(place).resolve()) if Path(place).exists() else place
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -211,8 +197,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in found.items() if value is not None}
 
 
+def as_text(value: Any) -> Any:
+    """Returns a value of an option of ours as it is on the command line: lists with commas, objects as JSON."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return json.dumps(value) if isinstance(value, dict) else value
+
+
 def as_words(given: Mapping[str, Any]) -> list[str]:
-    """Returns values of a YAML file as the words of a command line, so that both are read by one reader."""
+    """Returns training arguments of a YAML file as the words of a command line, so that both have one reader."""
     words: list[str] = []
     for name, value in given.items():
         values = value if isinstance(value, list) else [value]
@@ -222,13 +215,7 @@ def as_words(given: Mapping[str, Any]) -> list[str]:
 
 
 def read_arguments(words: Sequence[str]) -> dict[str, Any]:
-    """Reads fields of `DFlashTrainingArguments`; later ones win.
-
-    Args:
-        words (sequence of `str`): `--learning-rate 6e-4 ...`, `-` and `_` alike.
-
-    Returns:
-        `dict`: What was given, by its field's name.
+    """Reads those fields of `DFlashTrainingArguments` that are given (`--learning-rate 6e-4 ...`); later ones win.
 
     Raises:
         ValueError: If a name is none of theirs, with the nearest one, or a value is not of its kind.
@@ -239,30 +226,26 @@ def read_arguments(words: Sequence[str]) -> dict[str, Any]:
 
     from transformers import HfArgumentParser
 
+    from dflash_hf.training.arguments import DFlashTrainingArguments
+
     class Parser(HfArgumentParser):
         """Raises sentences, where `argparse` would print its usage and leave."""
 
         def error(self, message: str) -> NoReturn:
             raise ValueError(f"expected arguments of the training, got {one_line(message)}; correct it")
 
-    parser = Parser(arguments_class(), allow_abbrev=False, add_help=False)
+    fields_of: Any = DFlashTrainingArguments
+    parser = Parser(fields_of, allow_abbrev=False, add_help=False)
     for action in parser._actions:
         action.default, action.required = argparse.SUPPRESS, False
         if action.type is Any:
             action.type = str
         if action.dest == "optim":  # ours are more than the library's, and the arguments' own check knows them
             action.type, action.choices = str, None
-    known = {action.dest for action in parser._actions}
-    dashed: list[str] = []
-    for word in words:
+    found, rest = parser.parse_known_args(list(words))
+    for word in rest:
         if word.startswith("--"):
-            flag, equals, value = word.partition("=")
-            name = flag[2:].replace("-", "_")
-            if name not in known and not (name.startswith("no_") and name[3:] in known):
-                _refuse_name(name, known)
-            word = f"--{name}{equals}{value}"
-        dashed.append(word)
-    found, rest = parser.parse_known_args(dashed)
+            _refuse_name(word.partition("=")[0][2:].replace("-", "_"), {action.dest for action in parser._actions})
     require(not rest, "options and their values", " ".join(rest), "write -- before the name of an option")
     return vars(found)
 
@@ -274,13 +257,6 @@ def _refuse_name(name: str, known: set[str]) -> NoReturn:
     raise ValueError(
         f"expected an option of dflash-hf train or a field of its training arguments, got {name!r}; {hint}"
     )
-
-
-def arguments_class() -> Any:
-    """Returns the class of the training arguments."""
-    from dflash_hf.training.arguments import DFlashTrainingArguments
-
-    return DFlashTrainingArguments
 
 
 def check_upload(arguments: Mapping[str, Any]) -> None:
@@ -316,21 +292,13 @@ def read_options(text: str, option: str) -> dict[str, Any]:
     return found
 
 
-def _check_at_least(settings: TrainSettings, name: str, smallest: int) -> None:
-    value = getattr(settings, name)
-    fits = value is None or value >= smallest
-    require(fits, f"at least {smallest} as --{name.replace('_', '-')}", value, "give a larger one")
-
-
 __all__ = [
     "FORMATS",
-    "HOW_IT_IS_RUN",
     "OURS",
     "STAGES",
-    "SWITCHES",
     "Stage",
     "TrainSettings",
-    "arguments_class",
+    "as_text",
     "as_words",
     "check_upload",
     "read_arguments",

@@ -10,42 +10,52 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dflash_hf.cli.train_settings import STAGES, Stage, TrainSettings, arguments_class
-from dflash_hf.cli.train_state import RunState, write_whole
+import torch
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+from transformers.trainer import TRAINING_ARGS_NAME
+
+from dflash_hf.bench.cells import RunSettings
+from dflash_hf.bench.provenance import PACKAGES, version
+from dflash_hf.bench.run import Processes, run
+from dflash_hf.cli.convert import load_target_for
+from dflash_hf.cli.push import upload, write_repository
+from dflash_hf.cli.train_settings import STAGES, Stage, TrainSettings
+from dflash_hf.cli.train_state import RunState
+from dflash_hf.drafts import load_draft
 from dflash_hf.errors import one_line, require
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.evaluation.harness import tokenizer_of
+from dflash_hf.evaluation.loading import load_target, takes_images
+from dflash_hf.evaluation.row_files import write_whole
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.training.answering import RegenerateSettings, regenerate
+from dflash_hf.training.arguments import DFlashTrainingArguments
+from dflash_hf.training.conversations import resolved
+from dflash_hf.training.export import CARD, CardFacts, Measured, card, export
+from dflash_hf.training.messages import prepare_multimodal_messages
+from dflash_hf.training.prepare import PrepareSettings, prepare, read_examples
+from dflash_hf.training.prompts import PromptSettings, write_prompts
+from dflash_hf.training.server import AnswerServer
+from dflash_hf.training.trainer import DFlashTrainer
 
 TRAIN, HELD_OUT, QUESTIONS = "train.jsonl", "held_out.jsonl", "held_out_questions.jsonl"
 EVERY, SELF_PROMPTS = "conversations.jsonl", "self_prompts.jsonl"
-Tell = Callable[[str], None]
 
 
-def run_stages(settings: TrainSettings, stages: Sequence[Stage], tell: Tell) -> None:
+def run_stages(settings: TrainSettings, stages: Sequence[Stage], tell: Callable[[str], None]) -> None:
     """Runs stages in their order; those that are done are not run again.
 
     Under `accelerate launch` every process trains and measures its share; the first one does the rest.
-
-    Args:
-        settings (`TrainSettings`): What to do.
-        stages (sequence of `str`): Which of `STAGES`.
-        tell (callable): Told a line at the end of each stage.
 
     Raises:
         ValueError: If something cannot be run, or the folder is another run's, before anything is written; or if the
             disk or the device's memory is full.
     """
     if settings.threads is not None:
-        import torch
-
         torch.set_num_threads(settings.threads)
     rank, size = _place()
-    tell = tell if rank == 0 else _quiet
+    tell = tell if rank == 0 else lambda line: None
     make_arguments(settings)  # it refuses what is out of range
     state = RunState(settings)
     state.check(stages)
@@ -57,7 +67,7 @@ def run_stages(settings: TrainSettings, stages: Sequence[Stage], tell: Tell) -> 
             continue
         began = time.perf_counter()
         if rank == 0:
-            state.begin(stage)
+            state.write(stage)
         facts: dict[str, Any] = {}
         try:
             if rank == 0 or stage in ("run", "bench"):
@@ -65,9 +75,9 @@ def run_stages(settings: TrainSettings, stages: Sequence[Stage], tell: Tell) -> 
         except (OSError, RuntimeError) as error:
             raise _explained(error, settings, stage) from error
         if size > 1 and stage not in ("bench", "export"):  # a bench waits itself, and leaves the group
-            _wait()
+            Processes("auto").wait()
         if rank == 0:
-            state.end(stage, {**facts, "seconds": round(time.perf_counter() - began, 1)})
+            state.write(stage, {**facts, "seconds": round(time.perf_counter() - began, 1)})
         told = ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in facts.items())
         tell(f"{stage}: {told or 'done'}, {state.folder(stage)}")
     if rank == 0 and settings.arguments.get("push_to_hub") and state.is_done("run"):
@@ -76,8 +86,6 @@ def run_stages(settings: TrainSettings, stages: Sequence[Stage], tell: Tell) -> 
 
 def _upload(settings: TrainSettings, draft: Path) -> str:
     """Does what `dflash-hf push` does, and returns the draft's id."""
-    from dflash_hf.cli.push import upload, write_repository
-
     repo: str = settings.arguments["hub_model_id"]
     with TemporaryDirectory(prefix="dflash-push-") as made:
         write_repository(str(draft), Path(made), repo, settings.target, settings.license)
@@ -86,14 +94,9 @@ def _upload(settings: TrainSettings, draft: Path) -> str:
 
 
 def _prepare(settings: TrainSettings, state: RunState) -> dict[str, Any]:
-    from dflash_hf.training.prepare import PrepareSettings, prepare
-
     folder = state.folder("prepare")
     datasets = list(settings.dataset)
     if settings.self_prompts:
-        from dflash_hf.evaluation.loading import load_target
-        from dflash_hf.training.prompts import PromptSettings, write_prompts
-
         target, processor = load_target(settings.target, settings.dtype, settings.device)
         written = PromptSettings(
             output=folder / SELF_PROMPTS,
@@ -130,20 +133,11 @@ def _prepare(settings: TrainSettings, state: RunState) -> dict[str, Any]:
 
 def load_processor(target: str) -> Any:
     """Loads what encodes a target's prompts, and no weights."""
-    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
-
-    from dflash_hf.evaluation.loading import takes_images
-
     sees = takes_images(AutoConfig.from_pretrained(target))
     return (AutoProcessor if sees else AutoTokenizer).from_pretrained(target)
 
 
 def _regenerate(settings: TrainSettings, state: RunState) -> dict[str, Any]:
-    from dflash_hf.drafts import load_draft
-    from dflash_hf.evaluation.loading import load_target
-    from dflash_hf.training.answering import RegenerateSettings, regenerate
-    from dflash_hf.training.server import AnswerServer
-
     if settings.answers == "data":
         return {"answers": "those in the data"}
     target: Any
@@ -181,18 +175,11 @@ def _regenerate(settings: TrainSettings, state: RunState) -> dict[str, Any]:
 
 
 def _train(settings: TrainSettings, state: RunState) -> dict[str, Any]:
-    import torch
-    from transformers.trainer import TRAINING_ARGS_NAME
-
-    from dflash_hf.evaluation.loading import load_target
-    from dflash_hf.training.prepare import read_examples
-    from dflash_hf.training.trainer import DFlashTrainer
-
     target, processor = load_target(settings.target, settings.dtype, settings.device)
     source = state.folder("regenerate" if settings.answers == "target" else "prepare")
     train, held_out = (
-        read_examples(source / name, processor, settings.max_length) if _has_rows(source / name) else None
-        for name in (TRAIN, HELD_OUT)
+        read_examples(path, processor, settings.max_length) if path.is_file() and path.stat().st_size else None
+        for path in (source / TRAIN, source / HELD_OUT)
     )
     others: dict[str, Any] = {}
     if held_out is not None and "eval_strategy" not in settings.arguments:
@@ -200,7 +187,14 @@ def _train(settings: TrainSettings, state: RunState) -> dict[str, Any]:
     if not {"bf16", "fp16"} & settings.arguments.keys() and target.dtype == torch.bfloat16:
         others["bf16"] = True  # as the target computes, over weights in float32
     arguments = make_arguments(settings, **others)
-    draft: Any = _begin_draft(settings, target, processor)
+    draft: Any
+    if settings.draft is not None:
+        draft = load_draft(settings.draft, dtype=torch.float32)
+    else:
+        torch.manual_seed(arguments.seed)
+        options: dict[str, Any] = {"num_hidden_layers": settings.num_hidden_layers, "block_size": settings.block_size}
+        options |= {"tokenizer": tokenizer_of(processor), **settings.draft_options}
+        draft = DFlashDraftModel.from_target(target, **options)
     trainer = DFlashTrainer(model=draft, target=target, args=arguments, train_dataset=train, eval_dataset=held_out)
     begun = any((state.path / "run").glob("checkpoint-*/trainer_state.json"))
     trainer.train(resume_from_checkpoint=begun)
@@ -211,28 +205,15 @@ def _train(settings: TrainSettings, state: RunState) -> dict[str, Any]:
     if not trainer.is_world_process_zero():
         return facts
     # What is served is of the target's dtype; the float32 weights are in run/.
-    served: Any = load_draft_from(fresh, target.dtype)
-    served.save_pretrained(fresh)
+    load_draft(fresh, dtype=target.dtype).save_pretrained(fresh)
     (fresh / TRAINING_ARGS_NAME).unlink()  # a pickle, which only the checkpoints in run/ need
-    _put(fresh, state.folder("run"))
+    if (place := state.folder("run")).exists():
+        shutil.rmtree(place)
+    fresh.rename(place)  # a killed process leaves the one or the other
     return facts | ({"acceptance_length": round(best[-1], 3)} if best else {})
 
 
-def load_draft_from(folder: Path, dtype: Any) -> DFlashDraftModel:
-    """Loads a draft in a dtype."""
-    from dflash_hf.drafts import load_draft
-
-    return load_draft(folder, dtype=dtype)
-
-
-def _has_rows(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > 0
-
-
 def _bench(settings: TrainSettings, state: RunState) -> dict[str, Any]:
-    from dflash_hf.bench.cells import RunSettings
-    from dflash_hf.bench.run import run
-
     folder, questions = state.folder("bench"), state.folder("prepare") / QUESTIONS
     data, left_out = settings.bench_data, dict[str, int]()
     rank, size = _place()
@@ -251,7 +232,7 @@ def _bench(settings: TrainSettings, state: RunState) -> dict[str, Any]:
             write_whole(questions, text)
         data = (str(questions),)
     if size > 1:
-        _wait()
+        Processes("auto").wait()
     run(
         RunSettings(
             out=folder,
@@ -278,17 +259,17 @@ def _bench(settings: TrainSettings, state: RunState) -> dict[str, Any]:
 
 
 def _export(settings: TrainSettings, state: RunState) -> dict[str, Any]:
-    from dflash_hf.cli.convert import load_target_for
-    from dflash_hf.drafts import load_draft
-    from dflash_hf.training.export import CARD, card, export
-
     draft = load_draft(state.folder("run"), dtype="auto")
     facts = _card_facts(settings, state)
     here = state.folder("run")
     write_whole(here / CARD, card(draft, facts, "dflash", str(here)))
-    refused: dict[str, Any] = {}
-    for name in settings.formats:
-        refused |= export(draft, state.folder("export"), facts, (name,), load_target_for(settings.target, draft, name))
+    folder = state.folder("export")
+    refused = {
+        name: export(draft, folder, facts, name, load_target_for(settings.target, draft, name))
+        for name in settings.formats
+    }
+    if refused and all(refused.values()):
+        raise ValueError("; ".join(map(str, refused.values())))
     return {name: "written" if why is None else f"left out: {why}" for name, why in refused.items()}
 
 
@@ -304,47 +285,13 @@ RUNNERS: dict[Stage, Callable[[TrainSettings, RunState], dict[str, Any]]] = {
 def make_arguments(settings: TrainSettings, **others: Any) -> Any:
     """Returns the training arguments; the trainer writes to `run`.
 
-    Args:
-        settings (`TrainSettings`): What was given of them.
-        others: More of them.
-
     Raises:
         ValueError: If one is out of range.
     """
-    import torch
-
     # Without it Transformers takes bfloat16 for a request for a GPU.
-    given = {"use_cpu": not torch.accelerator.is_available(), **settings.arguments, **others}
+    given: dict[str, Any] = {"use_cpu": not torch.accelerator.is_available(), **settings.arguments, **others}
     given["push_to_hub"] = False  # the trainer would upload `run`; the draft is, behind the last stage
-    return arguments_class()(output_dir=str(settings.output_dir / "run"), **given)
-
-
-def _begin_draft(settings: TrainSettings, target: PreTrainedModel, processor: Any) -> DFlashDraftModel:
-    """The draft to train, in float32."""
-    import torch
-
-    from dflash_hf.drafts import load_draft
-    from dflash_hf.evaluation.harness import tokenizer_of
-
-    if settings.draft is not None:
-        return load_draft(settings.draft, dtype=torch.float32)
-    torch.manual_seed(make_arguments(settings).seed)
-    return fresh_draft(settings, target, tokenizer_of(processor))
-
-
-def fresh_draft(settings: TrainSettings, target: Any, tokenizer: Any, **fields: Any) -> DFlashDraftModel:
-    """Returns a draft that knows nothing, as the settings want it.
-
-    Args:
-        settings (`TrainSettings`): What is asked for.
-        target (`PreTrainedModel`): The target; without weights where only the draft's config is wanted.
-        tokenizer: The target's, of which the mask token is chosen.
-        fields: Fields of the draft's config, such as `mask_token_id`.
-    """
-    from dflash_hf.modeling_dflash import DFlashDraftModel
-
-    options: dict[str, Any] = {"num_hidden_layers": settings.num_hidden_layers, "block_size": settings.block_size}
-    return DFlashDraftModel.from_target(target, tokenizer=tokenizer, **{**options, **settings.draft_options, **fields})
+    return DFlashTrainingArguments(output_dir=str(settings.output_dir / "run"), **given)
 
 
 def _question(row: dict[str, Any], folder: Path) -> dict[str, Any] | None:
@@ -352,9 +299,6 @@ def _question(row: dict[str, Any], folder: Path) -> dict[str, Any] | None:
 
     `None` where an image is no file: a bench reads nothing else.
     """
-    from dflash_hf.training.conversations import resolved
-    from dflash_hf.training.messages import prepare_multimodal_messages
-
     found = resolved(row, folder)
     messages, images = found["messages"], found.pop("images", ())
     last = max((at for at, turn in enumerate(messages) if turn["role"] == "user"), default=len(messages) - 1)
@@ -365,12 +309,8 @@ def _question(row: dict[str, Any], folder: Path) -> dict[str, Any] | None:
             block["path"] = block.pop("image")
             if block["path"].startswith(("http://", "https://", "data:")):
                 return None
-    return {
-        **found,
-        "question_id": row["id"],
-        "category": row.get("category") or "held out",
-        "messages": messages,
-    }
+    category = row.get("category") or "held out"
+    return {**found, "question_id": row["id"], "category": category, "messages": messages}
 
 
 def _summary(folder: Path) -> dict[str, Any]:
@@ -380,9 +320,6 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 def _card_facts(settings: TrainSettings, state: RunState) -> Any:
     """What the model card tells of the run."""
-    from dflash_hf.bench.provenance import PACKAGES, version
-    from dflash_hf.training.export import CardFacts, Measured
-
     measured: list[Measured] = []
     conditions = ""
     if (state.folder("bench") / "summary.json").is_file():
@@ -423,23 +360,9 @@ def _card_facts(settings: TrainSettings, state: RunState) -> Any:
     )
 
 
-def _put(fresh: Path, place: Path) -> None:
-    """Puts a folder in place of what may be there; a killed process leaves the one or the other."""
-    if place.exists():
-        shutil.rmtree(place)
-    fresh.rename(place)
-
-
 def _place() -> tuple[int, int]:
     """Which of how many processes of `accelerate launch` this is."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _wait() -> None:
-    """Waits for the other processes of `accelerate launch`."""
-    from dflash_hf.bench.run import Processes
-
-    Processes("auto").wait()
 
 
 def _explained(error: Exception, settings: TrainSettings, stage: Stage) -> Exception:
@@ -459,9 +382,5 @@ def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def _quiet(line: str) -> None:
-    """What processes other than the first tell."""
-
-
-__all__ = ["RUNNERS", "fresh_draft", "make_arguments", "run_stages"]
+__all__ = ["RUNNERS", "make_arguments", "run_stages"]
 assert tuple(RUNNERS) == STAGES

@@ -10,11 +10,13 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dflash_hf.cli.train_settings import STAGES, Stage, TrainSettings
 from dflash_hf.errors import listed, require, shown
+from dflash_hf.evaluation.row_files import write_whole
 
 STAGES_FILE, SETTINGS_FILE = "stages.json", "settings.yaml"
 # Folders that each stage leaves; the first one is there when it is done.
@@ -29,16 +31,11 @@ ENDS = 2**20  # bytes at each end of a file of weights that are compared
 
 
 class RunState:
-    """What a run's folder says of its stages.
-
-    Args:
-        settings (`TrainSettings`): What is asked for now.
-    """
+    """What a run's folder says of its stages."""
 
     def __init__(self, settings: TrainSettings) -> None:
         self.settings, self.path = settings, settings.output_dir
         self.target = ""
-        self._known: dict[str, Any] | None = None
 
     def folder(self, stage: Stage) -> Path:
         """Returns where a stage's output is."""
@@ -91,13 +88,14 @@ class RunState:
         record = self._record(stage)
         return record is not None and record["finished"]
 
-    def begin(self, stage: Stage) -> None:
-        """Records what a stage is made from, before it writes anything."""
-        self._write(stage, finished=False, facts={})
-
-    def end(self, stage: Stage, facts: dict[str, Any]) -> None:
-        """Records that a stage is done, with what there is to tell of it."""
-        self._write(stage, finished=True, facts=facts)
+    def write(self, stage: Stage, facts: dict[str, Any] | None = None) -> None:
+        """Records what a stage is made from before it writes anything; with facts, that it is done."""
+        made_from = self.settings.made_from(stage)
+        record = {"finished": facts is not None, "made_from": made_from, "target": self.target, "facts": facts or {}}
+        self._known[stage] = record
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path / STAGES_FILE, json.dumps(self._known, indent=2) + "\n")
+        (self.path / FOLDERS[stage][-1]).mkdir(exist_ok=True)
 
     def facts(self, stage: Stage) -> dict[str, Any]:
         """Returns what a stage told when it ended."""
@@ -108,40 +106,26 @@ class RunState:
         """Writes `settings.yaml`: another run's `--config`, and what this one goes on with."""
         import yaml
 
-        plain = self.settings.plain()
-        for name in ("target", "draft"):
-            if plain[name] is not None and Path(plain[name]).exists():
-                plain[name] = str(Path(plain[name]).resolve())
-        plain["dataset"] = [str(Path(name).resolve()) if Path(name).exists() else name for name in plain["dataset"]]
-        plain = {name: value for name, value in plain.items() if value not in (None, [], {})}
+        plain = {name: value for name, value in self.settings.plain().items() if value not in (None, [], {})}
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.path / SETTINGS_FILE, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
 
     def _record(self, stage: Stage) -> dict[str, Any] | None:
         """What is known of a stage that has left something."""
-        record: dict[str, Any] | None = self._read().get(stage)
+        record: dict[str, Any] | None = self._known.get(stage)
         return record if record is not None and any((self.path / n).exists() for n in FOLDERS[stage]) else None
 
-    def _read(self) -> dict[str, Any]:
-        if self._known is None:
-            file = self.path / STAGES_FILE
-            try:
-                found: Any = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-                self._known = {stage: found[stage] for stage in STAGES if stage in found}
-            except (ValueError, TypeError) as error:
-                raise ValueError(
-                    f"expected the state of a run in {file}, got something else; name another --output-dir"
-                ) from error
-        return self._known
-
-    def _write(self, stage: Stage, *, finished: bool, facts: dict[str, Any]) -> None:
-        known = self._read()
-        made_from = self.settings.made_from(stage)
-        known[stage] = {"finished": finished, "made_from": made_from, "target": self.target, "facts": facts}
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path / STAGES_FILE, json.dumps(known, indent=2) + "\n")
-        for name in FOLDERS[stage][-1:]:
-            (self.path / name).mkdir(exist_ok=True)
+    @cached_property
+    def _known(self) -> dict[str, Any]:
+        """What the folder says of every stage."""
+        file = self.path / STAGES_FILE
+        try:
+            found: Any = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            return {stage: found[stage] for stage in STAGES if stage in found}
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"expected the state of a run in {file}, got something else; name another --output-dir"
+            ) from error
 
     def _later(self, stage: Stage) -> str:
         """The folders of a stage and of what follows from it, as a user would remove them."""
@@ -176,14 +160,4 @@ def fingerprint(target: str) -> str:
     return digest.hexdigest()
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, whenever the process is killed."""
-    part = path.with_name(f".{path.name}.part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-
-
-__all__ = ["FOLDERS", "SETTINGS_FILE", "STAGES_FILE", "RunState", "fingerprint", "write_whole"]
+__all__ = ["FOLDERS", "SETTINGS_FILE", "STAGES_FILE", "RunState", "fingerprint"]

@@ -22,7 +22,7 @@ from dflash_hf.target.parts import Target
 from dflash_hf.training.collators import Batch, collate
 from dflash_hf.training.data import Example
 from dflash_hf.training.forward import target_features
-from dflash_hf.training.walking import accepted_with_features, walk
+from dflash_hf.training.walking import accepted_at_anchors, walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,15 +187,11 @@ class Probe:
             return known
         draft = variant(self.draft, setup)
         found: list[list[int]] = []
-        width = draft.config.block_size
-        verify_width = width + int(draft.config.sample_from_anchor)
         layer_ids = [self.shifted(i, setup.tap_shift) for i in self.layer_ids]
         for example, (batch, states) in zip(self.examples, self.texts, strict=True):
             tapped = states[draft.config.tap_after_deepstack]
             features = torch.cat([tapped[i] for i in layer_ids], dim=-1).to(draft.device)
-            accepted = accepted_with_features(
-                draft, self.target, batch, features, width, verify_width, is_tree=is_tree
-            )
+            accepted = accepted_at_anchors(draft, self.target, batch, features, is_tree=is_tree)
             found.append(accepted[0, example.prompt_length() : -1].tolist())
         self._counted[key] = found
         return found

@@ -119,9 +119,6 @@ def regenerate(
     """Lets the target answer prepared conversations; goes on with a file that is there.
 
     Args:
-        settings (`RegenerateSettings`): What to answer, and how.
-        target (`PreTrainedModel` or `AnswerServer`): The target, or a server that runs it.
-        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): The target's.
         draft (`PreTrainedModel`, *optional*): A draft of the target's to be faster: greedy answers are the same.
 
     Raises:
@@ -130,21 +127,20 @@ def regenerate(
     """
     settings.check()
     run = _Run(settings, target, processing_class, draft)
+    report = run.report
     run.begin()
     began = time.monotonic()
     asked = run.first_questions()
-    report = Regenerated(num_prompts=len(asked))
     while asked:
-        run.answer([question for _, question in asked], report)
-        asked = run.next_questions(asked)
         report.num_prompts += len(asked)
+        run.answer([question for _, question in asked])
+        asked = run.next_questions(asked)
     report.seconds = time.monotonic() - began
     for row in run.answers():
         report.num_answers += 1
         report.num_tokens += len(row["answer_ids"])
         report.num_unfinished += not row["finished"]
     require(report.num_answers > 0, f"prompts in {settings.prompts}", "none to answer", "take other data")
-    report.left_out = run.left_out
     logger.info("%s", report)
     return report
 
@@ -176,22 +172,20 @@ def check_answers(path: Path, target: PreTrainedModel, processing_class: Process
 Question = tuple[int, dict[str, Any]]  # which row of the prompts, and the prompt: a row of the answers to be
 
 
+@dataclass
 class _Run:
     """One call of [`regenerate`]."""
 
-    def __init__(
-        self,
-        settings: RegenerateSettings,
-        target: PreTrainedModel | AnswerServer,
-        processing_class: Processing,
-        draft: PreTrainedModel | None,
-    ) -> None:
-        self.settings, self.target, self.processing_class, self.draft = settings, target, processing_class, draft
-        self.template = ChatTemplate(processing_class)
-        self.rows = RowFile(settings.prompts)
-        self.left_out: dict[str, int] = {}
-        self.done: set[str] = set()
-        self.seen: set[str] = set()
+    settings: RegenerateSettings
+    target: PreTrainedModel | AnswerServer
+    processing_class: Processing
+    draft: PreTrainedModel | None
+    report: Regenerated = field(default_factory=Regenerated)
+    done: set[str] = field(default_factory=set[str])
+    seen: set[str] = field(default_factory=set[str])
+
+    def __post_init__(self) -> None:
+        self.template, self.rows = ChatTemplate(self.processing_class), RowFile(self.settings.prompts)
 
     def begin(self) -> None:
         """Reads what has been answered before, and refuses what is not this run's."""
@@ -265,9 +259,9 @@ class _Run:
 
     def leave_out(self, reason: str) -> None:
         """Counts a prompt that is not answered."""
-        self.left_out[reason] = self.left_out.get(reason, 0) + 1
+        self.report.left_out[reason] = self.report.left_out.get(reason, 0) + 1
 
-    def answer(self, questions: Sequence[dict[str, Any]], report: Regenerated) -> None:
+    def answer(self, questions: Sequence[dict[str, Any]]) -> None:
         """Answers questions, batches of similar length out of pools of some batches, and writes each batch."""
         pool = self.settings.batch_size * POOL_BATCHES
         for start in range(0, len(questions), pool):
@@ -282,12 +276,10 @@ class _Run:
                 self.leave_out("prompts longer than the greatest length")
             for chosen in sorted_batches(fitting, prompts.lengths, self.settings.batch_size):
                 if any(part[at]["id"] not in self.done for at in chosen):
-                    self._answer_batch(part, prompts, chosen, report)
+                    self._answer_batch(part, prompts, chosen)
             logger.info("%d answers of %d", start + len(part), len(questions))
 
-    def _answer_batch(
-        self, questions: Sequence[dict[str, Any]], prompts: ChatDataset, chosen: Sequence[int], report: Regenerated
-    ) -> None:
+    def _answer_batch(self, questions: Sequence[dict[str, Any]], prompts: ChatDataset, chosen: list[int]) -> None:
         rows = [questions[at] for at in chosen]
         seed = json.dumps([self.settings.seed, *(row["id"] for row in rows)]).encode()
         number = int.from_bytes(hashlib.sha256(seed).digest()[:4], "big") >> 1
@@ -307,7 +299,7 @@ class _Run:
                 lines.append({**row, "answer_ids": ids, "finished": finished, "num_tokens": length + len(ids)})
         append_rows(self.settings.output, lines)
         self.done.update(line["id"] for line in lines)
-        report.num_new += len(lines)
+        self.report.num_new += len(lines)
 
     def _by_target(self, target: PreTrainedModel, examples: Sequence[Any], seed: int) -> list[Answer]:
         settings, tokenizer = self.settings, self.template.tokenizer
@@ -317,8 +309,7 @@ class _Run:
         every: list[int] = [ends] if isinstance(ends, int) else list(ends)
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else every[0]
         options: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "pad_token_id": padding}
-        sampled = settings.temperature > 0
-        options["do_sample"] = sampled
+        options["do_sample"] = sampled = settings.temperature > 0
         if sampled:
             options |= {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k}
         batch = collate(examples, padding, padding_side="left").to(target.device)
@@ -331,12 +322,9 @@ class _Run:
     def _by_server(self, server: AnswerServer, prompts: ChatDataset, chosen: Sequence[int], seed: int) -> list[Answer]:
         settings = self.settings
         rows = [prompts.rows[at] for at in chosen]
-        has_images = [_has_images(row) for row in rows]
-        lengths = [None if images else prompts.lengths[at] for at, images in zip(chosen, has_images, strict=True)]
+        lengths = [None if _has_images(prompts.rows[at]) else prompts.lengths[at] for at in chosen]
         options: dict[str, Any] = {"max_tokens": settings.max_new_tokens, "temperature": settings.temperature}
-        options |= {"top_p": settings.top_p, "seed": seed}
-        if settings.top_k:
-            options["top_k"] = settings.top_k
+        options |= {"top_p": settings.top_p, "seed": seed, **({"top_k": settings.top_k} if settings.top_k else {})}
         return server.answer(self.template, rows, lengths, options)
 
 

@@ -49,21 +49,17 @@ class DFlashTrainingArguments(TrainingArguments):
         ValueError: If an option is out of range, before anything else happens.
     """
 
-    num_train_epochs: float = field(default=6.0, metadata={"help": "Passes over the data, unless max_steps is set."})
-    per_device_train_batch_size: int = field(default=4, metadata={"help": "Sequences per forward and process."})
-    learning_rate: float = field(default=6e-4, metadata={"help": "Peak learning rate."})
-    lr_scheduler_type: SchedulerType | str = field(
-        default="cosine", metadata={"help": "Schedule of the learning rate."}
-    )
-    warmup_steps: float = field(
-        default=0.04, metadata={"help": "Steps of linear warm-up; below 1 a share of all steps."}
-    )
-    logging_steps: float = field(default=10, metadata={"help": "Steps between records."})
+    num_train_epochs: float = 6.0
+    per_device_train_batch_size: int = 4
+    learning_rate: float = 6e-4
+    lr_scheduler_type: SchedulerType | str = "cosine"
+    warmup_steps: float = 0.04
+    logging_steps: float = 10
     # A step that is not finite ends the run instead.
-    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Leave NaN and Inf out of what is logged."})
+    logging_nan_inf_filter: bool = False
     remove_unused_columns: bool = field(default=False, metadata={"help": "Without effect: examples have no columns."})
     # A batch without labels uses no head.
-    ddp_find_unused_parameters: bool | None = field(default=True, metadata={"help": "Whether DDP looks for these."})
+    ddp_find_unused_parameters: bool | None = True
     dataloader_pin_memory: bool = field(default=False, metadata={"help": "Without effect: batches are not pinned."})
 
     num_anchors: int = field(default=512, metadata={"help": "Most blocks per sequence, drawn anew at each step."})

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from dflash_hf.errors import require
+from dflash_hf.evaluation.image_files import image_size
+from dflash_hf.evaluation.prompt_files import SOURCES
 from dflash_hf.training.data import Example
-from dflash_hf.training.lengths import ImageTokens
 from dflash_hf.training.masks import assistant_turns
 from dflash_hf.training.messages import ChatTemplate, check_messages
 
@@ -54,7 +55,8 @@ class ChatDataset(Sequence[Example]):
             )
         self.rows, self.processing_class, self.answers, self.max_length = rows, processing_class, answers, max_length
         self._lengths = lengths
-        self._image_tokens = ImageTokens(processing_class)
+        self._count_tokens: Any = getattr(processing_class, "_get_num_multimodal_tokens", None)  # of images
+        self._replaced: float | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -96,10 +98,8 @@ class ChatDataset(Sequence[Example]):
         messages, images = parts_of(row)
         options = row.get("chat_template_kwargs")
         if answer is None:
-            turns = row.get("trained_turns")
-            example = Example.from_messages(
-                self.processing_class, messages, images, turns=turns, chat_template_kwargs=options
-            )
+            turns, kind = row.get("trained_turns"), self.processing_class
+            example = Example.from_messages(kind, messages, images, turns=turns, chat_template_kwargs=options)
         else:
             template = ChatTemplate(self.processing_class, options)
             prepared = template.messages(_asked(messages), images)
@@ -115,8 +115,28 @@ class ChatDataset(Sequence[Example]):
             turns = row.get("trained_turns") or assistant_turns(messages)
             messages = messages[: turns[-1] + 1] if turns else messages
         plain = len(template.tokens(template.render(messages, answer is not None))) + len(answer or ())
-        length = self._image_tokens.expanded(plain, messages, lambda: len(self._build(row, answer).input_ids))
+        length = self._expanded(plain, messages, lambda: len(self._build(row, answer).input_ids))
         return length if self.max_length is None else min(length, self.max_length)
+
+    def _expanded(self, plain: int, messages: Sequence[Mapping[str, Any]], build: Callable[[], int]) -> int:
+        """The tokens after images are expanded, by the headers of the images where these say it.
+
+        How many tokens of the text an image's replace differs from family to family: one example is built to see it.
+        So lengths are exact where that is a constant (one placeholder in Qwen's), and near elsewhere.
+        """
+        contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+        images = [block for content in contents for block in content if block["type"] == "image"]
+        if not images:
+            return plain
+        sizes = [image_size(next(block[key] for key in SOURCES if key in block)) for block in images]
+        if self._count_tokens is None or None in sizes:
+            return build()
+        added = sum(self._count_tokens(image_sizes=[list(size) for size in sizes if size]).num_image_tokens)
+        if self._replaced is None:
+            whole = build()
+            self._replaced = (plain + added - whole) / len(images)
+            return whole
+        return round(plain + added - self._replaced * len(images))
 
 
 def parts_of(row: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[Any]]:

@@ -20,9 +20,7 @@ STATE_FILE = "trainer_state.json"  # Transformers writes it last
 class Records(TrainerCallback):
     """Appends every record to `metrics.jsonl`, so that a killed run leaves them too; the last step has one as well."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *rest: Any, **kwargs: Any) -> None:
         """Takes the steps of records, checkpoints and evaluations from the arguments, not from the checkpoint."""
         state.compute_steps(args, state.max_steps)
 
@@ -34,18 +32,11 @@ class Records(TrainerCallback):
             control.should_log = True
             control.should_evaluate = control.should_evaluate or args.eval_strategy == IntervalStrategy.STEPS
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, *rest: Any, **kwargs: Any) -> None:
         """Appends one line of JSON."""
         if state.is_world_process_zero:
             with (Path(str(args.output_dir)) / METRICS_FILE).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+                file.write(json.dumps({"step": state.global_step, **(kwargs.get("logs") or {})}) + "\n")
 
 
 def whole_checkpoint(asked: str | bool | None, output_dir: Path) -> str | None:
@@ -54,7 +45,6 @@ def whole_checkpoint(asked: str | bool | None, output_dir: Path) -> str | None:
     Args:
         asked (`str` or `bool`, *optional*): A folder, or `True` for the newest one of the run that was written to its
             end.
-        output_dir (`Path`): The run's folder.
 
     Raises:
         ValueError: If there is none.

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from dflash_hf.errors import require
 from dflash_hf.training.data import Example
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Moved = TypeVar("Moved", bound="DataclassInstance")
 # A batch is cut from a sorted pool of this many batches: similar lengths, and still a different mix every epoch.
 POOL_BATCHES = 8
 
@@ -39,19 +46,25 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Returns the same batch on another device."""
-        return Batch(
-            input_ids=self.input_ids.to(device),
-            attention_mask=self.attention_mask.to(device),
-            loss_mask=self.loss_mask.to(device),
-            model_inputs={name: value.to(device) for name, value in self.model_inputs.items()},
-            starts=None if self.starts is None else self.starts.to(device),
-        )
+        return moved(self, device)
+
+    def row(self, number: int) -> Batch:
+        """Returns a row of text as a batch."""
+        parts: dict[str, Any] = {name: getattr(self, name) for name in ("input_ids", "attention_mask", "loss_mask")}
+        parts |= {} if self.starts is None else {"starts": self.starts}
+        return Batch(**{name: value[number : number + 1] for name, value in parts.items()})
 
     @property
     def position_ids(self) -> Tensor:
         """Index of each token in its example: int64 of shape `[B, S]`."""
         columns = torch.arange(self.input_ids.shape[1], device=self.input_ids.device).expand(self.input_ids.shape)
         return columns if self.starts is None else columns - self.starts
+
+
+def moved(batch: Moved, device: torch.device) -> Moved:
+    """Returns a dataclass with its tensors on another device."""
+    parts: dict[str, Any] = {item.name: send_to_device(getattr(batch, item.name), device) for item in fields(batch)}
+    return replace(batch, **parts)
 
 
 def collate(
@@ -62,32 +75,29 @@ def collate(
     Inputs per token are padded with the rows, by 0 (text). The others are joined along their first dimension, padded
     with zeros in the others: that is how processors lay out images of several rows, of different sizes too.
     """
-    shape = (len(examples), max(len(example.input_ids) for example in examples))
-    input_ids = torch.full(shape, pad_token_id, dtype=torch.long, device="cpu")
-    attention_mask, loss_mask = (torch.zeros(shape, dtype=torch.bool, device="cpu") for _ in range(2))
-    columns: list[slice] = []
-    for row, example in enumerate(examples):
-        length = len(example.input_ids)
-        columns.append(slice(0, length) if padding_side == "right" else slice(shape[1] - length, shape[1]))
-        input_ids[row, columns[row]] = torch.tensor(example.input_ids, dtype=torch.long, device="cpu")
-        attention_mask[row, columns[row]] = True
-        loss_mask[row, columns[row]] = torch.tensor(example.loss_mask, dtype=torch.bool, device="cpu")
+
+    def padded(rows: Sequence[Tensor], value: int = 0) -> Tensor:
+        return pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=padding_side)
+
+    def join(name: str) -> Tensor:
+        found = [example.model_inputs.get(name) for example in examples]
+        present = [value for value in found if value is not None]
+        if any(value is not None and value.shape != row.shape for value, row in zip(found, ids, strict=True)):
+            return _concatenate(present)
+        return padded([present[0].new_zeros(row.shape) if v is None else v for v, row in zip(found, ids, strict=True)])
+
+    ids = [torch.tensor(example.input_ids, dtype=torch.long, device="cpu") for example in examples]
     names = dict.fromkeys(name for example in examples for name in example.model_inputs)
     return Batch(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        loss_mask=loss_mask,
-        model_inputs={name: _join(examples, name, shape, columns) for name in names},
+        input_ids=padded(ids, pad_token_id),
+        attention_mask=padded([torch.ones_like(row, dtype=torch.bool) for row in ids]),
+        loss_mask=padded([torch.tensor(example.loss_mask, dtype=torch.bool, device="cpu") for example in examples]),
+        model_inputs={name: join(name) for name in names},
     )
 
 
-def collate_packed(examples: Sequence[Example], max_length: int, pad_token_id: int = 0) -> Batch:
+def collate_packed(examples: Sequence[Example], max_length: int) -> Batch:
     """Fills rows of at most `max_length` tokens with examples, in their order; rows are padded on the right.
-
-    Args:
-        examples (sequence of [`Example`]): Of text.
-        max_length (`int`): Tokens of a row.
-        pad_token_id (`int`): Fills rows up.
 
     Raises:
         ValueError: If an example is longer, or has inputs beside its tokens (images ...).
@@ -107,7 +117,7 @@ def collate_packed(examples: Sequence[Example], max_length: int, pad_token_id: i
         rows[-1] = Example(
             input_ids=[*last.input_ids, *example.input_ids], loss_mask=[*last.loss_mask, *example.loss_mask]
         )
-    batch = collate(rows, pad_token_id)
+    batch = collate(rows)
     width = batch.input_ids.shape[1]
     filled = [[*row, *[len(row)] * (width - len(row))] for row in starts]
     return replace(batch, starts=torch.tensor(filled, dtype=torch.long, device="cpu"))
@@ -120,10 +130,6 @@ def _check_room(length: int, max_length: int, index: int) -> None:
 
 def best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     """Fills rows of `max_length` tokens: the longest example first, each into the fullest row that has room for it.
-
-    Args:
-        lengths (sequence of `int`): Tokens of each example.
-        max_length (`int`): Tokens of a row.
 
     Returns:
         `list[list[int]]`: Indices of the examples of each row.
@@ -144,43 +150,6 @@ def best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     return rows
 
 
-def packed_batches(lengths: Sequence[int], batch_size: int, max_length: int, seed: int, epoch: int) -> list[list[int]]:
-    """Splits an epoch into batches that [`collate_packed`] makes at most `batch_size` full rows of.
-
-    Every example occurs once. Rows are filled by best fit; at whichever of their examples the collator goes on to a
-    new row, what is left of that row fits into it.
-
-    Args:
-        lengths (sequence of `int`): Tokens of each example.
-        batch_size (`int`): Rows per batch.
-        max_length (`int`): Tokens of a row.
-        seed, epoch (`int`): What the order depends on, and all that it depends on.
-
-    Returns:
-        `list[list[int]]`: Indices of the examples of each batch.
-    """
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    order = torch.randperm(len(lengths), generator=generator, device="cpu").tolist()
-    rows = [[order[at] for at in row] for row in best_fit([lengths[index] for index in order], max_length)]
-    mixed = torch.randperm(len(rows), generator=generator, device="cpu").tolist()
-    return [
-        [index for row in mixed[at : at + batch_size] for index in rows[row]] for at in range(0, len(rows), batch_size)
-    ]
-
-
-def _join(examples: Sequence[Example], name: str, shape: tuple[int, int], columns: Sequence[slice]) -> Tensor:
-    """One of a batch's other inputs: `[B, S]` if it has a value per token, else all examples' one after another."""
-    present = [
-        (row, e.model_inputs[name], len(e.input_ids)) for row, e in enumerate(examples) if name in e.model_inputs
-    ]
-    if any(value.shape != (length,) for _, value, length in present):
-        return _concatenate([value for _, value, _ in present])
-    joined = torch.zeros(shape, dtype=present[0][1].dtype, device="cpu")
-    for row, value, _ in present:
-        joined[row, columns[row]] = value
-    return joined
-
-
 def _concatenate(values: list[Tensor]) -> Tensor:
     """Joins along the first dimension, padding the others with zeros at their ends."""
     sizes = [max(value.shape[dim] for value in values) for dim in range(1, values[0].ndim)]
@@ -195,39 +164,54 @@ def _concatenate(values: list[Tensor]) -> Tensor:
     return joined
 
 
-def bucketed_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
-    """Splits an epoch into batches of similar length; every example occurs once.
+def epoch_batches(
+    lengths: Sequence[int], batch_size: int, seed: int, epoch: int, packing_length: int | None = None
+) -> list[list[int]]:
+    """Splits an epoch into batches, in which every example occurs once: of similar length, or packed.
+
+    Rows that are packed are filled by best fit; at whichever of their examples [`collate_packed`] goes on to a new
+    row, what is left of that row fits into it.
 
     Args:
-        lengths (sequence of `int`): Tokens of each example.
-        batch_size (`int`): Examples per batch; one batch may have fewer.
+        batch_size (`int`): Examples per batch, or most packed rows; one batch may have fewer.
         seed, epoch (`int`): What the order depends on, and all that it depends on.
+        packing_length (`int`, *optional*): Tokens of a row that examples are packed into.
 
     Returns:
         `list[list[int]]`: Indices of the examples of each batch.
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    order = torch.randperm(len(lengths), generator=generator, device="cpu").tolist()
-    pool = batch_size * POOL_BATCHES
-    batches: list[list[int]] = []
-    for start in range(0, len(order), pool):
-        batches += sorted_batches(order[start : start + pool], lengths, batch_size)
-    return [batches[at] for at in torch.randperm(len(batches), generator=generator, device="cpu").tolist()]
+
+    def mixed(values: Sequence[Any]) -> list[Any]:
+        return [values[at] for at in torch.randperm(len(values), generator=generator, device="cpu").tolist()]
+
+    order: list[int] = mixed(range(len(lengths)))
+    if packing_length is None:
+        pools = cuts(order, batch_size * POOL_BATCHES)
+        return mixed([batch for pool in pools for batch in sorted_batches(pool, lengths, batch_size)])
+    filled = best_fit([lengths[index] for index in order], packing_length)
+    rows = mixed([[order[at] for at in row] for row in filled])
+    return [list(chain.from_iterable(part)) for part in cuts(rows, batch_size)]
 
 
 def sorted_batches(indices: Iterable[int], lengths: Sequence[Any], batch_size: int) -> list[list[int]]:
     """Sorts indices of examples by their lengths (or whatever stands for them) and cuts them into batches."""
-    order = sorted(indices, key=lambda index: lengths[index])
-    return [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
+    return cuts(sorted(indices, key=lambda index: lengths[index]), batch_size)
+
+
+def cuts(values: Sequence[Any], size: int) -> list[Any]:
+    """Cuts a sequence into pieces of `size`, of which the last may be shorter."""
+    return [values[at : at + size] for at in range(0, len(values), size)]
 
 
 __all__ = [
     "POOL_BATCHES",
     "Batch",
     "best_fit",
-    "bucketed_batches",
     "collate",
     "collate_packed",
-    "packed_batches",
+    "cuts",
+    "epoch_batches",
+    "moved",
     "sorted_batches",
 ]

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from dflash_hf.errors import require
-from dflash_hf.training.messages import encode_messages
+from dflash_hf.training.messages import ChatTemplate, encode_messages
 
 # What a processor may return beside inputs of the model.
 NOT_INPUTS = {"input_ids", "attention_mask", "assistant_masks", "offset_mapping", "text_replacement_offsets"}
@@ -96,10 +96,14 @@ class Example:
         Raises:
             ValueError: If it cannot be told what the assistant writes, or images and their places do not match.
         """
-        encoded, mask = encode_messages(
-            processing_class, messages, images, turns=turns, chat_template_kwargs=chat_template_kwargs
-        )
+        template = ChatTemplate(processing_class, chat_template_kwargs)
+        encoded, mask = encode_messages(template, messages, images, turns)
         return replace(cls.from_pair(encoded, []), loss_mask=mask)
+
+    @property
+    def has_images(self) -> bool:
+        """True if an input of the model's is none per token."""
+        return any(value.shape != (len(self.input_ids),) for value in self.model_inputs.values())
 
     def with_answer(self, answer_ids: Sequence[int]) -> Example:
         """Returns the example with another answer behind it; inputs per token are 0 (text) there."""
@@ -123,10 +127,8 @@ class Example:
         """
         if len(self.input_ids) <= max_length:
             return self
-        size = (len(self.input_ids),)
-        has_images = any(value.shape != size for value in self.model_inputs.values())
         what = f"an example with images of at most {max_length} tokens"
-        require(not has_images, what, len(self.input_ids), "leave it out, or take smaller images")
+        require(not self.has_images, what, len(self.input_ids), "leave it out, or take smaller images")
         return Example(
             input_ids=self.input_ids[:max_length],
             loss_mask=self.loss_mask[:max_length],

@@ -64,8 +64,6 @@ class Measured:
     """What was measured on one set of questions.
 
     Args:
-        dataset (`str`): Its name.
-        questions (`int`): How many.
         acceptance_length (`float`): Mean number of tokens that a verify commits, the bonus token included.
         speedup (`float`, *optional*): Tokens per second over plain `generate`.
     """
@@ -81,10 +79,7 @@ class CardFacts:
     """What a card says beside what the draft itself does.
 
     Args:
-        target (`str`): Hub id or folder of the target.
-        license (`str`, *optional*): Of the draft.
         datasets (sequence of `str`): Where the prompts are from.
-        measured (sequence of [`Measured`]): Acceptance, set by set.
         conditions (`str`): Under what it was measured: machine, dtype, batch.
         training (mapping): What the training was, line by line: names and values as they are to be read.
         versions (mapping): Versions of the packages that trained it.
@@ -103,52 +98,42 @@ def export(
     draft: DFlashDraftModel,
     folder: str | PathLike[str],
     facts: CardFacts,
-    formats: Sequence[FormatName] = ("zlab", "speculators", "muse"),
+    format: FormatName,
     target: PreTrainedModel | None = None,
-) -> dict[FormatName, str | None]:
-    """Writes a draft in some formats, each into a folder of that name with a model card; whole or not at all.
+) -> str | None:
+    """Writes a draft in a format of [`save_draft`], with a model card; whole or not at all.
 
     Args:
         draft (`DFlashDraftModel`): The draft; not changed, its dtype is what is written.
-        folder (`str` or `os.PathLike`): Where the folders go.
-        facts ([`CardFacts`]): What the cards say.
-        formats (sequence of `str`): Formats of [`save_draft`].
+        folder (`str` or `os.PathLike`): Where the folder of that name goes.
         target (`PreTrainedModel`, *optional*): See [`save_draft`]; may be on the meta device where the draft needs no
             copies of its embedding and head.
 
     Returns:
-        `dict`: By format, why there is none: `None` where it was written. A format that cannot express the draft is
-        left out, and the log says so.
-
-    Raises:
-        ValueError: If none of the formats can express it.
+        `str`, *optional*: Why the format cannot express it, which the log says too; `None` where it was written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    refused: dict[FormatName, str | None] = {}
-    for name in formats:
-        with TemporaryDirectory(dir=folder, prefix=f".{name}-") as fresh:
-            try:
-                save_draft(draft, Path(fresh) / name, name, target)
-            except ValueError as error:
-                refused[name] = one_line(error)
-                logger.warning("no export in the format %s: %s", name, refused[name])
-                continue
-            (Path(fresh) / name / CARD).write_text(card(draft, facts, name), encoding="utf-8")
-            _replace(Path(fresh) / name, folder / name)
-            refused[name] = None
-    if formats and all(refused.values()):
-        raise ValueError("; ".join(str(why) for why in refused.values()))
-    return refused
+    with TemporaryDirectory(dir=folder, prefix=f".{format}-") as fresh:
+        made, place = Path(fresh) / format, folder / format
+        try:
+            save_draft(draft, made, format, target)
+        except ValueError as error:
+            logger.warning("no export in the format %s: %s", format, one_line(error))
+            return one_line(error)
+        (made / CARD).write_text(card(draft, facts, format), encoding="utf-8")
+        place.mkdir(exist_ok=True)
+        for stale in (*place.glob("*.safetensors*"), *place.glob("*config.json")):
+            stale.unlink()
+        for file in made.iterdir():
+            file.replace(place / file.name)
+    return None
 
 
 def card(draft: DFlashDraftModel, facts: CardFacts, format: FormatName = "dflash", place: str | None = None) -> str:
     """Returns the model card of a draft, Markdown with the Hub's fields in front.
 
     Args:
-        draft (`DFlashDraftModel`): The draft.
-        facts ([`CardFacts`]): What is to be said.
-        format (`str`): Of the folder that the card is for.
         place (`str`, *optional*): What the snippets call the draft; by default `"PATH/TO/THIS/FOLDER"`.
     """
     import yaml
@@ -221,15 +206,6 @@ def _acceptance(facts: CardFacts) -> list[str]:
 
 def _table(values: Mapping[str, object]) -> list[str]:
     return ["| | |", "| --- | --- |", *(f"| {name} | {one_line(value)} |" for name, value in values.items())]
-
-
-def _replace(fresh: Path, place: Path) -> None:
-    """Puts a folder in place of another, of which no weights or config are left."""
-    place.mkdir(exist_ok=True)
-    for stale in (*place.glob("*.safetensors*"), *place.glob("*config.json")):
-        stale.unlink()
-    for file in fresh.iterdir():
-        file.replace(place / file.name)
 
 
 __all__ = ["CARD", "TAGS", "UNPLACED", "CardFacts", "Measured", "card", "export", "is_hub_id"]

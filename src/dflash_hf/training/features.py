@@ -15,7 +15,9 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,29 +40,19 @@ logger: Any = logging.get_logger(__name__)
 SETTINGS_FILE = "features.json"
 SHARD_BYTES = 2**28
 PARTS = ("taps", "next_ids", "next_log_probs")
+DAMAGED = "expected a whole shard of features in {path}, got {got}; delete the file and write it again"
 
 
 def bytes_per_token(config: DFlashConfig, dtype: torch.dtype, num_likely: int = 0) -> int:
-    """Returns what a token's features take on disk: 40,960 bytes for five taps of Qwen3-8B in bfloat16.
-
-    Args:
-        config (`DFlashConfig`): The draft's.
-        dtype (`torch.dtype`): Of the target.
-        num_likely (`int`): The target's most likely next tokens that are kept, 8 bytes each.
-    """
+    """Returns what a token's features take on disk: 40,960 bytes for five taps of Qwen3-8B in bfloat16."""
     return len(config.target_layer_ids) * int(config.target_hidden_size) * dtype.itemsize + 8 * num_likely
 
 
 class FeatureCache:
-    """Features of examples in a folder.
-
-    Args:
-        folder (`str` or `Path`): Need not exist before it is written to.
-    """
+    """Features of examples in a folder, which need not exist before it is written to."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self._shards: dict[str, Path] | None = None
         self._checked: set[str] = set()
 
     def write(
@@ -70,19 +62,15 @@ class FeatureCache:
         examples: Sequence[Example],
         *,
         num_likely: int = 0,
-        on_example: Callable[[int], None] | None = None,
     ) -> None:
         """Runs the target over every example that is not in the folder yet; what is written stays when it fails.
 
         Several processes may write different examples at the same time.
 
         Args:
-            target (`Target`): The target, in eval mode.
             config (`DFlashConfig`): The draft's: which layers are tapped.
-            examples (sequence of [`Example`]): Text or images.
             num_likely (`int`): The target's most likely next tokens to keep, where the objective or the labels need
                 them: see `batch_loss`. A folder that has more goes on with as many.
-            on_example (callable, *optional*): Told the number of examples done after each.
 
         Raises:
             ValueError: If the folder holds features of another target or others taps, a shard is damaged, or the disk
@@ -107,20 +95,17 @@ class FeatureCache:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not is_old:
             self._save(SETTINGS_FILE, lambda path: path.write_text(json.dumps(settings, indent=2), encoding="utf-8"))
-        known, pending = set(self._index()), dict[str, Features]()
+        known, pending = set(self._shards), dict[str, Features]()
         waiting = 0
-        for number, example in enumerate(examples):
+        for example in examples:
             key = example_key(example)
             if key not in known:
                 known.add(key)
-                found = features_alone(target, config, example, num_likely).to(torch.device("cpu"))
-                pending[key] = found
+                pending[key] = features_alone(target, config, example, num_likely).to(torch.device("cpu"))
                 waiting += len(example.input_ids) * size
             if waiting >= SHARD_BYTES:
                 self._save_shard(pending)
                 pending, waiting = {}, 0
-            if on_example is not None:
-                on_example(number + 1)
         if pending:
             self._save_shard(pending)
 
@@ -157,8 +142,8 @@ class FeatureCache:
         starts = torch.zeros_like(batch.input_ids) if batch.starts is None else batch.starts
         places = [
             (row, start)
-            for row in range(len(starts))
-            for start in starts[row, batch.attention_mask[row]].unique().tolist()
+            for row, real in enumerate(batch.attention_mask)
+            for start in starts[row, real].unique().tolist()
         ]
         parts: dict[str, Tensor] = {}
         for example, (row, start) in zip(examples, places, strict=True):
@@ -166,47 +151,37 @@ class FeatureCache:
                 if name not in parts:
                     parts[name] = value.new_zeros(*batch.input_ids.shape, value.shape[-1])
                 parts[name][row, start : start + len(value)] = value
-        ids = parts.get("next_ids")
-        return Features(
-            taps=parts["taps"],
-            next_ids=None if ids is None else ids.to(torch.long),
-            next_log_probs=parts.get("next_log_probs"),
-        )
+        if "next_ids" in parts:
+            parts["next_ids"] = parts["next_ids"].to(torch.long)
+        return Features(**parts)
 
     def __contains__(self, example: Example) -> bool:
-        return example_key(example) in self._index()
+        return example_key(example) in self._shards
 
     def _read(self, example: Example) -> dict[str, Tensor]:
         """One example's tensors, compared with their checksum the first time they are read."""
-        key, index = example_key(example), self._index()
-        what = f"features of every example in {self.folder}"
-        require(key in index, what, f"none of an example of {len(example.input_ids)} tokens", "write them first")
-        path = index[key]
-        try:
-            with safe_open(path, framework="pt") as shard:
-                names = set(shard.keys())
-                found = {part: shard.get_tensor(f"{key}.{part}") for part in PARTS if f"{key}.{part}" in names}
-                wanted = (shard.metadata() or {}).get(key)
-        except (OSError, SafetensorError) as error:
-            raise _damaged(path, one_line(error)) from error
+        key = example_key(example)
+        got = f"none of an example of {len(example.input_ids)} tokens"
+        require(key in self._shards, f"features of every example in {self.folder}", got, "write them first")
+        path = self._shards[key]
+        with _opened(path) as shard:
+            names = set(shard.keys())
+            found = {part: shard.get_tensor(f"{key}.{part}") for part in PARTS if f"{key}.{part}" in names}
+            wanted = (shard.metadata() or {}).get(key)
         if key not in self._checked:
             if wanted != _checksum(found.values()):
-                raise _damaged(path, "other bytes than were written")
+                raise ValueError(DAMAGED.format(path=path, got="other bytes than were written"))
             self._checked.add(key)
         return found
 
-    def _index(self) -> dict[str, Path]:
+    @cached_property
+    def _shards(self) -> dict[str, Path]:
         """Which shard holds which example."""
-        if self._shards is None:
-            shards: dict[str, Path] = {}
-            for path in sorted(self.folder.glob("features-*.safetensors")):
-                try:
-                    with safe_open(path, framework="pt") as shard:
-                        shards |= dict.fromkeys(shard.metadata() or {}, path)
-                except (OSError, SafetensorError) as error:
-                    raise _damaged(path, one_line(error)) from error
-            self._shards = shards
-        return self._shards
+        shards: dict[str, Path] = {}
+        for path in sorted(self.folder.glob("features-*.safetensors")):
+            with _opened(path) as shard:
+                shards |= dict.fromkeys(shard.metadata() or {}, path)
+        return shards
 
     def _save_shard(self, pending: dict[str, Features]) -> None:
         tensors: dict[str, Tensor] = {}
@@ -220,7 +195,7 @@ class FeatureCache:
             checksums[key] = _checksum(parts.values())
         name = f"features-{hashlib.sha256(''.join(pending).encode()).hexdigest()[:16]}.safetensors"
         self._save(name, lambda path: save_file(tensors, path, metadata=checksums))
-        self._index().update(dict.fromkeys(pending, self.folder / name))
+        self._shards.update(dict.fromkeys(pending, self.folder / name))
 
     def _save(self, name: str, write: Callable[[Path], object]) -> None:
         """Writes a file whole or not at all."""
@@ -287,8 +262,14 @@ def _bytes(tensor: Tensor) -> Any:
     return tensor.contiguous().flatten().view(torch.uint8).numpy()
 
 
-def _damaged(path: Path, got: str) -> ValueError:
-    return ValueError(f"expected a whole shard of features in {path}, got {got}; delete the file and write it again")
+@contextmanager
+def _opened(path: Path) -> Generator[Any]:
+    """A shard to read, and a sentence where it is damaged."""
+    try:
+        with safe_open(path, framework="pt") as shard:
+            yield shard
+    except (OSError, SafetensorError) as error:
+        raise ValueError(DAMAGED.format(path=path, got=one_line(error))) from error
 
 
 __all__ = ["FeatureCache", "bytes_per_token", "example_key", "features_alone"]

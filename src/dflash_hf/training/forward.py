@@ -24,7 +24,7 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
 from dflash_hf.training.anchors import Anchors, BlockMaskRule
-from dflash_hf.training.collators import Batch
+from dflash_hf.training.collators import Batch, moved
 from dflash_hf.training.loss import BlockLabels, BlockLoss, Objective, block_labels, block_loss, loss_weight
 
 logger: Any = logging.get_logger(__name__)
@@ -51,9 +51,7 @@ class Features:
 
     def to(self, device: torch.device) -> Features:
         """Returns the same features on another device."""
-        moved = (None if value is None else value.to(device) for value in (self.next_ids, self.next_log_probs))
-        next_ids, next_log_probs = moved
-        return Features(taps=self.taps.to(device), next_ids=next_ids, next_log_probs=next_log_probs)
+        return moved(self, device)
 
 
 class _Passed(Exception):
@@ -66,10 +64,6 @@ def forward_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
     Answer tokens of type 0 get the type that `generate` gives to new tokens: some targets attend both ways within a
     prompt, where all is of type 0. A packed row gets positions that begin anew with each example and no mask:
     Transformers lets no example see another one then.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        batch (`Batch`): The rows.
     """
     if batch.starts is not None:
         return {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
@@ -101,7 +95,6 @@ def target_features(
 
     Args:
         target (`Target`): The target, in eval mode.
-        layer_ids (`list[int]`): Layers to tap.
         batch (`Batch`): Right-padded rows; they are moved to where the target's embedding is.
         after_deepstack (`bool`): Tap after DeepStack's additions, as the draft's `tap_after_deepstack` says.
         num_likely (`int`): How many of the target's most likely next tokens to return.
@@ -113,31 +106,15 @@ def target_features(
         [`Features`] on the device of the first tapped layer.
     """
     batch = batch.to(target.device)
-    if batch.starts is None:
-        return _features(target, layer_ids, batch, after_deepstack, num_likely, columns, top_level)
-    rows = []
-    for number in range(len(batch.input_ids)):  # each by itself: some attention knows one packed row and no more
-        row = slice(number, number + 1)
-        parts = (batch.input_ids[row], batch.attention_mask[row], batch.loss_mask[row])
-        alone = Batch(input_ids=parts[0], attention_mask=parts[1], loss_mask=parts[2], starts=batch.starts[row])
-        rows.append(_features(target, layer_ids, alone, after_deepstack, num_likely, columns, top_level))
-    likely = [
-        None if rows[0].next_ids is None else torch.cat([getattr(row, name) for row in rows])
-        for name in ("next_ids", "next_log_probs")
-    ]
-    return Features(taps=torch.cat([row.taps for row in rows]), next_ids=likely[0], next_log_probs=likely[1])
-
-
-def _features(
-    target: Target,
-    layer_ids: list[int],
-    batch: Batch,
-    after_deepstack: bool,
-    num_likely: int,
-    columns: Tensor | None,
-    top_level: bool,
-) -> Features:
-    """`target_features` by one forward."""
+    if batch.starts is not None and len(batch.input_ids) > 1:
+        # Each row by itself: some attention knows one packed row and no more.
+        options: dict[str, Any] = {"after_deepstack": after_deepstack, "num_likely": num_likely, "columns": columns}
+        found = [
+            target_features(target, layer_ids, batch.row(number), **options, top_level=top_level)
+            for number in range(len(batch.input_ids))
+        ]
+        names = ("taps", "next_ids", "next_log_probs") if num_likely else ("taps",)
+        return Features(**{name: torch.cat([getattr(row, name) for row in found]) for name in names})
     through_model = top_level or num_likely > 0 or bool(batch.model_inputs)
     decoder = None if through_model else target.model.get_decoder()
     module = target.model if decoder is None else decoder
@@ -239,7 +216,6 @@ def run_blocks(
     """Runs the draft over all blocks in one forward; context that no anchor can see is left out.
 
     Args:
-        draft (`DFlashDraftModel`): The draft.
         target (`Target`): Whose embedding fills the blocks; it may be on other devices.
         batch (`Batch`): The rows, on the draft's device.
         features (`torch.Tensor` of shape `[B, S, L * D]`): Tapped states of the rows, on any device.
@@ -340,17 +316,13 @@ def batch_loss(
     """Runs target and draft over a batch, up to the loss.
 
     Args:
-        draft (`DFlashDraftModel`): The draft.
         target (`Target`): The target, frozen and in eval mode; it may be on other devices.
-        batch (`Batch`): The rows, on any device.
-        anchors (`Anchors`): The blocks, on any device.
+        batch, anchors: The rows and their blocks, on any device.
         weights_K (`torch.Tensor` of shape `[K]`): Weight of each slot; see `decay_weights`.
-        objective (`str`): See `loss`.
+        objective, chunk_blocks: See `block_loss`.
         target_labels (`bool`): Learn the target's argmax at each position instead of the data's tokens.
-        chunk_blocks (`int`): Blocks per application of the head.
-        attention (`str`): See `run_blocks`.
         features ([`Features`], *optional*): Of the batch, where they are known already.
-        module (`nn.Module`, *optional*): What to call instead of `draft`, when accelerate wrapped it.
+        attention, module: See `run_blocks`.
 
     Raises:
         ValueError: If given features lack the target's next tokens, and the objective or the labels need them.
@@ -439,7 +411,6 @@ __all__ = [
     "block_inputs",
     "check_packing",
     "forward_inputs",
-    "likely_tokens",
     "logits_of",
     "run_blocks",
     "target_features",

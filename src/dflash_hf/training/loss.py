@@ -20,16 +20,15 @@ Shapes: `B` rows, `A` anchors, `K` block, `N` slots with a loss, `V` vocabulary,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dflash_hf.dflash2 import CandidateSelector
-from dflash_hf.errors import listed
 from dflash_hf.training.anchors import Anchors
 
 Objective = Literal["cross_entropy", "dpace", "kl"]
@@ -54,6 +53,12 @@ class BlockLabels:
     before: Tensor
     likely_ids: Tensor | None = None
     likely_log_probs: Tensor | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> BlockLabels:
+        """Returns labels of which each tensor is changed."""
+        every = {item.name: getattr(self, item.name) for item in fields(self)}
+        changed: dict[str, Any] = {name: change(value) for name, value in every.items() if value is not None}
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +92,6 @@ def decay_weights(block_size: int, gamma: float, from_anchor: bool = False) -> T
 
     Args:
         block_size (`int`): `K`.
-        gamma (`float`): Decay constant.
         from_anchor (`bool`): The anchor's slot is the first that proposes.
     """
     first = 0 if from_anchor else 1
@@ -110,7 +114,6 @@ def block_labels(
     Args:
         token_ids_BS (`torch.Tensor` of shape `[B, S]`, int64): The right token at each index.
         loss_mask_BS (`torch.Tensor` of shape `[B, S]`, bool): Tokens that the target wrote.
-        anchors (`Anchors`): The blocks.
         input_ids_BS (`torch.Tensor` of shape `[B, S]`, int64, *optional*): The tokens that the target was shown;
             default `token_ids_BS`.
         starts_BS (`torch.Tensor` of shape `[B, S]`, int64, *optional*): Where each token's example begins, in packed
@@ -153,7 +156,6 @@ def loss_weight(labels: BlockLabels, weights_K: Tensor, objective: Objective = "
     It needs no forward, so that the one of a whole step is known before its first batch.
 
     Args:
-        labels (`BlockLabels`): Of the batch.
         weights_K (`torch.Tensor` of shape `[K]`): See `decay_weights`.
         objective (`str`): See this module.
     """
@@ -174,30 +176,16 @@ def dpace_weights(losses_BAK: Tensor, mask_BAK: Tensor) -> Tensor:
     return reached.flip(-1).cumsum(dim=-1).flip(-1)
 
 
-class _Slots(NamedTuple):
-    """What some slots should predict; see [`BlockLabels`]."""
-
-    ids: Tensor
-    before: Tensor
-    likely_ids: Tensor | None
-    likely_log_probs: Tensor | None
-
-    def part(self, rows: slice, device: torch.device) -> _Slots:
-        """Those of some rows, on a device."""
-        likely = (None if value is None else value[rows].to(device) for value in self[2:])
-        return _Slots(self.ids[rows].to(device), self.before[rows].to(device), *likely)
-
-
 def _slot_losses(
     hidden_ND: Tensor,
-    slots: _Slots,
+    slots: BlockLabels,
     rows: slice,
     logits_of: Callable[[Tensor], Tensor],
     selector: CandidateSelector | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, loss of the selector and argmax of some slots, on the states' device whatever the head's."""
     logits = logits_of(hidden_ND)
-    slots = slots.part(rows, logits.device)
+    slots = slots.map(lambda value: value[rows].to(logits.device))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if slots.likely_ids is None or slots.likely_log_probs is None:
         losses = nn.functional.cross_entropy(logits, slots.ids, reduction="none")
@@ -247,7 +235,7 @@ class _FrozenHead(torch.autograd.Function):
 
 def _all_losses(
     hidden_ND: Tensor,
-    slots: _Slots,
+    slots: BlockLabels,
     logits_of: Callable[[Tensor], Tensor],
     selector: CandidateSelector | None,
     size: int,
@@ -309,12 +297,8 @@ def block_loss(
         raise ValueError("expected labels with likely tokens for objective='kl', got none; take them of the target")
     scored = labels.mask if known_V is None else labels.mask & known_V[labels.ids]
     places = scored.flatten().nonzero()[:, 0]  # the one time that the host waits for the device
-    likely = (labels.likely_ids, labels.likely_log_probs) if objective == "kl" else (None, None)
-    slots = _Slots(
-        labels.ids.flatten()[places],
-        labels.before.flatten()[places],
-        *(None if value is None else value.flatten(0, 2)[places] for value in likely),
-    )
+    slots = labels if objective == "kl" else replace(labels, likely_ids=None, likely_log_probs=None)
+    slots = slots.map(lambda value: value.flatten(0, 2)[places])
     hidden_ND = hidden_BQD.flatten(0, 1)[places]
     # An empty batch still has to give a loss that can be differentiated.
     loss = selector_loss = hidden_ND.sum() * 0
@@ -343,26 +327,6 @@ def block_loss(
     )
 
 
-def check_finite(results: Sequence[BlockLoss], rows: Sequence[object], step: int) -> None:
-    """Refuses losses that are no numbers; waits for the device once, whatever the number of batches.
-
-    Args:
-        results (sequence of [`BlockLoss`]): Of one step or of several.
-        rows (sequence): A name for each row of all their batches, in order.
-        step (`int`): The step, for the sentence.
-
-    Raises:
-        ValueError: Naming step and rows. Call it before the optimizer's step to leave the weights as they were.
-    """
-    finite = torch.cat([result.finite for result in results]).tolist()
-    if not all(finite):
-        wrong = [row for row, good in zip(rows, finite, strict=True) if not good]
-        raise ValueError(
-            f"expected finite losses, got NaN or infinity in step {step} from rows {listed(wrong)}; look at these "
-            "rows and at the target's states over them, lower learning_rate, or train in bfloat16 instead of float16"
-        )
-
-
 __all__ = [
     "OBJECTIVES",
     "BlockLabels",
@@ -370,8 +334,6 @@ __all__ = [
     "Objective",
     "block_labels",
     "block_loss",
-    "check_finite",
     "decay_weights",
-    "dpace_weights",
     "loss_weight",
 ]

@@ -21,10 +21,6 @@ MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as Transformers looks for t
 REGENERATE = "let the target answer itself (`regenerate`), or add the markers"
 
 
-class TurnChanges(ValueError):
-    """Raised where a turn is written differently once others follow it."""
-
-
 def assistant_turns(messages: Messages) -> list[int]:
     """Returns which messages are the assistant's."""
     return [at for at, message in enumerate(messages) if message["role"] == "assistant"]
@@ -34,8 +30,6 @@ def answer_spans(render: Render, messages: Messages, turns: Sequence[int], ends:
     """Returns where answers stand in the text of a conversation up to the last of them.
 
     Args:
-        render (callable): Applies the chat template.
-        messages (sequence of mappings): The conversation.
         turns (sequence of `int`): Which messages, in order; each of them the assistant's.
         ends (sequence of `str`): Texts of tokens that can end a turn.
 
@@ -43,8 +37,7 @@ def answer_spans(render: Render, messages: Messages, turns: Sequence[int], ends:
         `list[tuple[int, int]]`: First character of each answer, and the one behind its end token.
 
     Raises:
-        TurnChanges: If the template writes a turn differently once others follow.
-        ValueError: If the template does not write an answer behind its prompt.
+        ValueError: If the template writes a turn differently once others follow, or no answer behind its prompt.
     """
     whole = render(messages[: turns[-1] + 1], False)
     spans: list[Span] = []
@@ -52,7 +45,7 @@ def answer_spans(render: Render, messages: Messages, turns: Sequence[int], ends:
         text = whole if turn == turns[-1] else render(messages[: turn + 1], False)
         start, end = _answer_span(render, messages, turn, text, ends)
         if whole[:end] != text[:end]:
-            raise TurnChanges(
+            raise ValueError(
                 f"expected a chat template that leaves turns as they were written, got one that changes turn {turn} "
                 "once others follow it; train on the last turn alone, or let `prepare` give the turn its own sequence"
             )
@@ -77,12 +70,9 @@ def _answer_span(render: Render, messages: Messages, turn: int, text: str, ends:
             "expected a chat template with {% generation %} around assistant turns, or one that writes what they "
             f"say behind a generation prompt, got {shown(answer)} for turn {turn}; {REGENERATE}"
         )
-    found = re.search(f"(?:{_either(ends)})(?=(?:\\s|{_either(ends)})*$)", answer) if ends else None
+    end = "|".join(map(re.escape, ends))
+    found = re.search(f"(?:{end})(?=(?:\\s|{end})*$)", answer) if ends else None
     return len(prompt), len(prompt) + (found.end() if found else len(answer.rstrip()))
-
-
-def _either(texts: Sequence[str]) -> str:
-    return "|".join(map(re.escape, texts))
 
 
 def groups_in_place(render: Render, messages: Messages, turns: Sequence[int], ends: Sequence[str]) -> list[list[int]]:
@@ -127,10 +117,6 @@ def token_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
 def check_turns(text: str, messages: Messages) -> None:
     """Refuses a template that leaves out a turn.
 
-    Args:
-        text (`str`): What it makes of the messages.
-        messages (sequence of mappings): The conversation.
-
     Raises:
         ValueError: Naming the turn.
     """
@@ -171,12 +157,4 @@ def squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-__all__ = [
-    "MARKS",
-    "TurnChanges",
-    "answer_spans",
-    "assistant_turns",
-    "check_turns",
-    "groups_in_place",
-    "token_mask",
-]
+__all__ = ["MARKS", "answer_spans", "assistant_turns", "check_turns", "groups_in_place", "token_mask"]

@@ -24,9 +24,6 @@ PLACE = "@@place@@"  # a text that no template has
 def check_messages(messages: Any) -> None:
     """Refuses what is no conversation, in a sentence, before a chat template does in its own way.
 
-    Args:
-        messages: What should be a sequence of mappings with `role` and mostly `content`.
-
     Raises:
         ValueError: If it is none, or has no turn.
     """
@@ -184,23 +181,12 @@ class ChatTemplate:
 
 
 def encode_messages(
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-    messages: Sequence[Mapping[str, Any]],
-    images: Sequence[Any] = (),
-    *,
-    turns: Sequence[int] | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], images: Sequence[Any], turns: Sequence[int] | None
 ) -> tuple[Mapping[str, Any], list[int]]:
     """Applies the chat template to a conversation, and finds what the assistant writes.
 
     Templates that mark it with `{% generation %}` say so themselves; of others see [`dflash_hf.training.masks`]. The
     mask holds after images are expanded to many tokens.
-
-    Args:
-        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, a processor for both.
-        messages, images: See [`prepare_multimodal_messages`].
-        turns (sequence of `int`, *optional*): Which messages count, in order; default all of the assistant's.
-        chat_template_kwargs (mapping, *optional*): What else the template reads.
 
     Returns:
         `tuple[Mapping[str, Any], list[int]]`: What the tokenizer or processor gives, and 1 for each of the `S` tokens
@@ -210,7 +196,6 @@ def encode_messages(
         ValueError: If there are images and no processor, not as many images as places, a message of `turns` is not
             the assistant's, or what the assistant writes cannot be told.
     """
-    template = ChatTemplate(processing_class, chat_template_kwargs)
     prepared = template.messages(messages, images)
     every = assistant_turns(prepared)
     chosen = every if turns is None else list(turns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,62 +23,28 @@ def matrix_names(model: nn.Module) -> list[str]:
 
 
 class MuonAndAdamW(Optimizer):
-    """Steps two optimizers of torch as one: its groups are theirs, and so is its state.
+    """Steps two optimizers of torch as one, over a model's trainable weights: groups and state are theirs.
 
-    Args:
-        matrices (sequence of `nn.Parameter`): Weights for Muon, of two dimensions.
-        others (sequence of `nn.Parameter`): Weights for AdamW, without weight decay.
-        lr (`float`): Learning rate of both; Muon's updates are scaled to the size of AdamW's.
-        weight_decay (`float`): Of the matrices.
-        betas (`tuple[float, float]`): Of AdamW.
-        eps (`float`): Of AdamW.
+    Muon's updates are scaled to the size of AdamW's, so that both have one learning rate; matrices alone decay.
     """
 
-    def __init__(
-        self,
-        matrices: Sequence[nn.Parameter],
-        others: Sequence[nn.Parameter],
-        *,
-        lr: float,
-        weight_decay: float,
-        betas: tuple[float, float],
-        eps: float,
-    ) -> None:
-        self._parts: list[Optimizer] = []
-        if matrices:
-            self._parts.append(
-                torch.optim.Muon([*matrices], lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-            )
-        if others:
-            self._parts.append(torch.optim.AdamW([*others], lr=lr, betas=betas, eps=eps, weight_decay=0.0))
-        super().__init__([group for part in self._parts for group in part.param_groups], {})
-
-    @classmethod
-    def for_model(cls, model: nn.Module, args: DFlashTrainingArguments) -> MuonAndAdamW:
-        """Returns the optimizer of a model's trainable weights.
-
-        Args:
-            model (`nn.Module`): The draft, or what wraps it.
-            args ([`DFlashTrainingArguments`]): Options.
-        """
+    def __init__(self, model: nn.Module, args: DFlashTrainingArguments) -> None:
         names = set(matrix_names(model))
         trainable = [(name in names, p) for name, p in model.named_parameters() if p.requires_grad]
-        return cls(
-            [p for is_matrix, p in trainable if is_matrix],
-            [p for is_matrix, p in trainable if not is_matrix],
-            lr=args.learning_rate,
-            weight_decay=args.weight_decay,
-            betas=(args.adam_beta1, args.adam_beta2),
-            eps=args.adam_epsilon,
-        )
+        matrices, others = ([p for is_matrix, p in trainable if is_matrix is wanted] for wanted in (True, False))
+        lr, decay, betas = args.learning_rate, args.weight_decay, (args.adam_beta1, args.adam_beta2)
+        self._parts: list[Optimizer] = []
+        if matrices:
+            muon = torch.optim.Muon(matrices, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+            self._parts.append(muon)
+        if others:
+            adamw = torch.optim.AdamW(others, lr=lr, betas=betas, eps=args.adam_epsilon, weight_decay=0.0)
+            self._parts.append(adamw)
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step with both.
-
-        Args:
-            closure (callable, *optional*): Computes the loss anew; called once.
-        """
+        """Takes one step with both."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -89,42 +89,8 @@ class Sizes:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a training will take.
-
-    Args:
-        sizes ([`Sizes`]): Its options.
-        steps (`int`, *optional*): Optimizer steps; `None` where the number of examples is not known.
-        bytes_by_part (`dict[str, int]`): What the fullest moment of a step holds on one device, part by part.
-        peak_bytes (`int`): Their sum.
-        target_flops, draft_flops (`float`): Operations of one step on one device, sequences being of mean length.
-    """
-
-    sizes: Sizes
-    steps: int | None
-    bytes_by_part: dict[str, int] = field(default_factory=dict[str, int])
-    peak_bytes: int = 0
-    target_flops: float = 0.0
-    draft_flops: float = 0.0
-
-    def hours(self, flops_per_second: float) -> float | None:
-        """Returns how long the training takes at least, on a device that does so many operations a second."""
-        if self.steps is None:
-            return None
-        return self.steps * (self.target_flops + self.draft_flops) / flops_per_second / 3600
-
-
-def plan(
-    target: PreTrainedConfig,
-    draft: DFlashConfig,
-    sizes: Sizes,
-    *,
-    num_examples: int | None,
-    mean_length: float | None = None,
-    target_dtype: str | None = None,
-) -> Plan:
-    """Says what a training will take, from configs alone.
+    """What a training will take, from configs alone.
 
     Args:
         target (`PreTrainedConfig`): The target's config.
@@ -133,28 +99,119 @@ def plan(
         num_examples (`int`, *optional*): Sequences to train on.
         mean_length (`float`, *optional*): Their mean length in tokens; `max_length` where it is not known.
         target_dtype (`str`, *optional*): The target's dtype, such as `"bfloat16"`; default what its config says.
+
+    Attributes:
+        steps (`int`, *optional*): Optimizer steps, as the trainer counts them; `None` where the number of examples is
+            not known.
+        bytes_by_part (`dict[str, int]`): What the fullest moment of a step holds on one device, part by part.
+        peak_bytes (`int`): Their sum.
+        target_flops, draft_flops (`float`): Operations of one step on one device, sequences being of mean length.
     """
-    model, drafted = meta_model(target), meta_draft(draft)
-    memory = memory_of(target, model, draft, drafted, sizes, target_dtype)
-    steps = None if num_examples is None else steps_of(num_examples, sizes)
-    steps = sizes.max_steps if sizes.max_steps > 0 else steps
-    target_flops, draft_flops = flops_of(target, model, draft, drafted, sizes, mean_length or sizes.max_length)
-    return Plan(
-        sizes=sizes,
-        steps=steps,
-        bytes_by_part=memory,
-        peak_bytes=sum(memory.values()),
-        target_flops=target_flops,
-        draft_flops=draft_flops,
-    )
 
+    def __init__(
+        self,
+        target: PreTrainedConfig,
+        draft: DFlashConfig,
+        sizes: Sizes,
+        *,
+        num_examples: int | None,
+        mean_length: float | None = None,
+        target_dtype: str | None = None,
+    ) -> None:
+        self.target, self.draft, self.sizes = target, draft, sizes
+        self.model = meta_model(target)
+        with torch.device("meta"):
+            self.drafted = DFlashDraftModel(draft)
+        self.width = bytes_of(target, target_dtype)
+        self.steps = sizes.max_steps if sizes.max_steps > 0 else None
+        if self.steps is None and num_examples is not None:
+            batches = math.ceil(math.ceil(num_examples / sizes.batch_size) / sizes.world_size)
+            self.steps = math.ceil(sizes.num_epochs * max(1, math.ceil(batches / sizes.accumulation)))
+        self.bytes_by_part = self.memory(sizes)
+        self.peak_bytes = sum(self.bytes_by_part.values())
+        self.target_flops, self.draft_flops = self._flops(mean_length or sizes.max_length)
 
-def steps_of(num_examples: int, sizes: Sizes) -> int:
-    """Returns the optimizer steps of a training, as the trainer counts them."""
-    if sizes.max_steps > 0:
-        return sizes.max_steps
-    batches = math.ceil(math.ceil(num_examples / sizes.batch_size) / sizes.world_size)
-    return math.ceil(sizes.num_epochs * max(1, math.ceil(batches / sizes.accumulation)))
+    def hours(self, flops_per_second: float) -> float | None:
+        """Returns how long the training takes at least, on a device that does so many operations a second."""
+        if self.steps is None:
+            return None
+        return self.steps * (self.target_flops + self.draft_flops) / flops_per_second / 3600
+
+    def memory(self, sizes: Sizes) -> dict[str, int]:
+        """Returns `bytes_by_part` under some options; sequences are as long as the longest."""
+        text: Any = self.target.get_text_config(decoder=True)
+        draft, drafted, width = self.draft, self.drafted, self.width
+        weights = sum(p.numel() for p in drafted.parameters())
+        matrices = sum(p.numel() for p in drafted.parameters() if p.ndim == 2)
+        tokens = sizes.batch_size * sizes.max_length
+        blocks = sizes.batch_size * min(sizes.num_anchors, max(1, sizes.max_length - 1))
+        slots, depth = blocks * sizes.block_size, draft.num_hidden_layers
+        kept = {
+            "target": weights_of(self.target, self.model, width),
+            "draft in float32": 4 * weights,
+            "optimizer": 4 * matrices + 8 * (weights - matrices) if sizes.optimizer == "muon" else 8 * weights,
+        }
+        gradients = {"gradients": 4 * weights}
+        kept |= gradients if sizes.accumulation > 1 else {}
+        kept |= {"gradients being sent": 4 * weights} if sizes.world_size > 1 else {}
+        features, context = tokens * len(draft.target_layer_ids) * draft.target_hidden_size, tokens * draft.hidden_size
+        copies = {"bfloat16 copies of the draft": 2 * weights} if sizes.mixed_precision else {}
+        # As the target gave them and in float32; under autocast the backward pass keeps a copy of its own.
+        given = width + 4 + (2 if sizes.mixed_precision else 0)
+        layer = _layer_bytes(draft, tokens, slots, sizes.mixed_precision)
+        # What stays of a layer that is computed again is its input.
+        layers = depth * 4 * slots * draft.hidden_size if sizes.checkpointing else depth * layer
+        ends = 8 * slots * draft.hidden_size + 6 * context
+        rows = min(blocks, sizes.chunk_blocks) * (sizes.block_size - 1)
+        logits = rows * text.vocab_size * (8 + 2 * width)
+        states = 8 * blocks * (sizes.block_size - 1) * draft.hidden_size
+        moments: list[dict[str, int]] = [
+            {"features": 2 * width * features, "a layer of the target": tokens * width * _widest_of(text)},
+            {**copies, "features": given * features, "activations": layers + ends, "head": logits + states},
+            # Where the layers ran at once, each one's activations make room for its gradients.
+            {**copies, "features": given * features, "activations": layers + ends + layer, **gradients}
+            if sizes.checkpointing
+            else {},
+            # AdamW that is not fused makes a list of its denominators.
+            {**gradients, "update": 4 * weights if sizes.optimizer == "adamw_torch" else 0},
+        ]
+        if sizes.accumulation > 1:
+            moments = [{name: size for name, size in moment.items() if name != "gradients"} for moment in moments]
+        fullest = max(moments, key=lambda moment: sum(moment.values()))
+        return {name: size for name, size in (kept | fullest).items() if size}
+
+    def _flops(self, mean_length: float) -> tuple[float, float]:
+        """The operations of a step on one device, of the target and of the draft.
+
+        Two operations per weight and token forward, four more backward, and two where a layer is computed again; the
+        target runs up to its last tapped layer. Of a mixture of experts all are counted, which is too many.
+        """
+        text: Any = self.target.get_text_config(decoder=True)
+        sizes, draft, model = self.sizes, self.draft, self.model
+        rows = sizes.batch_size * sizes.accumulation
+        tokens = rows * mean_length
+        blocks = rows * min(sizes.num_anchors, max(1.0, mean_length - 1))
+        slots = blocks * sizes.block_size
+        share = (max(draft.target_layer_ids) + 1) / text.num_hidden_layers
+        ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+        tables = {id(found.weight) for found in ends if found is not None}
+        inside = sum({id(p): p.numel() for p in model.parameters() if id(p) not in tables}.values())
+        heads = text.num_attention_heads * (
+            getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        )
+        attention = 2 * heads * text.num_hidden_layers * mean_length  # causal: half of all pairs
+        theirs = share * tokens * (2 * inside + attention)
+        factor = 8 if sizes.checkpointing else 6
+        keys = 2 * draft.num_key_value_heads * draft.head_dim * draft.hidden_size
+        projected = (
+            draft.num_hidden_layers * keys + len(draft.target_layer_ids) * draft.target_hidden_size * draft.hidden_size
+        )
+        per_layer = sum(p.numel() for name, p in self.drafted.named_parameters() if name.startswith("layers."))
+        width = draft.num_attention_heads * draft.head_dim * draft.num_hidden_layers
+        seen = mean_length / 2 + sizes.block_size
+        head = 6 * (sizes.block_size - 1) * blocks * draft.hidden_size * (draft.draft_vocab_size or text.vocab_size)
+        ours = factor * (slots * per_layer + tokens * projected + 2 * slots * width * seen) + head
+        return theirs, ours
 
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
@@ -162,70 +219,6 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     takes_images = type(config) in AutoModelForImageTextToText._model_mapping
     with torch.device("meta"):
         return (AutoModelForImageTextToText if takes_images else AutoModelForCausalLM).from_config(config)
-
-
-def meta_draft(config: DFlashConfig) -> DFlashDraftModel:
-    """Builds a draft without weights."""
-    with torch.device("meta"):
-        return DFlashDraftModel(config)
-
-
-def memory_of(
-    target: PreTrainedConfig,
-    model: nn.Module,
-    draft: DFlashConfig,
-    drafted: nn.Module,
-    sizes: Sizes,
-    target_dtype: str | None = None,
-) -> dict[str, int]:
-    """Returns what the fullest moment of a step holds on one device, in bytes, part by part.
-
-    Args:
-        target, draft: See [`plan`].
-        model, drafted (`nn.Module`): Both without weights.
-        sizes ([`Sizes`]): The options; sequences are as long as the longest.
-        target_dtype (`str`, *optional*): See [`plan`].
-    """
-    text: Any = target.get_text_config(decoder=True)
-    width = bytes_of(target, target_dtype)
-    weights = sum(p.numel() for p in drafted.parameters())
-    matrices = sum(p.numel() for p in drafted.parameters() if p.ndim == 2)
-    tokens = sizes.batch_size * sizes.max_length
-    blocks = sizes.batch_size * min(sizes.num_anchors, max(1, sizes.max_length - 1))
-    slots, depth = blocks * sizes.block_size, draft.num_hidden_layers
-    kept = {
-        "target": weights_of(target, model, width),
-        "draft in float32": 4 * weights,
-        "optimizer": 4 * matrices + 8 * (weights - matrices) if sizes.optimizer == "muon" else 8 * weights,
-    }
-    gradients = {"gradients": 4 * weights}
-    kept |= gradients if sizes.accumulation > 1 else {}
-    kept |= {"gradients being sent": 4 * weights} if sizes.world_size > 1 else {}
-    features, context = tokens * len(draft.target_layer_ids) * draft.target_hidden_size, tokens * draft.hidden_size
-    copies = {"bfloat16 copies of the draft": 2 * weights} if sizes.mixed_precision else {}
-    # As the target gave them and in float32; under autocast the backward pass keeps a copy of its own.
-    given = width + 4 + (2 if sizes.mixed_precision else 0)
-    layer = _layer_bytes(draft, tokens, slots, sizes.mixed_precision)
-    # What stays of a layer that is computed again is its input.
-    layers = depth * 4 * slots * draft.hidden_size if sizes.checkpointing else depth * layer
-    ends = 8 * slots * draft.hidden_size + 6 * context
-    rows = min(blocks, sizes.chunk_blocks) * (sizes.block_size - 1)
-    logits = rows * text.vocab_size * (8 + 2 * width)
-    states = 8 * blocks * (sizes.block_size - 1) * draft.hidden_size
-    moments: list[dict[str, int]] = [
-        {"features": 2 * width * features, "a layer of the target": tokens * width * _widest_of(text)},
-        {**copies, "features": given * features, "activations": layers + ends, "head": logits + states},
-        # Where the layers ran at once, each one's activations make room for its gradients.
-        {**copies, "features": given * features, "activations": layers + ends + layer, **gradients}
-        if sizes.checkpointing
-        else {},
-        # AdamW that is not fused makes a list of its denominators.
-        {**gradients, "update": 4 * weights if sizes.optimizer == "adamw_torch" else 0},
-    ]
-    if sizes.accumulation > 1:
-        moments = [{name: size for name, size in moment.items() if name != "gradients"} for moment in moments]
-    fullest = max(moments, key=lambda moment: sum(moment.values()))
-    return {name: size for name, size in (kept | fullest).items() if size}
 
 
 def _layer_bytes(draft: DFlashConfig, tokens: int, slots: int, mixed: bool) -> int:
@@ -262,88 +255,38 @@ def weights_of(config: PreTrainedConfig, model: nn.Module, width: int) -> int:
     return int(sum(linear.values()) * bits / 8 * 1.1 + width * sum(v for k, v in counts.items() if k not in linear))
 
 
-def flops_of(
-    target: PreTrainedConfig,
-    model: nn.Module,
-    draft: DFlashConfig,
-    drafted: nn.Module,
-    sizes: Sizes,
-    mean_length: float,
-) -> tuple[float, float]:
-    """Returns the operations of a step on one device, of the target and of the draft; arguments as of `memory_of`.
-
-    Two operations per weight and token forward, four more backward, and two where a layer is computed again; the
-    target runs up to its last tapped layer. Of a mixture of experts all are counted, which is too many.
-    """
-    text: Any = target.get_text_config(decoder=True)
-    rows = sizes.batch_size * sizes.accumulation
-    tokens = rows * mean_length
-    blocks = rows * min(sizes.num_anchors, max(1.0, mean_length - 1))
-    slots = blocks * sizes.block_size
-    share = (max(draft.target_layer_ids) + 1) / text.num_hidden_layers
-    tables = {id(found.weight) for found in (_embedding(model), _head(model)) if found is not None}
-    inside = sum({id(p): p.numel() for p in model.parameters() if id(p) not in tables}.values())
-    heads = text.num_attention_heads * (
-        getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    )
-    attention = 2 * heads * text.num_hidden_layers * mean_length  # causal: half of all pairs
-    theirs = share * tokens * (2 * inside + attention)
-    factor = 8 if sizes.checkpointing else 6
-    keys = 2 * draft.num_key_value_heads * draft.head_dim * draft.hidden_size
-    projected = (
-        draft.num_hidden_layers * keys + len(draft.target_layer_ids) * draft.target_hidden_size * draft.hidden_size
-    )
-    per_layer = sum(p.numel() for name, p in drafted.named_parameters() if name.startswith("layers."))
-    width = draft.num_attention_heads * draft.head_dim * draft.num_hidden_layers
-    seen = mean_length / 2 + sizes.block_size
-    head = 6 * (sizes.block_size - 1) * blocks * draft.hidden_size * (draft.draft_vocab_size or text.vocab_size)
-    ours = factor * (slots * per_layer + tokens * projected + 2 * slots * width * seen) + head
-    return theirs, ours
+Step = Callable[[Sizes], Sizes | None]
 
 
-def _embedding(model: nn.Module) -> Any:
-    found: Any = model
-    return found.get_input_embeddings()
+def _changed(name: str, value: object) -> Step:
+    return lambda sizes: None if getattr(sizes, name) == value else replace(sizes, **{name: value})
 
 
-def _head(model: nn.Module) -> Any:
-    found: Any = model
-    return found.get_output_embeddings()
+def _halved(name: str, least: int, **others: Callable[[Sizes], int]) -> Step:
+    def halved(sizes: Sizes) -> Sizes | None:
+        found: int = getattr(sizes, name)
+        changed = {name: found // 2, **{other: value(sizes) for other, value in others.items()}}
+        return replace(sizes, **changed) if found > least else None
+
+    return halved
 
 
 # What can be lowered, in the order in which it costs least: how it is said, and the next value, `None` at the end.
-Step = Callable[[Sizes], Sizes | None]
 LOWER: tuple[tuple[str, Step], ...] = (
-    (
-        f"--{KINDS_OF_CHECKPOINTING[0]}-checkpointing true",
-        lambda s: None if s.checkpointing else replace(s, checkpointing=True),
-    ),
+    (f"--{KINDS_OF_CHECKPOINTING[0]}-checkpointing true", _changed("checkpointing", True)),
     (
         "--per-device-train-batch-size {batch_size} --gradient-accumulation-steps {accumulation}",
-        lambda s: (
-            replace(s, batch_size=s.batch_size // 2, accumulation=s.accumulation * 2) if s.batch_size > 1 else None
-        ),
+        _halved("batch_size", 1, accumulation=lambda sizes: sizes.accumulation * 2),
     ),
-    (
-        "--chunk-blocks {chunk_blocks}",
-        lambda s: replace(s, chunk_blocks=s.chunk_blocks // 2) if s.chunk_blocks > 16 else None,
-    ),
-    (
-        "--num-anchors {num_anchors}",
-        lambda s: replace(s, num_anchors=s.num_anchors // 2) if s.num_anchors > 64 else None,
-    ),
-    ("--optim muon", lambda s: replace(s, optimizer="muon") if s.optimizer != "muon" else None),
-    ("--max-length {max_length}", lambda s: replace(s, max_length=s.max_length // 2) if s.max_length > 1024 else None),
+    ("--chunk-blocks {chunk_blocks}", _halved("chunk_blocks", 16)),
+    ("--num-anchors {num_anchors}", _halved("num_anchors", 64)),
+    ("--optim muon", _changed("optimizer", "muon")),
+    ("--max-length {max_length}", _halved("max_length", 1024)),
 )
 
 
-def check_fits(found: Plan, device_bytes: int, memory: Callable[[Sizes], int]) -> None:
+def check_fits(found: Plan, device_bytes: int) -> None:
     """Refuses a training that will not fit a device, and says which options to lower and to what.
-
-    Args:
-        found ([`Plan`]): Of the training.
-        device_bytes (`int`): The device's memory.
-        memory (callable): Peak bytes under other [`Sizes`].
 
     Raises:
         ValueError: If it does not fit; with options under which it does, where there are any.
@@ -353,8 +296,8 @@ def check_fits(found: Plan, device_bytes: int, memory: Callable[[Sizes], int]) -
         return
     advice = "take a larger device, a smaller target dtype, or fewer layers"
     for sizes, said in _lowered(found.sizes):
-        if memory(sizes) <= room:
-            advice = f"with {said} it takes {memory(sizes) / GB:.1f} GB"
+        if (lower := sum(found.memory(sizes).values())) <= room:
+            advice = f"with {said} it takes {lower / GB:.1f} GB"
             break
     largest = max(found.bytes_by_part, key=lambda name: found.bytes_by_part[name])
     require(
@@ -375,17 +318,4 @@ def _lowered(sizes: Sizes) -> Iterator[tuple[Sizes, str]]:
             yield sizes, " ".join(said.values())
 
 
-__all__ = [
-    "GB",
-    "Plan",
-    "Sizes",
-    "bytes_of",
-    "check_fits",
-    "flops_of",
-    "memory_of",
-    "meta_draft",
-    "meta_model",
-    "plan",
-    "steps_of",
-    "weights_of",
-]
+__all__ = ["GB", "Plan", "Sizes", "check_fits", "meta_model"]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,10 +103,6 @@ class Prepared:
 def prepare(settings: PrepareSettings, processing_class: Processing) -> Prepared:
     """Writes conversations of data sets to a file, in one form; nothing where it has been written so before.
 
-    Args:
-        settings (`PrepareSettings`): What to prepare.
-        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): The target's.
-
     Raises:
         ValueError: If a set or row cannot be read (naming it), it cannot be told what the assistant writes, the chat
             template reads no such keyword, no row is left, or the file is there and was written with other settings.
@@ -118,8 +115,11 @@ def prepare(settings: PrepareSettings, processing_class: Processing) -> Prepared
     for name in settings.chat_template_kwargs:  # Jinja takes a name that is misspelt without a word
         what = "chat_template_kwargs that the chat template reads"
         require(name in template.text, what, name, "correct the name, or leave it out")
-    asked = _asked_for(settings, template)
-    meta = meta_path(settings.output)
+    # What the file is made of and how, to tell whether one that is there is the same.
+    sizes = [Path(name).stat().st_size if Path(name).is_file() else None for name in settings.datasets]
+    of = {name: value for name, value in asdict(settings).items() if name != "output"}
+    of |= {"datasets": list(zip(settings.datasets, sizes, strict=True)), "chat_template": template.text}
+    asked = json.loads(json.dumps(of))
     if settings.output.exists():
         known = read_meta(settings.output)
         same = known.get("prepare") == asked
@@ -130,33 +130,20 @@ def prepare(settings: PrepareSettings, processing_class: Processing) -> Prepared
         return Prepared(**counts, left_out=left_out)
     report = Prepared()
     maker = _Maker(settings, processing_class, report)
-    # What it was made with comes first: a file without that is nobody's.
-    write_rows(settings.output, _last(maker.rows(), lambda: _write_meta(meta, asked, report, settings)))
+
+    def rows() -> Iterator[dict[str, Any]]:
+        yield from maker.rows()
+        none = f"rows to train on in {listed(settings.datasets)}"
+        require(report.num_kept > 0, none, "; ".join(report.sentences()), "take other data, or a greater length")
+        counts = asdict(report)
+        told = {"prepare": asked, "left_out": counts.pop("left_out"), "prepared": counts}
+        # What it was made with comes first: a file without that is nobody's.
+        write_whole(meta_path(settings.output), json.dumps(told, indent=2) + "\n")
+
+    write_rows(settings.output, rows())
     for sentence in report.sentences():
         logger.info(sentence)
     return report
-
-
-def _last(rows: Iterable[dict[str, Any]], done: Any) -> Iterator[dict[str, Any]]:
-    """Rows, and behind the last of them what is to be done before their file is in its place."""
-    yield from rows
-    done()
-
-
-def _write_meta(meta: Path, asked: Mapping[str, Any], report: Prepared, settings: PrepareSettings) -> None:
-    none = f"rows to train on in {listed(settings.datasets)}"
-    require(report.num_kept > 0, none, "; ".join(report.sentences()), "take other data, or a greater length")
-    counts = asdict(report)
-    left_out = counts.pop("left_out")
-    write_whole(meta, json.dumps({"prepare": asked, "prepared": counts, "left_out": left_out}, indent=2) + "\n")
-
-
-def _asked_for(settings: PrepareSettings, template: ChatTemplate) -> dict[str, Any]:
-    """What a file is made of and how, to tell whether one that is there is the same."""
-    sizes = [Path(name).stat().st_size if Path(name).is_file() else None for name in settings.datasets]
-    told = {name: value for name, value in asdict(settings).items() if name != "output"}
-    told["datasets"] = [list(pair) for pair in zip(settings.datasets, sizes, strict=True)]
-    return json.loads(json.dumps({**told, "chat_template": template.text}))
 
 
 class _Maker:
@@ -222,19 +209,16 @@ class _Maker:
     def _sequence(self, found: Mapping[str, Any], turns: list[int]) -> dict[str, Any] | None:
         """Turns that are trained on together and how long that is; `None` where nothing is left at that length."""
         limit = self.settings.max_length
-        row = {**found, "trained_turns": turns}
-        dataset = ChatDataset([row], self.processing_class)
-        if "images" not in found and not any(isinstance(m["content"], list) for m in found["messages"]):
-            example = dataset[0]
-            size = len(example.input_ids)
-            if limit is not None and size > limit:
-                if example.prompt_length() >= limit:
-                    return None
-                self.report.num_cut += 1
-                size = limit
-            return {"turns": turns, "num_tokens": size}
-        size = dataset.lengths[0]
-        return None if limit is not None and size > limit else {"turns": turns, "num_tokens": size}
+        dataset = ChatDataset([{**found, "trained_turns": turns}], self.processing_class)
+        has_images = "images" in found or any(isinstance(m["content"], list) for m in found["messages"])
+        example = None if has_images else dataset[0]
+        size = dataset.lengths[0] if example is None else len(example.input_ids)
+        if limit is not None and size > limit:
+            if example is None or example.prompt_length() >= limit:
+                return None
+            self.report.num_cut += 1
+            size = limit
+        return {"turns": turns, "num_tokens": size}
 
     def _fits(self, found: Mapping[str, Any]) -> bool:
         """Whether a prompt leaves room for an answer."""
@@ -275,7 +259,7 @@ def load_rows(
 
 
 def source_rows(source: str, *, streaming: bool = False, num_rows: int | None = None) -> Iterator[Row]:
-    """Yields the rows of a set as they are, at most `num_rows` of them; see [`load_rows`]."""
+    """Returns the rows of a set as they are, at most `num_rows` of them; see [`load_rows`]."""
     require(num_rows is None or num_rows > 0, "at least 1 row of each set", num_rows, "ask for more")
     if source.endswith(FILES):
         rows = file_rows([Path(source)], streaming=True)
@@ -285,10 +269,7 @@ def source_rows(source: str, *, streaming: bool = False, num_rows: int | None = 
         require(known, f"a file ({', '.join(FILES)}) or a set as ORG/NAME:CONFIG:SPLIT", source, "fix the name")
         config, split = [part or None for part in (*parts, "", "")[:2]]
         rows = hub_rows(path, config, split or "train", streaming=streaming)
-    for number, row in enumerate(rows):
-        if number == num_rows:
-            return
-        yield row
+    return islice(rows, num_rows)
 
 
 class _Sequences(Sequence[dict[str, Any]]):
@@ -356,9 +337,7 @@ def read_examples(path: str | Path, processing_class: Processing, max_length: in
 def _can_be_cut(examples: ChatDataset, at: int, max_length: int) -> bool:
     """Whether a token of an answer is left of an example at a length."""
     example = examples[at]
-    size = (len(example.input_ids),)
-    has_images = any(value.shape != size for value in example.model_inputs.values())
-    return len(example.input_ids) <= max_length or (not has_images and 1 in example.loss_mask[:max_length])
+    return len(example.input_ids) <= max_length or (not example.has_images and 1 in example.loss_mask[:max_length])
 
 
 def _lengths_in(row: Mapping[str, Any], where: str) -> list[tuple[int, int | None]]:

@@ -71,11 +71,6 @@ def write_prompts(settings: PromptSettings, target: PreTrainedModel, processing_
 
     Those that are empty, unfinished or written before are left out.
 
-    Args:
-        settings (`PromptSettings`): How many, and how.
-        target (`PreTrainedModel`): The target.
-        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): The target's.
-
     Returns:
         `int`: How many there are.
 

@@ -55,7 +55,8 @@ def regenerate_answers(
         raise ValueError(
             f"expected {len(prompts)} guesses (one per prompt), got {len(guesses)}; an empty guess is none"
         )
-    lengths = prompt_lengths(prompts)
+    examples: Any = prompts if hasattr(prompts, "lengths") else [as_prompt(prompt) for prompt in prompts]
+    lengths = example_lengths(examples)
     confirmed = _confirmed_guesses(target, prompts, lengths, guesses, pad_token_id, batch_size)
     answers = [
         list(guess) if right and len(guess) <= max_new_tokens else None
@@ -84,8 +85,6 @@ def generated(
     """Returns what `generate` writes behind each row of a left-padded batch, up to its end token.
 
     Args:
-        target (`PreTrainedModel`): The target.
-        batch (`Batch`): Prompts.
         eos_token_id (`int` or `list[int]`): What ends an answer; `[]` if only the limit does.
         draft (`PreTrainedModel`, *optional*): A draft of the target's.
         options: Of `generate`.
@@ -126,13 +125,6 @@ def as_prompt(prompt: Prompt) -> Example:
     return example
 
 
-def prompt_lengths(prompts: Sequence[Prompt]) -> list[int]:
-    """Returns the number of tokens of each prompt; see `example_lengths`."""
-    if hasattr(prompts, "lengths"):
-        return example_lengths(prompts)  # type: ignore[arg-type]  # a sequence that builds examples
-    return [len(as_prompt(prompt).input_ids) for prompt in prompts]
-
-
 def _confirmed_guesses(
     target: PreTrainedModel,
     prompts: Sequence[Prompt],
@@ -155,4 +147,4 @@ def _confirmed_guesses(
     return confirmed
 
 
-__all__ = ["Prompt", "as_prompt", "generated", "prompt_lengths", "regenerate_answers"]
+__all__ = ["Prompt", "as_prompt", "generated", "regenerate_answers"]

@@ -56,7 +56,6 @@ class AnswerServer:
         """Returns an answer to each conversation; all are asked at the same time.
 
         Args:
-            template (`ChatTemplate`): Of the target.
             rows (sequence of mappings): `messages`, `images` where there are any, `chat_template_kwargs`.
             lengths (sequence of `int`): Tokens of each prompt; `None` where that is not known exactly.
             sampling (mapping): `max_tokens`, `temperature`, `top_p`, `seed` ...
@@ -64,16 +63,18 @@ class AnswerServer:
         Raises:
             ValueError: If the server cannot be reached, refuses, or makes other prompts of the messages.
         """
-        bodies = [{"model": self.model, "messages": _messages(template, row), **sampling} for row in rows]
-        for body, row in zip(bodies, rows, strict=True):
-            if options := row.get("chat_template_kwargs"):
-                body["chat_template_kwargs"] = dict(options)
+        bodies: list[dict[str, Any]] = []
+        for row in rows:
+            prepared = template.messages(row["messages"], row.get("images") or ())
+            messages = [{**message, "content": sent_content(message["content"])} for message in prepared]
+            told = {"chat_template_kwargs": row["chat_template_kwargs"]} if row.get("chat_template_kwargs") else {}
+            bodies.append({"model": self.model, "messages": messages, **sampling, **told})
         try:
             with ThreadPoolExecutor(max_workers=len(rows)) as pool:
-                told = list(pool.map(self._ask, bodies))
+                answers = list(pool.map(self._ask, bodies))
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
-        return [self._answer(template, each, length) for each, length in zip(told, lengths, strict=True)]
+        return [self._answer(template, each, length) for each, length in zip(answers, lengths, strict=True)]
 
     def _unreachable(self, error: httpx.HTTPError) -> ValueError:
         return ValueError(
@@ -110,11 +111,6 @@ class AnswerServer:
         )
         ids = template.tokens(message.get("content") or "")
         return [*ids, *(template.end_of_turn("assistant")[:1] if finished else ())], finished
-
-
-def _messages(template: ChatTemplate, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    prepared = template.messages(row["messages"], row.get("images") or ())
-    return [{**message, "content": sent_content(message["content"])} for message in prepared]
 
 
 __all__ = ["Answer", "AnswerServer"]

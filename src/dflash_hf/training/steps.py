@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, Subset
 
-from dflash_hf.training.collators import bucketed_batches, collate, collate_packed, packed_batches
+from dflash_hf.training.collators import collate, collate_packed, epoch_batches
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.features import FeatureCache
 
@@ -25,7 +25,6 @@ class EpochBatches(Sampler[list[int]]):
     Args:
         lengths (sequence of `int`): Tokens of each example.
         batch_size (`int`): Examples per batch, or packed rows.
-        seed (`int`): Of the order.
         packing_length (`int`, *optional*): Tokens of a row that examples are packed into.
         rank, world_size (`int`): Which process this is, and of how many.
         batches_per_step (`int`): Batches that a process accumulates.
@@ -60,17 +59,11 @@ class EpochBatches(Sampler[list[int]]):
 
     def _epoch(self, epoch: int) -> list[list[int]]:
         """All processes' batches."""
-        if self.packing_length is not None:
-            return packed_batches(self.lengths, self.batch_size, self.packing_length, self.seed, epoch)
-        return bucketed_batches(self.lengths, self.batch_size, self.seed, epoch)
+        return epoch_batches(self.lengths, self.batch_size, self.seed, epoch, self.packing_length)
 
 
 class Rows:
-    """Examples with their numbers; `~i` stands for row `i` without labels.
-
-    Args:
-        examples (sequence of [`Example`]): The examples, built when they are asked for.
-    """
+    """Examples with their numbers; `~i` stands for row `i` without labels."""
 
     def __init__(self, examples: Sequence[Example]) -> None:
         self.examples = examples
@@ -103,39 +96,15 @@ class Collator:
         return {"batch": batch, "features": features, "rows": [max(index, ~index) for index, _ in rows]}
 
 
-class _Part(Sequence[Example]):
-    """Some of the examples, built when they are asked for."""
-
-    def __init__(self, examples: Sequence[Example], indices: Sequence[int], lengths: Sequence[int]) -> None:
-        self.examples, self.indices, self.lengths = examples, indices, lengths
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self.examples[at] for at in self.indices[index]]
-        return self.examples[self.indices[index]]
-
-
 def share_of(examples: Sequence[Example], rank: int, world_size: int) -> Sequence[Example]:
-    """Returns the examples of one process: every `world_size`-th by length, so that all have as much to do.
-
-    Args:
-        examples (sequence of [`Example`]): All of them.
-        rank, world_size (`int`): Which process this is, and of how many.
-    """
+    """Returns the examples of one process: every `world_size`-th by length, so that all have as much to do."""
     if world_size == 1:
         return examples
     lengths = example_lengths(examples)
     indices = sorted(range(len(lengths)), key=lambda index: lengths[index])[rank::world_size]
-    return _Part(examples, indices, [lengths[index] for index in indices])
+    share: Any = Subset(examples, indices)  # type: ignore[arg-type]
+    share.lengths = [lengths[index] for index in indices]
+    return share
 
 
 __all__ = ["Collator", "EpochBatches", "Rows", "share_of"]

@@ -205,7 +205,7 @@ class DFlashTrainer(Trainer):
         """Overrides: Transformers has no Muon."""
         given: Any = self.optimizer
         if self.args.optim == MUON and given is None:
-            self.optimizer = MuonAndAdamW.for_model(self.model if model is None else model, self.args)
+            self.optimizer = MuonAndAdamW(self.model if model is None else model, self.args)
         return super().create_optimizer(model)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -348,11 +348,7 @@ class DFlashTrainer(Trainer):
         return whole
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Overrides: `save_dtype`, and the processing class. Checkpoints hold the weights as they are, to be resumed.
-
-        Args:
-            output_dir (`str`, *optional*): Folder, default the run's.
-        """
+        """Overrides: `save_dtype`, and the processing class. Checkpoints hold the weights as they are."""
         if self._saved_beside is not None and self.args.should_save:
             self._saved_beside.save_pretrained(output_dir or str(self.args.output_dir))
         as_loaded = self.args.save_dtype == "auto" and not _internal_call

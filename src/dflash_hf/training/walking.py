@@ -61,22 +61,26 @@ def walk(num_accepted: Sequence[int], first: int, last: int) -> list[int]:
 def accepted_at_anchors(
     draft: DFlashDraftModel,
     target: Target,
-    examples: Sequence[Example],
+    examples: Sequence[Example] | Batch,
+    features: Tensor | None = None,
     *,
     block_size: int | None = None,
     verify_width: int | None = None,
     chunk_anchors: int = 32,
+    is_tree: bool = False,
 ) -> Tensor:
     """Counts, for every valid anchor, the greedy draft tokens that the target's own text confirms.
 
     Args:
-        draft (`DFlashDraftModel`): The draft, in eval mode.
-        target (`Target`): The target, in eval mode.
-        examples (sequence of [`Example`]): The target's own greedy answers, one batch.
+        draft, target: In eval mode.
+        examples (sequence of [`Example`], or `Batch`): The target's own greedy answers, one batch.
+        features (`torch.Tensor` of shape `[B, S, L * D]`, *optional*): Tapped states of the batch that are there
+            already.
         block_size (`int`, *optional*): Width of the draft's block; default the draft's own.
         verify_width (`int`, *optional*): Width of the verify, the anchor included; default `block_size`, or one more
             where the anchor's slot proposes too (`sample_from_anchor`).
         chunk_anchors (`int`): Blocks per row and forward.
+        is_tree (`bool`): Whether the tokens that are verified are a tree's, of what the draft says alone.
 
     Returns:
         `torch.Tensor` of shape `[B, S]`, int64, on the CPU: Accepted draft tokens, below `verify_width`; 0 where there
@@ -85,47 +89,23 @@ def accepted_at_anchors(
     Raises:
         ValueError: If a width is out of range.
     """
-    block_size = draft.config.block_size if block_size is None else block_size
-    widest = block_size + int(draft.config.sample_from_anchor)
+    config = draft.config
+    block_size = config.block_size if block_size is None else block_size
+    widest = block_size + int(config.sample_from_anchor)
     verify_width = widest if verify_width is None else verify_width
-    if not 2 <= block_size <= draft.config.block_size or not 1 <= verify_width <= widest:
+    if not 2 <= block_size <= config.block_size or not 1 <= verify_width <= widest:
         raise ValueError(
-            f"expected 2 <= block_size <= {draft.config.block_size} and 1 <= verify_width <= {widest}, got "
+            f"expected 2 <= block_size <= {config.block_size} and 1 <= verify_width <= {widest}, got "
             f"{block_size} and {verify_width}; use the draft's block or a smaller one"
         )
-    device = draft.fc.weight.device
-    batch = collate(examples)
+    batch = examples if isinstance(examples, Batch) else collate(examples)
     if verify_width == 1:  # nothing is proposed
         return torch.zeros_like(batch.input_ids)
-    batch = batch.to(device)
-    config = draft.config
-    features = target_features(target, config.target_layer_ids, batch, after_deepstack=config.tap_after_deepstack).taps
-    return accepted_with_features(draft, target, batch, features, block_size, verify_width, chunk_anchors)
-
-
-@torch.no_grad()
-def accepted_with_features(
-    draft: DFlashDraftModel,
-    target: Target,
-    batch: Batch,
-    features: Tensor,
-    block_size: int,
-    verify_width: int,
-    chunk_anchors: int = 32,
-    is_tree: bool = False,
-) -> Tensor:
-    """Does what `accepted_at_anchors` does with tapped states that are there already.
-
-    Args:
-        batch (`Batch`): The examples, on the draft's device.
-        features (`torch.Tensor` of shape `[B, S, L * D]`): Tapped states of the batch.
-        draft, target, block_size, verify_width, chunk_anchors: See `accepted_at_anchors`.
-        is_tree (`bool`): Whether the tokens that are verified are a tree's, of what the draft says alone.
-
-    Returns:
-        `torch.Tensor` of shape `[B, S]`, int64, on the CPU: See `accepted_at_anchors`.
-    """
-    ahead = int(draft.config.sample_from_anchor)  # of its own index, the token that a slot proposes
+    batch = batch.to(draft.fc.weight.device)
+    if features is None:
+        deep = config.tap_after_deepstack
+        features = target_features(target, config.target_layer_ids, batch, after_deepstack=deep).taps
+    ahead = int(config.sample_from_anchor)  # of its own index, the token that a slot proposes
     anchors = all_anchors(batch.loss_mask.cpu(), block_size)
     logits = logits_of(draft, target)
     accepted = torch.zeros_like(batch.input_ids)
@@ -200,4 +180,4 @@ def walked_acceptance(
     return WalkedAcceptance(committed=committed)
 
 
-__all__ = ["WalkedAcceptance", "accepted_at_anchors", "accepted_with_features", "walk", "walked_acceptance"]
+__all__ = ["WalkedAcceptance", "accepted_at_anchors", "walk", "walked_acceptance"]
