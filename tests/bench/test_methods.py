@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dflash_hf.bench.answers import Turn
-from dflash_hf.bench.methods import WAYS, Models, Options, local_method
+from dflash_hf.bench.cells import Options
+from dflash_hf.bench.methods import WAYS, Models, local_method
 from dflash_hf.bench.zlab import zlab_way
 from dflash_hf.evaluation.harness import encode_prompt
 

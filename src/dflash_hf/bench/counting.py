@@ -235,7 +235,7 @@ def first_difference(answer: Answer, other: Answer) -> tuple[int, int | None] | 
 
     The token is `None` where only texts can be compared.
     """
-    for number, (one, two) in enumerate(zip(answer.turns, other.turns, strict=True)):
+    for number, (one, two) in enumerate(zip(answer.turns, other.turns, strict=False)):
         if not one.token_ids or not two.token_ids:
             if one.text != two.text:
                 return number, None

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from dflash_hf.bench.questions import Question
-from dflash_hf.evaluation.image_files import ImageError, content_name, read_image
+from dflash_hf.evaluation.image_files import ImageError, content_name, read_image, store_image
 from dflash_hf.evaluation.rows import ImageSource
 
 
@@ -28,38 +25,22 @@ def store_images(pairs: Sequence[tuple[Question, Sequence[ImageSource]]], folder
         from huggingface_hub.constants import HF_HOME
 
         folder = Path(HF_HOME) / "dflash-hf" / "images"
+    for question, sources in pairs:
+        for source in sources:
+            _check(source, question)
     questions: list[Question] = []
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        for question, sources in pairs:
-            files = [source if isinstance(source, Path) else _written(source, scratch) for source in sources]
-            for file in files:
-                _check(file, question)
-            kept = [folder.resolve() / file.name if file.parent == scratch else file for file in files]
-            questions.append(replace(question, images=tuple(map(str, kept))))
-        for file in scratch.iterdir():
-            place(file, folder)
+    for question, sources in pairs:
+        files = [source if isinstance(source, Path) else store_image(source, folder.resolve()) for source in sources]
+        questions.append(replace(question, images=tuple(map(str, files))))
     return questions
 
 
-def place(file: Path, folder: Path) -> None:
-    """Copies a file into a folder, whole or not at all; one of its name there is the same."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / file.name).exists():
-        scratch = folder / f".{file.name}.{os.getpid()}"
-        shutil.copyfile(file, scratch)
-        os.replace(scratch, folder / file.name)
-
-
-def _written(data: bytes, folder: Path) -> Path:
-    path = folder / content_name(data)
-    path.write_bytes(data)
-    return path
-
-
-def _check(file: Path, question: Question) -> None:
+def _check(source: ImageSource, question: Question) -> None:
     try:
-        read_image(file)
+        if isinstance(source, Path):
+            read_image(source)
+        else:
+            read_image(Path(content_name(source)), source)
     except ImageError as error:
         raise ValueError(
             f"expected an image that can be read in question {question.question_id!r} of {question.dataset}, got one "
@@ -67,4 +48,4 @@ def _check(file: Path, question: Question) -> None:
         ) from error
 
 
-__all__ = ["place", "store_images"]
+__all__ = ["store_images"]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from dflash_hf.bench.answers import Turn
+from dflash_hf.bench.cells import Options
 from dflash_hf.errors import one_line, require
 from dflash_hf.evaluation.harness import Processor, tokenizer_of
 from dflash_hf.evaluation.prompt_files import Message, image_names, text_of
@@ -30,49 +31,6 @@ LOOKUP_TOKENS = 15  # as many as a block of 16 proposes
 
 Conversation = Sequence[Message]
 Inputs = dict[str, Tensor]
-# Options of a draft that a run may compare.
-DRAFT_OPTIONS = ("block_size", "verify_width", "num_tree_nodes", "max_matching_ngram_size", "proposal")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How a cell of a run decodes: what several values may be compared of.
-
-    Args:
-        batch (`int`): Questions answered together.
-        max_new_tokens (`int`): Where an answer that does not end is cut.
-        temperature (`float`): 0 is greedy.
-        top_p (`float`): Nucleus sampling; the whole vocabulary otherwise.
-        dtype (`str`): The pair's, or `"auto"` for what the checkpoints say.
-        block_size (`int`, *optional*): Of the draft, at most the one it was trained with.
-        verify_width (`int` or `"auto"`, *optional*): See [`~dflash_hf.DFlashGenerationConfig`].
-        num_tree_nodes (`int` or `"auto"`, *optional*), max_matching_ngram_size (`int`, *optional*): Likewise.
-        proposal (`str`, *optional*): Likewise.
-    """
-
-    batch: int = 1
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    top_p: float = 1.0
-    dtype: str = "auto"
-    block_size: int | None = None
-    verify_width: int | Literal["auto"] | None = None
-    num_tree_nodes: int | Literal["auto"] | None = None
-    max_matching_ngram_size: int | None = None
-    proposal: str | None = None
-
-    def arguments(self) -> dict[str, Any]:
-        """Returns the arguments of `generate`; they outweigh what a checkpoint says about sampling."""
-        shared: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
-        if self.temperature == 0:
-            # Their neutral values: Transformers warns about any other that greedy decoding does not look at.
-            return shared | {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
-        return shared | {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
-
-    def for_draft(self) -> dict[str, Any]:
-        """Returns the options of `draft.generation_config` that were given."""
-        given = {name: getattr(self, name) for name in DRAFT_OPTIONS}
-        return {name: value for name, value in given.items() if value is not None}
 
 
 class Method(Protocol):
@@ -403,7 +361,6 @@ def _set(config: Any, values: Mapping[str, Any]) -> Generator[None]:
 
 
 __all__ = [
-    "DRAFT_OPTIONS",
     "LOOKUP_TOKENS",
     "WAYS",
     "Conversation",

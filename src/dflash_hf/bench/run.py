@@ -3,7 +3,7 @@
 Questions of one set and as many turns go in rounds, in which every cell asks the same questions, in batches of its own
 size; cells take turns in being first. What is sampled follows from the seed of the run, the questions of the batch,
 the turn and the repeat, so that it does not matter who asks a round, nor when: rounds are dealt to the processes of
-`accelerate launch`, and a run that was killed goes on with the batches that are not there ([`resume`]).
+`accelerate launch`, and a run that was killed goes on with the batches that are not there ([`run_files`]).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 import httpx
 import torch
 
-from dflash_hf.bench.answers import Answer, Turn
-from dflash_hf.bench.cells import NEEDS_DRAFT, Cell, RunSettings, make_cells
-from dflash_hf.bench.methods import WAYS, Method, Models, Options, local_method
+from dflash_hf.bench.answers import Answer, Turn, Which
+from dflash_hf.bench.cells import NEEDS_DRAFT, Cell, Options, RunSettings, make_cells
+from dflash_hf.bench.methods import WAYS, Method, Models, local_method
 from dflash_hf.bench.progress import Bars
 from dflash_hf.bench.provenance import provenance
 from dflash_hf.bench.questions import Question
-from dflash_hf.bench.resume import Asked, Batch, RunFolder, whole_batches
+from dflash_hf.bench.run_files import Batch, RunFolder, whole_batches
 from dflash_hf.bench.server import Server
 from dflash_hf.errors import one_line, require
 from dflash_hf.evaluation.harness import tokenizer_of
@@ -261,23 +261,10 @@ def _begin(
     before = folder.read_run() if is_resumed else {}
     conditions = before.get("provenance", conditions)
     settings_written = {**settings.what_matters(), "run_code": settings.run_code}
-    _write_run(folder, settings_written, cells, conditions, before.get("sessions", []))
+    folder.write_run(settings_written, cells, conditions, before.get("sessions", []))
     for cell in cells:
         batches = batches_of(cell, questions, cells, settings.repeats)
         folder.merge(cell.model_id, whole_batches(folder.read(cell.model_id), batches).values())
-
-
-def _write_run(
-    folder: RunFolder, settings: Mapping[str, Any], cells: Sequence[Cell], conditions: Any, sessions: list[Any]
-) -> None:
-    folder.write_run(
-        {
-            "settings": dict(settings),
-            "methods": [cell.to_dict() for cell in cells],
-            "provenance": conditions,
-            "sessions": sessions,
-        }
-    )
 
 
 # ---- what is asked when
@@ -334,7 +321,7 @@ class Asker:
 
     def ask_all(self) -> dict[str, float]:
         """Asks; returns the session: seconds in all, of which in the methods and beside them."""
-        done: dict[str, set[Asked]] = {cell.model_id: set(self.folder.read(cell.model_id)) for cell in self.cells}
+        done: dict[str, set[Which]] = {cell.model_id: set(self.folder.read(cell.model_id)) for cell in self.cells}
         left = list(self._left(done))
         totals = {cell.model_id: 0 for cell in self.cells if cell.model_id in self.methods}
         for cell, _, batch in left:
@@ -354,7 +341,7 @@ class Asker:
         harness = seconds - self.method_seconds
         return {"seconds": seconds, "method_seconds": self.method_seconds, "harness_seconds": harness}
 
-    def _left(self, done: Mapping[str, set[Asked]]) -> Iterator[tuple[Cell, int, Sequence[Question]]]:
+    def _left(self, done: Mapping[str, set[Which]]) -> Iterator[tuple[Cell, int, Sequence[Question]]]:
         """The batches of this process that are not there, cells in turns."""
         rounds = rounds_of(self.questions, self.cells)
         asked = [cell for cell in self.cells if cell.model_id in self.methods]
@@ -442,7 +429,7 @@ def _end(asker: Asker, session: Mapping[str, float]) -> None:
         if cell.failed is None and errors and len(answers) < len(order) * asker.settings.repeats:
             cell.failed = f"given up after {MAX_FAILURES} failures in a row, the last one: {errors[-1]}"
     run = asker.folder.read_run()
-    _write_run(asker.folder, run["settings"], asker.cells, run["provenance"], [*run["sessions"], dict(session)])
+    asker.folder.write_run(run["settings"], asker.cells, run["provenance"], [*run["sessions"], dict(session)])
 
 
 __all__ = ["FAILURES", "MAX_FAILURES", "Asker", "Processes", "batches_of", "rounds_of", "run", "seed_of"]

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from dflash_hf.bench.methods import Inputs, Models, Options, Raw, Steps, Way
+from dflash_hf.bench.cells import Options
+from dflash_hf.bench.methods import Inputs, Models, Raw, Steps, Way
 from dflash_hf.drafts import save_draft
 from dflash_hf.errors import one_line
 
