@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_hf.configuration_dflash import ROPE_TYPES
-from dflash_hf.evaluation.harness import Processor, encode_prompt, tokenizer_of
+from dflash_hf.evaluation.harness import Processor, encode_prompt, end_tokens, tokenizer_of
 from dflash_hf.evaluation.probe import Measurement, Probe, Setup
 from dflash_hf.evaluation.prompt_files import Prompt, image_names
 from dflash_hf.modeling_dflash import DFlashDraftModel, DFlashRMSNorm
@@ -171,8 +171,7 @@ def write_answers(model: PreTrainedModel, inputs: Sequence[dict[str, Tensor]], m
     """
     prompts = [Example.from_pair(row, []) for row in inputs]
     config: Any = model.generation_config
-    ends = config.eos_token_id
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    ends = end_tokens(model)
     pad_token_id = config.pad_token_id if config.pad_token_id is not None else next(iter(ends), 0)
     answers = regenerate_answers(
         model, prompts, max_new_tokens=max_new_tokens, eos_token_id=ends, pad_token_id=pad_token_id, batch_size=8
@@ -313,13 +312,12 @@ def _check_vocabulary(target: Target, draft: DFlashDraftModel, tokenizer: PreTra
     """Finds out if tokenizer, target and draft can mean the same ids."""
     rows, size = target.vocab_size, len(tokenizer)
     beyond = sorted(i for i in tokenizer.all_special_ids if i >= rows)
-    eos: int | list[int] | None = target.model.generation_config.eos_token_id
     wrong: list[str] = []
     if size > rows:
         wrong.append(f"the tokenizer has {size} ids, the target's embedding {rows} rows")
     if beyond:
         wrong.append(f"special ids {beyond} lie outside the target's embedding")
-    if draft.config.mask_token_id in ([eos] if isinstance(eos, int | None) else eos):
+    if draft.config.mask_token_id in end_tokens(target.model):
         wrong.append(f"the mask token {draft.config.mask_token_id} is an end-of-sequence token")
     advice = "use the tokenizer and the draft that belong to this target"
     return _judged("vocabulary", wrong, advice, f"{size} ids of the tokenizer within {rows} rows of the embedding")
