@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +66,15 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
         "rate": _rate,
         "words": _words,
     }
+    answering = [method for method in summary["methods"] if method["all"]["texts"]]
     page = environment.get_template("report.html.jinja").render(
         summary=summary,
         main=main,
         base=next((m for m in summary["methods"] if main and m["model_id"] == main["baseline"]), None),
         num_alike=sum(m["method"] == main["method"] for m in summary["methods"]) if main else 0,
-        answering=[method for method in summary["methods"] if method["all"]["texts"]],
+        answering=answering,
+        times=_tables(answering, list(summary["datasets"]), lambda block: block if block["texts"] else None),
+        acceptance=_tables(answering, list(summary["datasets"]), lambda block: block["acceptance"]),
         failing=[m for m in summary["methods"] if m["failed"] or m["all"]["failures"] or not m["all"]["texts"]],
         figures=drawn,
         notes=notes,
@@ -92,6 +95,25 @@ def _main(summary: Mapping[str, Any]) -> dict[str, Any] | None:
         return method["method"] == "dflash", bool(block["acceptance"]), speed, block["tokens_per_second"] or 0.0
 
     return max(answering, key=order, default=None)
+
+
+def _tables(
+    methods: Sequence[Mapping[str, Any]], sets: Sequence[str], pick: Callable[[Any], Any]
+) -> tuple[list[Any], list[Any]]:
+    """Rows of tables, each a name and what is picked of a block, if anything: of all sets, and of each.
+
+    A set's are its name, a row per method, and a row per category and method.
+    """
+    found: list[Any] = []
+    for name in sets:
+        here = [(method["model_id"], method["sets"][name]) for method in methods if name in method["sets"]]
+        rows = [(method, picked) for method, block in here if (picked := pick(block))]
+        parts = [(part, method, pick(one)) for method, block in here for part, one in block["categories"].items()]
+        parts.sort(key=lambda row: row[0].lower())
+        parts = [(f"{part} · {method}", picked) for part, method, picked in parts if picked]
+        if parts or (rows and len(sets) > 1):
+            found.append((name, rows, parts))
+    return [(method["model_id"], picked) for method in methods if (picked := pick(method["all"]))], found
 
 
 def _one_text(run: Run, main: Mapping[str, Any] | None) -> tuple[str, list[int]] | None:
