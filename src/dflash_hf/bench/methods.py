@@ -289,16 +289,4 @@ def _noting_candidates(model: Any) -> Generator[list[Tensor]]:
         del model._get_candidate_generator
 
 
-__all__ = [
-    "LOOKUP_TOKENS",
-    "WAYS",
-    "Conversation",
-    "Method",
-    "Models",
-    "Options",
-    "Raw",
-    "Recorder",
-    "Steps",
-    "Way",
-    "local_method",
-]
+__all__ = ["WAYS", "Conversation", "Inputs", "Method", "Models", "Raw", "Steps", "Way", "local_method"]

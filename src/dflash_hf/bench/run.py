@@ -8,11 +8,13 @@ the turn and the repeat, so that it does not matter who asks a round, nor when: 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -22,9 +24,10 @@ from typing import Any
 
 import httpx
 import torch
+from transformers import AutoModelForCausalLM
 
 from dflash_hf.bench.answers import Answer, Turn, Which
-from dflash_hf.bench.cells import NEEDS_DRAFT, Cell, Options, RunSettings, make_cells
+from dflash_hf.bench.cells import NEEDS_DRAFT, Cell, RunSettings, make_cells
 from dflash_hf.bench.methods import WAYS, Method, Models, local_method
 from dflash_hf.bench.progress import Bars
 from dflash_hf.bench.provenance import provenance
@@ -59,9 +62,6 @@ def run(settings: RunSettings) -> Path | None:
     """Runs a benchmark and leaves all that there is to say about it in `settings.out`.
 
     Under `accelerate launch` every process loads the models and asks its share.
-
-    Args:
-        settings (`RunSettings`): What to ask of what.
 
     Returns:
         `Path`, *optional*: The report, of the first process.
@@ -138,20 +138,12 @@ class Processes:
 def _load_questions(settings: RunSettings) -> list[Question]:
     from dflash_hf.bench.sets import load_questions
 
-    questions: list[Question] = []
-    for name in settings.data:
-        questions += load_questions(
-            name,
-            data_dir=settings.data_dir,
-            num_prompts=settings.num_prompts,
-            seed=settings.seed,
-            template=settings.template,
-        )
+    asked = {name: getattr(settings, name) for name in ("data_dir", "num_prompts", "seed", "template")}
+    questions = [question for name in settings.data for question in load_questions(name, **asked)]
     require(bool(questions), f"questions in {', '.join(settings.data)}", questions, "name other sets as --data")
-    keys = [question.key for question in questions]
-    if len(set(keys)) < len(keys):
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"expected every question once, got {twice} twice; name each set once, and fix its ids")
+    twice = [key for key, count in Counter(question.key for question in questions).items() if count > 1]
+    if twice:
+        raise ValueError(f"expected every question once, got {twice[0]} twice; name each set once, and fix its ids")
     return questions
 
 
@@ -172,19 +164,12 @@ def _load_models(settings: RunSettings, device_map: str) -> dict[str, Models]:
         hint = "leave out --chat-template-kwargs, --no-thinking and --system"
         require(is_fine, "a target with a chat template", settings.target, hint)
         given: dict[str, Any] = {"dtype": dtype, "device_map": device_map}
-        draft = None
-        if needs_draft and settings.draft is not None:
-            draft = DFlashDraftModel.from_pretrained(settings.draft, **given)
-        assistant = None
-        if settings.assistant is not None:
-            from transformers import AutoModelForCausalLM
-
-            assistant = AutoModelForCausalLM.from_pretrained(settings.assistant, **given)
+        draft, assistant = settings.draft if needs_draft else None, settings.assistant
         found[dtype] = Models(
             target=target,
             processor=processor,
-            draft=draft,
-            assistant=assistant,
+            draft=None if draft is None else DFlashDraftModel.from_pretrained(draft, **given),
+            assistant=None if assistant is None else AutoModelForCausalLM.from_pretrained(assistant, **given),
             template_options=settings.template_options,
         )
     return found
@@ -207,19 +192,18 @@ def _check_questions(questions: Sequence[Question], models: Mapping[str, Models]
 def _make_methods(settings: RunSettings, cells: Sequence[Cell], models: Mapping[str, Models]) -> dict[str, Method]:
     """Returns the method of every cell that can be asked; of the others the cell says why not."""
     methods: dict[str, Method] = {}
-    made: dict[tuple[str, str], Method] = {}
+
+    @functools.cache
+    def make(name: str, dtype: str) -> Method:
+        return _make_method(settings, name, models.get(dtype))
+
     for cell in cells:
-        if cell.failed is not None:
-            continue
-        name = cell.method, cell.options.dtype
-        try:
-            _check_draft(cell, models)
-            if name not in made:
-                made[name] = _make_method(settings, cell.method, models.get(cell.options.dtype))
-        except ValueError as error:
-            cell.failed = one_line(error)
-        else:
-            methods[cell.model_id] = made[name]
+        if cell.failed is None:
+            try:
+                _check_draft(cell, models)
+                methods[cell.model_id] = make(cell.method, cell.options.dtype)
+            except ValueError as error:
+                cell.failed = one_line(error)
     return methods
 
 
@@ -299,23 +283,14 @@ def seed_of(seed: int, batch: Sequence[Question], repeat: int, turn: int) -> int
 
 @dataclass(slots=True)
 class Asker:
-    """Asks what is left to be asked, of one process's share.
-
-    Args:
-        settings (`RunSettings`): Of the run.
-        cells (`Sequence[Cell]`): Its cells.
-        methods (mapping): The method of each cell that can be asked.
-        folder (`RunFolder`): Where answers go.
-        processes (`Processes`): Among whom rounds are dealt.
-        questions (`Sequence[Question]`): All of the run.
-    """
+    """Asks what is left to be asked, of one process's share."""
 
     settings: RunSettings
     cells: Sequence[Cell]
-    methods: Mapping[str, Method]
+    methods: Mapping[str, Method]  # of each cell that can be asked
     folder: RunFolder
     processes: Processes
-    questions: Sequence[Question]
+    questions: Sequence[Question]  # all of the run
     failures: dict[str, int] = field(default_factory=dict[str, int])
     method_seconds: float = 0.0
 
@@ -373,7 +348,14 @@ class Asker:
         started = time.perf_counter()
         try:
             for number in range(len(batch[0].turns)):
-                self._ask_turn(cell.options, self.methods[cell.model_id], batch, turns, (repeat, number))
+                conversations = [
+                    question.messages([turn.text for turn in before], self.settings.system)
+                    for question, before in zip(batch, turns, strict=True)
+                ]
+                seed = seed_of(self.settings.seed, batch, repeat, number)
+                said = self.methods[cell.model_id](conversations, cell.options, seed)
+                for before, turn in zip(turns, said, strict=True):
+                    before.append(turn)
         except FAILURES as failure:
             error = one_line(f"{type(failure).__name__}: {failure}")
             logger.warning("%s: %s", cell.model_id, error)
@@ -396,22 +378,6 @@ class Asker:
             )
             for question, found in zip(batch, turns, strict=True)
         ]
-
-    def _ask_turn(
-        self,
-        options: Options,
-        method: Method,
-        batch: Sequence[Question],
-        turns: list[list[Turn]],
-        which: tuple[int, int],
-    ) -> None:
-        conversations = [
-            question.messages([turn.text for turn in before], self.settings.system)
-            for question, before in zip(batch, turns, strict=True)
-        ]
-        answers = method(conversations, options, seed_of(self.settings.seed, batch, *which))
-        for before, turn in zip(turns, answers, strict=True):
-            before.append(turn)
 
 
 def _seconds_of(turns: Sequence[Sequence[Turn]]) -> float:
