@@ -65,7 +65,6 @@ class Answer:
     """What a method answered to one question, or why it did not.
 
     Args:
-        dataset, question_id, category, subcategory: Of the question.
         repeat (`int`): How often it had been asked before, from 0.
         model_id (`str`): Name of the method in this run, with the values that the run compares.
         turns (`tuple[Turn, ...]`): One per turn of the question; none where it failed.

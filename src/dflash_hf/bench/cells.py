@@ -54,9 +54,7 @@ class Options:
         top_p (`float`): Nucleus sampling; the whole vocabulary otherwise.
         dtype (`str`): The pair's, or `"auto"` for what the checkpoints say.
         block_size (`int`, *optional*): Of the draft, at most the one it was trained with.
-        verify_width (`int` or `"auto"`, *optional*): See [`~dflash_hf.DFlashGenerationConfig`].
-        num_tree_nodes (`int` or `"auto"`, *optional*), max_matching_ngram_size (`int`, *optional*): Likewise.
-        proposal (`str`, *optional*): Likewise.
+        verify_width, num_tree_nodes, max_matching_ngram_size, proposal: See [`~dflash_hf.DFlashGenerationConfig`].
     """
 
     batch: int = 1
@@ -218,8 +216,6 @@ class Cell:
 
     Args:
         model_id (`str`): The method's name, and the values that the run compares.
-        method (`str`): The method.
-        options (`Options`): How it decodes.
         values (`dict`): Those of the options that the run compares, by name.
         baseline (`str`, *optional*): The cell of plain `generate` that its speed-up is over.
         failed (`str`, *optional*): Why it was not asked, or not to the end.

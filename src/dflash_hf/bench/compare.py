@@ -21,7 +21,7 @@ from dflash_hf.bench.answers import Answer
 from dflash_hf.bench.counting import first_difference, per_question, ratios
 from dflash_hf.bench.intervals import interval, mcnemar, resample
 from dflash_hf.bench.questions import Key
-from dflash_hf.bench.run_files import Run, Which, read_run
+from dflash_hf.bench.run_files import Run, read_run
 from dflash_hf.bench.summary import Scores, read_scores
 from dflash_hf.errors import listed
 
@@ -69,10 +69,7 @@ class Comparison:
 
 
 def compare(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Comparison:
-    """Compares two runs on the questions that both asked.
-
-    Args:
-        first, second: Their folders; accuracy is compared where both have `scores.jsonl`.
+    """Compares the runs of two folders on the questions that both asked; accuracy where both have `scores.jsonl`.
 
     Raises:
         ValueError: If one is no run's folder, or they have no question or no method in common.
@@ -83,7 +80,10 @@ def compare(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Co
     if not shared:
         names = " and ".join(listed(run.datasets) for run in runs)
         raise ValueError(f"expected two runs with a question in common, got {names}; compare runs of the same sets")
-    found = [{name for name, answers in run.answers.items() if _answered(answers)} for run in runs]
+    found = [
+        {name for name, answers in run.answers.items() if any(a.error is None for a in answers.values())}
+        for run in runs
+    ]
     methods = [cell.model_id for cell in runs[0].cells if cell.model_id in found[0] & found[1]]
     if not methods:
         names = " and ".join(listed(sorted(part)) or "none" for part in found)
@@ -101,10 +101,6 @@ def compare(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Co
         conditions=_conditions(*runs),
         left_out=sorted(found[0] ^ found[1]),
     )
-
-
-def _answered(answers: Mapping[Which, Answer]) -> bool:
-    return any(answer.error is None for answer in answers.values())
 
 
 class _Pairing:

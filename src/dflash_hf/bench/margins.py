@@ -38,8 +38,7 @@ def write_margins(folder: Path, models: Mapping[str, Encodes]) -> Path:
     Sampled answers have other noise than their baseline's and are left out.
 
     Args:
-        folder (`Path`): Of the run.
-        models (mapping): What it has loaded, by the name that `--dtype` gave.
+        models (mapping): What the run has loaded, by the name that `--dtype` gave.
     """
     run = read_run(folder)
     rows: list[dict[str, Any]] = []
@@ -63,7 +62,6 @@ def margins(
 
     Args:
         pairs (iterable of two `Answer`): A method's answer and its baseline's, to the same question and repeat.
-        questions (mapping): By their keys.
         models (`Encodes`): What wrote them, in one dtype.
         system (`str`, *optional*): What every conversation began with.
 

@@ -37,15 +37,10 @@ class Method(Protocol):
     """A way of decoding, ready to be asked."""
 
     def __call__(self, conversations: Sequence[Conversation], options: Options, seed: int) -> list[Turn]:
-        """Answers conversations, as one batch.
+        """Answers conversations, whose last message is the user's, as one batch.
 
         Args:
-            conversations (sequence of lists of messages): One per row; the last message is the user's.
-            options (`Options`): How.
             seed (`int`): Of the call, when sampling.
-
-        Returns:
-            `list[Turn]`: One per row.
 
         Raises:
             One of [`dflash_hf.bench.run.FAILURES`].

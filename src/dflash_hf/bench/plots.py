@@ -34,26 +34,18 @@ DASHED = (0, (3, 2))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A figure of the report.
+    """A figure of the report."""
 
-    Args:
-        name (`str`): Its anchor on the page.
-        title (`str`): What it shows.
-        caption (`str`): How to read it.
-        svg (`str`): The figure, as an SVG element.
-    """
-
-    name: str
-    title: str
-    caption: str
-    svg: str
+    name: str  # its anchor on the page
+    title: str  # what it shows
+    caption: str  # how to read it
+    svg: str  # as an SVG element
 
 
 def figures(summary: dict[str, Any], text: tuple[str, list[int]] | None) -> dict[str, Figure]:
     """Draws what a summary has something to show for, by name.
 
     Args:
-        summary (`dict`): Of a run.
         text (`tuple`, *optional*): The name of one text, and the tokens that each of its verifies committed.
 
     Raises:

@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from dflash_hf.bench.questions import Question
 from dflash_hf.bench.sets import load_questions
@@ -28,29 +29,19 @@ def prepare(
     """Writes `OUT/NAME.jsonl` for each set, and images to `OUT/images`: what `--data-dir OUT` reads.
 
     Args:
-        names (sequence of `str`): As [`dflash_hf.bench.sets.load_questions`] takes them.
+        names (sequence of `str`): As [`dflash_hf.bench.sets.load_questions`] takes them, and what follows too.
         out (`Path`): Folder; made where there is none.
-        data_dir, num_prompts, seed, template: As there.
-
-    Returns:
-        `list[Path]`: The files, in the order of the names.
 
     Raises:
         ValueError: If a set cannot be read, two have the same name, or a file of that name is there with something
             else in it. Nothing is written then.
     """
+    asked: dict[str, Any] = {"data_dir": data_dir, "num_prompts": num_prompts, "seed": seed, "template": template}
     texts: dict[Path, str] = {}
     images: list[Path] = []
     with tempfile.TemporaryDirectory() as scratch:
         for name in names:
-            questions = load_questions(
-                name,
-                data_dir=data_dir,
-                num_prompts=num_prompts,
-                seed=seed,
-                template=template,
-                image_dir=Path(scratch),
-            )
+            questions = load_questions(name, **asked, image_dir=Path(scratch))
             path = out / f"{questions[0].dataset.replace('/', '--').replace(':', '--')}.jsonl"
             require(path not in texts, f"sets of different names for {out}", path.name, "rename one")
             texts[path] = "".join(f"{json.dumps(_portable(question))}\n" for question in questions)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_hf.bench.counting import ratio
 from dflash_hf.bench.plots import Figure, figures
 from dflash_hf.bench.run_files import Run, read_run
 from dflash_hf.bench.summary import read_scores, summarize
@@ -25,12 +26,6 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
     """Writes `report.html` into a run's folder, whole or not at all; its `summary.json` too, where there is none.
 
     Without matplotlib the page has no figures, and says so.
-
-    Args:
-        folder: The run's; see [`dflash_hf.bench.run_files.read_run`].
-
-    Returns:
-        `Path`: Of the page.
 
     Raises:
         ValueError: If the folder holds no run.
@@ -59,13 +54,8 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "number": _number,
-        "percent": _percent,
-        "ms": _milliseconds,
-        "rate": _rate,
-        "words": _words,
-    }
+    filters = {"number": _number, "percent": _percent, "ms": _milliseconds, "rate": _rate, "words": _words}
+    environment.filters |= filters
     answering = [method for method in summary["methods"] if method["all"]["texts"]]
     page = environment.get_template("report.html.jinja").render(
         summary=summary,
@@ -80,7 +70,7 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
         notes=notes,
         examples=_examples(run, main),
         max_differing=MAX_DIFFERING,
-        harness=_harness_share(summary["sessions"]),
+        harness=ratio(*(sum(s[name] for s in summary["sessions"]) for name in ("harness_seconds", "seconds"))),
     )
     return write_whole(run.folder / "report.html", page)
 
@@ -147,11 +137,6 @@ def _examples(run: Run, main: Mapping[str, Any] | None) -> list[dict[str, Any]]:
                 "score": scores.get((main["model_id"], which)),
             }
     return list(found.values())
-
-
-def _harness_share(sessions: Sequence[Mapping[str, float]]) -> float | None:
-    seconds = sum(session["seconds"] for session in sessions)
-    return sum(session["harness_seconds"] for session in sessions) / seconds if seconds else None
 
 
 def _number(value: float | None, digits: int = 2) -> str:

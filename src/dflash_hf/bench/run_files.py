@@ -31,26 +31,14 @@ Batch = tuple[int, Sequence[Question]]  # what is asked together, and how often 
 
 
 class RunFolder:
-    """A run's folder, seen from one of its processes.
-
-    Args:
-        path (`Path`): Where it is.
-        rank (`int`): Of the process.
-    """
+    """A run's folder, seen from one of its processes."""
 
     def __init__(self, path: Path, rank: int = 0) -> None:
         self.path, self.rank = path, rank
         self._synced: dict[str, float] = {}
 
     def check(self, resume: bool, what_matters: Mapping[str, Any]) -> bool:
-        """Refuses a folder that is not this run's, and leaves it as it was.
-
-        Args:
-            resume (`bool`): Whether the user asked to go on with it.
-            what_matters (mapping): What the run is asked for.
-
-        Returns:
-            `bool`: Whether there is a run to go on with.
+        """Refuses a folder that is not this run's, and leaves it as it was; returns if there is one to go on with.
 
         Raises:
             ValueError: If it has files and is not to be gone on with, or is no run's, or that of another run.
@@ -139,12 +127,7 @@ class RunFolder:
 
 
 def whole_batches(answers: Mapping[Which, Answer], batches: Iterable[Batch]) -> dict[Which, Answer]:
-    """Returns the answers that count: those of batches that are all there, without an error, in the batches' order.
-
-    Args:
-        answers (mapping): All that there are.
-        batches (iterable): The cell's, as the run asks them.
-    """
+    """Returns the answers that count: those of batches that are all there, without an error, in their order."""
     counting: dict[Which, Answer] = {}
     for repeat, questions in batches:
         found = [(question.key, repeat) for question in questions]
@@ -162,7 +145,6 @@ class Run:
     """What a run's folder holds.
 
     Args:
-        folder (`Path`): Where it is.
         settings, provenance (`dict`): Of its `run.json`.
         sessions (`list[dict]`): Seconds of each time it was begun or gone on with, in all, in methods, beside them.
         cells (`list[Cell]`): Its methods, in the order of `run.json`.

@@ -14,14 +14,14 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from dflash_hf.bench.images import store_images
 from dflash_hf.bench.questions import Question, Score
 from dflash_hf.errors import listed, require, shown
+from dflash_hf.evaluation.image_files import ImageError, content_name, read_image, store_image
 from dflash_hf.evaluation.prompt_files import text_of
 from dflash_hf.evaluation.rows import CONVERSATION, FIX, ImageSource, Row, file_rows, filled, hub_rows
 
@@ -42,7 +42,7 @@ class QuestionSet:
     """A set that is known by name.
 
     Args:
-        name (`str`): Its name; upper case, `-`, `_` and spaces make no difference to a user.
+        name (`str`): Upper case, `-`, `_` and spaces make no difference to a user.
         hub (`tuple`): Its id on the Hub, configuration and split.
         question (callable): Returns fields of the question that an upstream row is; `None` of a row that is not in
             the set. By default a question's id is the number of its row, its category the set's name.
@@ -392,4 +392,41 @@ def _own(rows: Iterable[Row], dataset: str, template: str | None) -> Iterator[Pa
         yield _pair(row, dataset, normalised(asked))
 
 
-__all__ = ["SETS", "QuestionSet", "load_questions"]
+def store_images(pairs: Sequence[Pair], folder: Path | None) -> list[Question]:
+    """Returns questions with the paths of their images, those that are bytes written to files in a folder.
+
+    Args:
+        pairs (sequence): Questions, and where their images are.
+        folder (`Path`, *optional*): Where to; a folder in the Hub's cache by default. Only made if there is need.
+
+    Raises:
+        ValueError: If one cannot be read; then nothing is written.
+    """
+    if folder is None:
+        from huggingface_hub.constants import HF_HOME
+
+        folder = Path(HF_HOME) / "dflash-hf" / "images"
+    for question, sources in pairs:
+        for source in sources:
+            _check(source, question)
+    questions: list[Question] = []
+    for question, sources in pairs:
+        files = [source if isinstance(source, Path) else store_image(source, folder.resolve()) for source in sources]
+        questions.append(replace(question, images=tuple(map(str, files))))
+    return questions
+
+
+def _check(source: ImageSource, question: Question) -> None:
+    try:
+        if isinstance(source, Path):
+            read_image(source)
+        else:
+            read_image(Path(content_name(source)), source)
+    except ImageError as error:
+        raise ValueError(
+            f"expected an image that can be read in question {question.question_id!r} of {question.dataset}, got one "
+            f"that cannot ({error}); fetch the set again, or leave the question out"
+        ) from error
+
+
+__all__ = ["SETS", "QuestionSet", "load_questions", "store_images"]

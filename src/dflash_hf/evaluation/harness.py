@@ -28,11 +28,8 @@ class Answer:
 
     Args:
         text (`str`): The answer, special tokens removed.
-        num_tokens (`int`): Tokens of the answer.
         seconds (`float`): Wall time of the `generate` call, prefill included.
-        stats (`SpeculativeStats`): Of the call.
         images (`tuple[str, ...]`): Names of the prompt's images.
-        ids (`list[int]`): The tokens.
         inputs (`dict[str, torch.Tensor]`): The prompt, as `generate` took it.
         seed (`int`): torch's seed before the call.
     """
@@ -48,14 +45,9 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the statistics, and of the fields all that are plain values, for JSON."""
-        return {
-            **self.stats.to_dict(),
-            "text": self.text,
-            "num_tokens": self.num_tokens,
-            "seconds": self.seconds,
-            "images": list(self.images),
-            "pictures": list(self.images),  # the name that images had, for one release
-        }
+        told = {name: getattr(self, name) for name in ("text", "num_tokens", "seconds")}
+        images = list(self.images)
+        return {**self.stats.to_dict(), **told, "images": images, "pictures": images}  # their old name, one release
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +56,6 @@ class Comparison(Answer):
 
     Args:
         kind (`str`): What sort of prompt it was; groups rows of a report.
-        agreement (`Agreement`): Whether both answers have the same tokens, and if not, whether they part at a tie.
         plain_seconds (`float`): Wall time of the `generate` call without the draft, prefill included.
     """
 
@@ -187,14 +178,11 @@ def answer(
     """Answers one prompt with the draft.
 
     Args:
-        target, draft, processor: The pair, and its processor or tokenizer.
-        prompt (`str` or list of messages): What to answer.
-        streamer (`BaseStreamer`, *optional*): Gets the answer.
-        encoding (mapping, *optional*): Options of [`encode_prompt`].
+        encoding (mapping, *optional*): Options of [`encode_prompts`].
         settings: For `generate`.
 
     Raises:
-        ValueError: See [`encode_prompt`].
+        ValueError: See [`encode_prompts`].
     """
     inputs = encode_prompt(processor, prompt, target.device, **(encoding or {}))
     model: Any = target
@@ -234,9 +222,6 @@ def compare_with_plain(
     Transformers' own sampler draws its noise in another order.
 
     Args:
-        target, draft: The pair.
-        answered ([`Answer`]): The answer with the draft.
-        kind (`str`): Label of the prompt.
         settings: For `generate`, those of the answer.
 
     Raises:
@@ -306,12 +291,7 @@ def changed(config: Any, **values: Any) -> Generator[None]:
             setattr(config, name, value)
 
 
-def warm_up(
-    target: PreTrainedModel,
-    draft: DFlashDraftModel,
-    processor: Processor,
-    prompt: Prompt,
-) -> None:
+def warm_up(target: PreTrainedModel, draft: DFlashDraftModel, processor: Processor, prompt: Prompt) -> None:
     """Answers a prompt with a few tokens, both ways: the first calls pay for loading code."""
     compare(target, draft, processor, prompt, max_new_tokens=4, do_sample=False)
 

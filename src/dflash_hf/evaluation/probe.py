@@ -98,7 +98,6 @@ class Measurement:
         """Returns True if this setup is clearly better on the same texts.
 
         Args:
-            other (`Measurement`): Of the other setup.
             margin (`float`): Least gain, as a share of the other's mean.
             errors (`float`): Least gain in standard errors of the paired difference.
         """
@@ -118,7 +117,6 @@ class Probe:
 
     Args:
         target (`Target`): The target, in eval mode.
-        draft (`DFlashDraftModel`): The draft as it is configured.
         examples (sequence of [`Example`]): The target's own greedy answers.
     """
 
@@ -187,8 +185,7 @@ class Probe:
             return known
         draft = variant(self.draft, setup)
         found: list[list[int]] = []
-        width = draft.config.block_size
-        verify_width = width + int(draft.config.sample_from_anchor)
+        width, verify_width = draft.config.block_size, draft.config.block_size + int(draft.config.sample_from_anchor)
         layer_ids = [self.shifted(i, setup.tap_shift) for i in self.layer_ids]
         for example, (batch, states) in zip(self.examples, self.texts, strict=True):
             tapped = states[draft.config.tap_after_deepstack]

@@ -21,9 +21,6 @@ logger = logging.getLogger(__name__)
 class RowFile:
     """The rows of a JSONL file, read when they are asked for; in memory are only their places.
 
-    Args:
-        path (`Path`): The file.
-
     Raises:
         ValueError: If there is no such file; for a line that is no JSON object, when it is asked for.
     """

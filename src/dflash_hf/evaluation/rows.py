@@ -154,7 +154,6 @@ def file_rows(paths: Sequence[Path], columns: Sequence[str] = (), *, streaming: 
     """Yields the rows of `.jsonl`, `.json` (one list), `.parquet` or `.txt` (a prompt a line) files in turn.
 
     Args:
-        paths (sequence of `Path`): The files.
         columns (sequence of `str`): What is read of Parquet files; all of it where empty.
         streaming (`bool`): Read Parquet files as they are, without a copy in the cache of `datasets`.
 
