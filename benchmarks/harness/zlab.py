@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from dflash_hf.bench.methods import Models, Options
+from dflash_hf.bench.cells import Options
+from dflash_hf.bench.methods import Models
 from dflash_hf.bench.zlab import zlab_way
 
 from .methods import Method, Raw, Settings

@@ -54,8 +54,8 @@ def new_figure(width: float, height: float) -> Any:
 
 
 @contextlib.contextmanager
-def styled() -> Generator[None]:
-    """Draws what is drawn inside in `STYLE`, and leaves the settings of the rest as they are.
+def styled(style: Mapping[str, Any] = STYLE) -> Generator[None]:
+    """Draws what is drawn inside in a style, and leaves the settings of the rest as they are.
 
     Raises:
         ImportError: Without matplotlib.
@@ -63,7 +63,7 @@ def styled() -> Generator[None]:
     new_figure(1.0, 1.0)  # which says what is missing
     import matplotlib
 
-    settings: Any = STYLE  # matplotlib's stub names every key
+    settings: Any = style  # matplotlib's stub names every key
     with matplotlib.rc_context(settings):
         yield
 
@@ -84,12 +84,8 @@ def svg(draw: Callable[[Any], None], width: float, height: float, style: Mapping
     Raises:
         ImportError: Without matplotlib.
     """
-    new_figure(width, height)  # which says what is missing
-    import matplotlib
-
     fixed = {"svg.fonttype": "none", "svg.hashsalt": "dflash-hf", "text.parse_math": False}
-    settings: Any = {**style, **fixed}
-    with matplotlib.rc_context(settings):
+    with styled({**style, **fixed}):
         figure = new_figure(width, height)
         draw(figure)
         written = io.StringIO()

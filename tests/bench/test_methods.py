@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dflash_hf.bench.answers import Turn
-from dflash_hf.bench.methods import WAYS, Models, Options, local_method
+from dflash_hf.bench.cells import Options
+from dflash_hf.bench.methods import WAYS, Models, local_method
 from dflash_hf.bench.zlab import zlab_way
 from dflash_hf.evaluation.harness import encode_prompt
 
@@ -137,7 +138,7 @@ def test_several_rows_of_a_method_for_one_are_refused(models: Models, held_out: 
 
 def test_conversations_that_cannot_be_encoded(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models.processor, "chat_template", "{{ raise_exception('no role system here') }}")
-    with pytest.raises(ValueError, match="that the chat template takes, got: no role system here"):
+    with pytest.raises(ValueError, match="that the chat template takes, got TemplateError: no role system here"):
         models.encode([[{"role": "system", "content": "x"}]])
     monkeypatch.setattr(models.processor, "chat_template", None)
     tokenizer: Any = models.processor

@@ -12,8 +12,7 @@ import httpx
 import pytest
 import torch
 
-from dflash_hf.bench.cells import Cell, make_cells
-from dflash_hf.bench.methods import Options
+from dflash_hf.bench.cells import Cell, Options, make_cells
 from dflash_hf.bench.questions import Question
 from dflash_hf.bench.run import rounds_of, seed_of
 from helpers.bench_runs import Asked, answers_in, counts_in, settings_in

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from dflash_hf.bench.methods import Options
+from dflash_hf.bench.cells import Options
 from dflash_hf.bench.run import run
 from dflash_hf.bench.server import Server
 from helpers.bench_runs import TOY, answers_in, settings_in

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dflash_hf.bench.images import store_images
 from dflash_hf.bench.prepare import prepare
 from dflash_hf.bench.questions import Question
+from dflash_hf.bench.sets import store_images
 from helpers.bench_sets import PLACEHOLDER, ROWS, load, upstream_rows, write
 
 

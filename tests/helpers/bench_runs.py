@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_hf.bench.answers import Answer, Turn
-from dflash_hf.bench.cells import RunSettings
-from dflash_hf.bench.methods import Conversation, Options
+from dflash_hf.bench.cells import Options, RunSettings
+from dflash_hf.bench.methods import Conversation
 
 TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
 # The counts of a Turn; its seconds differ from run to run.

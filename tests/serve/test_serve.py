@@ -18,7 +18,7 @@ import torch
 from openai import APIError, BadRequestError, NotFoundError
 from PIL import Image
 
-from dflash_hf.bench.methods import Options
+from dflash_hf.bench.cells import Options
 from dflash_hf.bench.server import Server
 from dflash_hf.cli.demo import read_prompts
 from dflash_hf.cli.pair import load_pair, named_pair

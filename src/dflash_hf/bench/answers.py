@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from dflash_hf.bench.questions import Key
+from dflash_hf.bench.questions import Key, fields_in
 
 FinishReason = Literal["stop", "length"]
+Which = tuple[Key, int]  # an answer among a cell's: its question, and how often that had been asked before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,6 @@ class Answer:
     """What a method answered to one question, or why it did not.
 
     Args:
-        dataset, question_id, category, subcategory: Of the question.
         repeat (`int`): How often it had been asked before, from 0.
         model_id (`str`): Name of the method in this run, with the values that the run compares.
         turns (`tuple[Turn, ...]`): One per turn of the question; none where it failed.
@@ -86,6 +86,11 @@ class Answer:
     def key(self) -> Key:
         """The question's."""
         return self.dataset, self.question_id
+
+    @property
+    def which(self) -> Which:
+        """What it is found by among those of its method."""
+        return self.key, self.repeat
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the line of the answers file; `choices` is empty where there is an error instead."""
@@ -125,17 +130,7 @@ class Answer:
         for choice in row["choices"]:
             for number, text in enumerate(choice["turns"]):
                 turns.append(Turn(text=text, **{name: choice[name][number] for name in _PER_TURN if name in choice}))
-        return cls(
-            dataset=row["dataset"],
-            question_id=row["question_id"],
-            category=row["category"],
-            subcategory=row.get("subcategory", ""),
-            model_id=row["model_id"],
-            repeat=row["repeat"],
-            turns=tuple(turns),
-            error=row.get("error"),
-            tstamp=row["tstamp"],
-        )
+        return cls(**fields_in(row, cls, turns=tuple(turns)))
 
 
-__all__ = ["Answer", "FinishReason", "Turn"]
+__all__ = ["Answer", "FinishReason", "Turn", "Which"]

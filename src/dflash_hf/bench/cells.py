@@ -5,20 +5,16 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
-
-from dflash_hf.bench.methods import DRAFT_OPTIONS, WAYS, Options
+from dflash_hf.bench.questions import fields_in
 from dflash_hf.errors import require
 from dflash_hf.evaluation.loading import check_place
-from dflash_hf.generation_config import Proposal
-from dflash_hf.tree import MAX_MATCHING, MAX_NODES
 
-METHODS = (*WAYS, "zlab", "server")
+METHODS = ("plain", "plain-static", "dflash", "stock", "assistant", "lookup", "zlab", "server")
 NEEDS_DRAFT = ("dflash", "stock", "zlab")
 TAKES_ONE_ROW = ("stock", "zlab", "assistant", "lookup")
 # What a cell's name says of each value that a run compares: a value without a word in front is clear by itself.
@@ -34,6 +30,8 @@ _WORDS = {
     "max_matching_ngram_size": "ngram",
     "proposal": "",
 }
+# Options of a draft that a run may compare.
+DRAFT_OPTIONS = ("block_size", "verify_width", "num_tree_nodes", "max_matching_ngram_size", "proposal")
 _SHARED = ("batch", "max_new_tokens", "temperature", "top_p")
 # What each method looks at.
 _LOOKS_AT: dict[str, tuple[str, ...]] = {
@@ -46,30 +44,55 @@ _LOOKS_AT: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSettings:
-    """What a run is asked for.
+class Options:
+    """How a cell of a run decodes: what several values may be compared of.
 
     Args:
-        out (`Path`): Folder that it writes.
+        batch (`int`): Questions answered together.
+        max_new_tokens (`int`): Where an answer that does not end is cut.
+        temperature (`float`): 0 is greedy.
+        top_p (`float`): Nucleus sampling; the whole vocabulary otherwise.
+        dtype (`str`): The pair's, or `"auto"` for what the checkpoints say.
+        block_size (`int`, *optional*): Of the draft, at most the one it was trained with.
+        verify_width, num_tree_nodes, max_matching_ngram_size, proposal: See [`~dflash_hf.DFlashGenerationConfig`].
+    """
+
+    batch: int = 1
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    dtype: str = "auto"
+    block_size: int | None = None
+    verify_width: int | Literal["auto"] | None = None
+    num_tree_nodes: int | Literal["auto"] | None = None
+    max_matching_ngram_size: int | None = None
+    proposal: str | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of `generate`; they outweigh what a checkpoint says about sampling."""
+        shared: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
+        if self.temperature == 0:
+            # Their neutral values: Transformers warns about any other that greedy decoding does not look at.
+            return shared | {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
+        return shared | {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+
+    def for_draft(self) -> dict[str, Any]:
+        """Returns the options of `draft.generation_config` that were given."""
+        given = {name: getattr(self, name) for name in DRAFT_OPTIONS}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """What a run is asked for: the options of `dflash-hf bench`, under their names, as its help says them.
+
+    Args:
         data (`tuple[str, ...]`): Names of sets, as [`dflash_hf.bench.sets.load_questions`] takes them.
         methods (`tuple[str, ...]`): Some of `METHODS`, in the order of the tables.
-        target, draft (`str`, *optional*): Folders or Hub ids, where a method needs them.
-        assistant (`str`, *optional*): Of an ordinary draft model, for the method `"assistant"`.
-        server (`str`, *optional*): URL, for the method `"server"`.
-        server_model (`str`, *optional*): What the server calls its model; default the first it names.
-        data_dir (`Path`, *optional*): Where sets are, without a network.
-        template (`str`, *optional*): For sets that the package does not know.
-        num_prompts (`int`, *optional*): Questions of each set; default all.
-        batch, max_new_tokens, temperature, top_p, dtype, block_size, verify_width, num_tree_nodes,
-        max_matching_ngram_size, proposal (`tuple`): Values of [`Options`]; several are compared.
-        system (`str`, *optional*): What every conversation begins with.
+        assistant (`str`, *optional*): What is `--assistant-model` there.
+        batch, ..., proposal (`tuple`): Values of [`Options`], in the units of those; several are compared.
         template_options (mapping): For the chat template.
-        seed (`int`): Of the questions that are drawn, and of sampled answers.
-        repeats (`int`): How often everything is asked.
         device (`str`): A device map for Transformers.
-        threads (`int`, *optional*): CPU threads.
-        run_code (`bool`): Whether code in answers is run for its score.
-        resume (`bool`): Whether to go on with what the folder has.
     """
 
     out: Path
@@ -108,6 +131,8 @@ class RunSettings:
         Raises:
             ValueError: On the first such setting.
         """
+        from dflash_hf.generation_config import Proposal
+
         for name in self.methods:
             nearest = difflib.get_close_matches(name, METHODS, n=1)
             hint = f"did you mean {nearest[0]!r}?" if nearest else "name some of them"
@@ -117,7 +142,13 @@ class RunSettings:
             option = f"--{name.replace('_', '-')}"
             require(bool(values), f"at least one value of {option}", values, "give one, or several with commas")
             require(len(set(values)) == len(values), f"every value of {option} once", values, "leave the others out")
-        _check_numbers(self)
+        for name, (fits, what, action) in _allowed().items():
+            given = getattr(self, name)
+            for value in given if isinstance(given, tuple) else (given,):
+                require(value is None or fits(value), f"{what} as --{name.replace('_', '-')}", value, action)
+        for value in self.proposal:
+            allowed = get_args(Proposal)
+            require(value is None or value in allowed, f"--proposal in {allowed}", value, "choose some of them")
         places = (("--target", self.target), ("--draft", self.draft), ("--assistant-model", self.assistant))
         for option, place in places:
             if place is not None:
@@ -151,36 +182,32 @@ class RunSettings:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
 
-def _check_numbers(settings: RunSettings) -> None:
-    counts = ("batch", "max_new_tokens", "block_size")
-    for name in counts:
-        for value in getattr(settings, name):
-            fits = value is None or value >= 1
-            require(fits, f"at least 1 as --{name.replace('_', '-')}", value, "give a larger one")
-    for name in ("num_prompts", "repeats", "threads"):
-        value = getattr(settings, name)
-        fits = value is None or value >= 1
-        require(fits, f"at least 1 as --{name.replace('_', '-')}", value, "give a larger one")
-    for value in settings.verify_width:
-        fits = value is None or value == "auto" or value >= 1
-        require(fits, "at least 1 or auto as --verify-width", value, "give a larger one")
-    for value in settings.num_tree_nodes:
-        fits = value in (None, "auto") or value == 0 or 2 <= value <= MAX_NODES
-        require(fits, f"0 (a chain), 2 to {MAX_NODES}, or auto as --num-tree-nodes", value, "8 is a beginning")
-    for value in settings.max_matching_ngram_size:
-        fits = value is None or 0 <= value <= MAX_MATCHING
-        require(fits, f"0 to {MAX_MATCHING} as --max-matching-ngram-size", value, "0 is none")
-    for value in settings.temperature:
-        require(0 <= value < math.inf, "0 or more as --temperature", value, "0 is greedy")
-    for value in settings.top_p:
-        require(0 < value <= 1, "a share above 0 and at most 1 as --top-p", value, "1 is the whole vocabulary")
-    for value in settings.proposal:
-        allowed = get_args(Proposal)
-        require(value is None or value in allowed, f"--proposal in {allowed}", value, "choose some of them")
-    for value in settings.dtype:
+def _allowed() -> dict[str, tuple[Callable[[Any], bool], str, str]]:
+    """Per option a test of a value, what it tests in words, and what to do about another."""
+    import torch
+
+    from dflash_hf.tree import MAX_MATCHING, MAX_NODES
+
+    def is_dtype(value: str) -> bool:
         found = getattr(torch, value, None)
-        is_dtype = value == "auto" or (isinstance(found, torch.dtype) and bool(found.is_floating_point))
-        require(is_dtype, "auto or a floating-point dtype of torch's as --dtype", value, "float32 is one")
+        return value == "auto" or (isinstance(found, torch.dtype) and found.is_floating_point)
+
+    at_least_1 = (lambda value: value >= 1, "at least 1", "give a larger one")
+    whole = ("batch", "max_new_tokens", "block_size", "num_prompts", "repeats", "threads")
+    nodes, matching = f"0 (a chain), 2 to {MAX_NODES}, or auto", f"0 to {MAX_MATCHING}"
+    return {
+        **dict.fromkeys(whole, at_least_1),
+        "verify_width": (lambda value: value == "auto" or value >= 1, "at least 1 or auto", "give a larger one"),
+        "num_tree_nodes": (
+            lambda value: value in ("auto", 0) or 2 <= value <= MAX_NODES,
+            nodes,
+            "8 is a beginning",
+        ),
+        "max_matching_ngram_size": (lambda value: 0 <= value <= MAX_MATCHING, matching, "0 is none"),
+        "temperature": (lambda value: 0 <= value < math.inf, "0 or more", "0 is greedy"),
+        "top_p": (lambda value: 0 < value <= 1, "a share above 0 and at most 1", "1 is the whole vocabulary"),
+        "dtype": (is_dtype, "auto or a floating-point dtype of torch's", "float32 is one"),
+    }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -189,8 +216,6 @@ class Cell:
 
     Args:
         model_id (`str`): The method's name, and the values that the run compares.
-        method (`str`): The method.
-        options (`Options`): How it decodes.
         values (`dict`): Those of the options that the run compares, by name.
         baseline (`str`, *optional*): The cell of plain `generate` that its speed-up is over.
         failed (`str`, *optional*): Why it was not asked, or not to the end.
@@ -199,20 +224,19 @@ class Cell:
     model_id: str
     method: str
     options: Options
-    values: dict[str, Any]
+    values: dict[str, Any] = field(default_factory=dict[str, Any])
     baseline: str | None = None
     failed: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns its line of `run.json`."""
-        return {
-            "model_id": self.model_id,
-            "method": self.method,
-            "values": self.values,
-            "options": asdict(self.options),
-            "baseline": self.baseline,
-            "failed": self.failed,
-        }
+    @property
+    def is_sampled(self) -> bool:
+        """Whether it draws its tokens, so that its texts need not be its baseline's."""
+        return self.options.temperature > 0
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> Cell:
+        """Reads a line of `run.json`, which is `asdict` of a cell."""
+        return cls(**fields_in(row, cls, options=Options(**fields_in(row.get("options", {}), Options))))
 
 
 def make_cells(settings: RunSettings) -> list[Cell]:
@@ -247,17 +271,16 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else "default" if value is None else str(value)
 
 
-def _baseline(cell: Cell, cells: Any) -> str | None:
+def _baseline(cell: Cell, cells: Iterable[Cell]) -> str | None:
     """The one cell of plain `generate` with the same values, as far as both look at them."""
     shared = [name for name in _LOOKS_AT[cell.method] if name in _LOOKS_AT["plain"]]
-
-    def seen(options: Options) -> dict[str, Any]:
-        return {name: getattr(options, name) for name in shared}
-
     found = [
-        other.model_id for other in cells if other.method == "plain" and seen(other.options) == seen(cell.options)
+        other.model_id
+        for other in cells
+        if other.method == "plain"
+        and all(getattr(other.options, name) == getattr(cell.options, name) for name in shared)
     ]
     return found[0] if len(found) == 1 and cell.method != "plain" else None
 
 
-__all__ = ["METHODS", "NEEDS_DRAFT", "TAKES_ONE_ROW", "Cell", "RunSettings", "make_cells"]
+__all__ = ["METHODS", "NEEDS_DRAFT", "TAKES_ONE_ROW", "Cell", "Options", "RunSettings", "make_cells"]

@@ -123,14 +123,9 @@ def failure(program: str, *, seconds: float = SECONDS, memory: int = MEMORY) -> 
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()
-    return _read(output, token)
-
-
-def _read(output: str, token: str) -> str | None:
-    """What the child said; it says nothing where the kernel, or the program itself, has ended it."""
     try:
         result = json.loads(output)
-    except json.JSONDecodeError:
+    except json.JSONDecodeError:  # nothing is said where the kernel, or the program itself, has ended the child
         return "killed"
     return None if result.get("token") == token else result.get("error", "killed")
 

@@ -21,7 +21,7 @@ from dflash_hf.bench.answers import Answer
 from dflash_hf.bench.counting import first_difference, per_question, ratios
 from dflash_hf.bench.intervals import interval, mcnemar, resample
 from dflash_hf.bench.questions import Key
-from dflash_hf.bench.run_files import Run, Which, read_run
+from dflash_hf.bench.run_files import Run, read_run
 from dflash_hf.bench.summary import Scores, read_scores
 from dflash_hf.errors import listed
 
@@ -37,12 +37,9 @@ class Change:
 
     Args:
         dataset (`str`): Name of the set, or `ALL`.
-        model_id (`str`): Name of the method.
-        quantity (`str`): What it is.
         before, after (`float`): The number in the first and in the second run.
         low, high (`float`, *optional*): 99 % interval of the ratio (of speeds), or of the difference (of the others).
         count (`int`): Questions that it is of; answers, of texts.
-        is_beyond_noise (`bool`): Whether it changed by more than the choice of questions explains.
     """
 
     dataset: str
@@ -58,19 +55,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What two runs have in common and where they part.
-
-    Args:
-        folders (`tuple[Path, Path]`): Their folders.
-        changes (`list[Change]`): Per set and method, all numbers that both have.
-        conditions (`list[tuple[str, str, str]]`): Settings and provenance that differ: name, first run's, second's.
-        left_out (`list[str]`): Methods that only one of them has answers of.
-    """
+    """What two runs have in common and where they part."""
 
     folders: tuple[Path, Path]
-    changes: list[Change]
-    conditions: list[tuple[str, str, str]]
-    left_out: list[str]
+    changes: list[Change]  # per set and method, all numbers that both have
+    conditions: list[tuple[str, str, str]]  # settings and provenance that differ: name, first run's, second's
+    left_out: list[str]  # methods that only one of them has answers of
 
     @property
     def beyond_noise(self) -> list[Change]:
@@ -79,10 +69,7 @@ class Comparison:
 
 
 def compare(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Comparison:
-    """Compares two runs on the questions that both asked.
-
-    Args:
-        first, second: Their folders; accuracy is compared where both have `scores.jsonl`.
+    """Compares the runs of two folders on the questions that both asked; accuracy where both have `scores.jsonl`.
 
     Raises:
         ValueError: If one is no run's folder, or they have no question or no method in common.
@@ -93,7 +80,10 @@ def compare(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Co
     if not shared:
         names = " and ".join(listed(run.datasets) for run in runs)
         raise ValueError(f"expected two runs with a question in common, got {names}; compare runs of the same sets")
-    found = [{name for name, answers in run.answers.items() if _answered(answers)} for run in runs]
+    found = [
+        {name for name, answers in run.answers.items() if any(a.error is None for a in answers.values())}
+        for run in runs
+    ]
     methods = [cell.model_id for cell in runs[0].cells if cell.model_id in found[0] & found[1]]
     if not methods:
         names = " and ".join(listed(sorted(part)) or "none" for part in found)
@@ -111,10 +101,6 @@ def compare(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Co
         conditions=_conditions(*runs),
         left_out=sorted(found[0] ^ found[1]),
     )
-
-
-def _answered(answers: Mapping[Which, Answer]) -> bool:
-    return any(answer.error is None for answer in answers.values())
 
 
 class _Pairing:
@@ -164,17 +150,13 @@ class _Pairing:
         with np.errstate(divide="ignore", invalid="ignore"):
             low, high = interval(drawn[1] / drawn[0] if is_ratio else drawn[1] - drawn[0], CERTAIN)
         same = 1.0 if is_ratio else 0.0
-        return Change(
-            dataset=self.dataset,
-            model_id=self.name,
-            quantity=quantity,
-            before=before,
-            after=after,
-            low=low,
-            high=high,
-            count=len(values),
-            is_beyond_noise=low is not None and high is not None and not low <= same <= high,
-        )
+        is_beyond = low is not None and high is not None and not low <= same <= high
+        ends = {"low": low, "high": high}
+        return self._named(quantity, before, after, count=len(values), is_beyond_noise=is_beyond, **ends)
+
+    def _named(self, quantity: str, before: float, after: float, **more: Any) -> Change:
+        named = {"dataset": self.dataset, "model_id": self.name, "quantity": quantity}
+        return Change(**named, before=before, after=after, **more)
 
     def _speedup(self) -> list[Change]:
         baselines = [next(c.baseline for c in run.cells if c.model_id == self.name) for run in self.runs]
@@ -224,17 +206,7 @@ class _Pairing:
         if not pairs:
             return []
         same = sum(first_difference(*pair) is None for pair in pairs) / len(pairs)
-        return [
-            Change(
-                dataset=self.dataset,
-                model_id=self.name,
-                quantity="same text",
-                before=1.0,
-                after=same,
-                count=len(pairs),
-                is_beyond_noise=same < 1,
-            )
-        ]
+        return [self._named("same text", 1.0, same, count=len(pairs), is_beyond_noise=same < 1)]
 
 
 def _rates(answers: Mapping[Key, Sequence[Answer]], keys: Sequence[Key]) -> Any:
@@ -283,8 +255,11 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
         for row in comparison.conditions:
             table.add_row(*map(Text, row))
         tables.append(table)
-    caption = _caption(comparison)
-    table = Table(title=names, title_justify="left", caption=caption, caption_justify="left")
+    changed, of = len(comparison.beyond_noise) or "none", len(comparison.changes)
+    caption = f"{changed} of {of} numbers changed beyond noise (of the choice of questions)"
+    if comparison.left_out:
+        caption += f"; only one of the runs has {listed(comparison.left_out)}"
+    table = Table(title=names, title_justify="left", caption=Text(caption), caption_justify="left")
     for heading in ("set", "method"):
         table.add_column(heading, overflow="fold")
     table.add_column("")
@@ -300,16 +275,6 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
         table.add_row(*map(Text, (*names_here, *_cells(change))), _verdict(change))
         previous = here
     return [*tables, table]
-
-
-def _caption(comparison: Comparison) -> Text:
-    changed = len(comparison.beyond_noise)
-    text = (
-        f"{changed or 'none'} of {len(comparison.changes)} numbers changed beyond noise (of the choice of questions)"
-    )
-    if comparison.left_out:
-        text += f"; only one of the runs has {listed(comparison.left_out)}"
-    return Text(text)
 
 
 def _cells(change: Change) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,11 +87,10 @@ def spread(values: list[float]) -> dict[str, float] | None:
     """Returns mean, median and 95th percentile (linear between neighbours), or `None` of nothing."""
     if not values:
         return None
-    array: Any = np.asarray(values, dtype=np.float64)
     return {
-        "mean": float(array.mean()),
-        "median": float(np.median(array)),
-        "p95": float(np.percentile(array, 95)),
+        "mean": float(np.mean(values)),
+        "median": float(np.median(values)),
+        "p95": float(np.percentile(values, 95)),
     }
 
 

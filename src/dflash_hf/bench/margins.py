@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,12 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dflash_hf.bench.answers import Answer
+from dflash_hf.bench.counting import first_difference
 from dflash_hf.bench.questions import Key, Question
-from dflash_hf.bench.run_files import read_run
+from dflash_hf.bench.run_files import MARGINS, read_run
 from dflash_hf.bench.summary import baseline_pairs
-from dflash_hf.evaluation.agreement import agreement, first_difference, reference_for
+from dflash_hf.evaluation.agreement import agreement, reference_for
 from dflash_hf.evaluation.prompt_files import Message
-from dflash_hf.evaluation.row_files import write_whole
+from dflash_hf.evaluation.row_files import write_rows
 
 
 class Encodes(Protocol):
@@ -38,17 +38,15 @@ def write_margins(folder: Path, models: Mapping[str, Encodes]) -> Path:
     Sampled answers have other noise than their baseline's and are left out.
 
     Args:
-        folder (`Path`): Of the run.
-        models (mapping): What it has loaded, by the name that `--dtype` gave.
+        models (mapping): What the run has loaded, by the name that `--dtype` gave.
     """
     run = read_run(folder)
     rows: list[dict[str, Any]] = []
     for dtype, loaded in models.items():
-        cells = [cell for cell in run.cells if cell.options["dtype"] == dtype and not cell.is_sampled]
+        cells = [cell for cell in run.cells if cell.options.dtype == dtype and not cell.is_sampled]
         pairs = [pair for cell in cells for pair in baseline_pairs(run, cell)]
         rows += margins(pairs, run.questions, loaded, run.settings["system"])
-    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-    return write_whole(folder / "margins.jsonl", "".join(lines))
+    return write_rows(folder / MARGINS, rows)
 
 
 def margins(
@@ -64,7 +62,6 @@ def margins(
 
     Args:
         pairs (iterable of two `Answer`): A method's answer and its baseline's, to the same question and repeat.
-        questions (mapping): By their keys.
         models (`Encodes`): What wrote them, in one dtype.
         system (`str`, *optional*): What every conversation began with.
 
@@ -76,8 +73,8 @@ def margins(
     reference: PreTrainedModel | None = None
     rows: list[dict[str, Any]] = []
     for answer, plain in pairs:
-        turn = _first_turn(answer, plain)
-        if turn is None:
+        turn, token = first_difference(answer, plain) or (None, None)
+        if turn is None or token is None:
             continue
         if reference is None:
             reference = reference_for(models.target)
@@ -88,16 +85,6 @@ def margins(
         row = {"model_id": answer.model_id, "dataset": answer.dataset, "question_id": answer.question_id}
         rows.append({**row, "repeat": answer.repeat, "turn": turn, **(found.to_dict() or {})})
     return rows
-
-
-def _first_turn(answer: Answer, plain: Answer) -> int | None:
-    """Returns the first turn whose tokens differ, as far as both are told."""
-    for number, (mine, theirs) in enumerate(zip(answer.turns, plain.turns, strict=False)):
-        if not mine.token_ids or not theirs.token_ids:
-            return None
-        if first_difference(mine.token_ids, theirs.token_ids) is not None:
-            return number
-    return None
 
 
 __all__ = ["Encodes", "margins", "write_margins"]

@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from dflash_hf.bench.answers import Turn
-from dflash_hf.errors import one_line, require
-from dflash_hf.evaluation.harness import Processor, tokenizer_of
-from dflash_hf.evaluation.prompt_files import Message, image_names, text_of
+from dflash_hf.bench.cells import Options
+from dflash_hf.errors import require
+from dflash_hf.evaluation.harness import Processor, changed, encode_prompts, end_tokens, synchronize, tokenizer_of
+from dflash_hf.evaluation.prompt_files import Message
 from dflash_hf.generation.stats import SpeculativeStats
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
@@ -30,64 +31,16 @@ LOOKUP_TOKENS = 15  # as many as a block of 16 proposes
 
 Conversation = Sequence[Message]
 Inputs = dict[str, Tensor]
-# Options of a draft that a run may compare.
-DRAFT_OPTIONS = ("block_size", "verify_width", "num_tree_nodes", "max_matching_ngram_size", "proposal")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How a cell of a run decodes: what several values may be compared of.
-
-    Args:
-        batch (`int`): Questions answered together.
-        max_new_tokens (`int`): Where an answer that does not end is cut.
-        temperature (`float`): 0 is greedy.
-        top_p (`float`): Nucleus sampling; the whole vocabulary otherwise.
-        dtype (`str`): The pair's, or `"auto"` for what the checkpoints say.
-        block_size (`int`, *optional*): Of the draft, at most the one it was trained with.
-        verify_width (`int` or `"auto"`, *optional*): See [`~dflash_hf.DFlashGenerationConfig`].
-        num_tree_nodes (`int` or `"auto"`, *optional*), max_matching_ngram_size (`int`, *optional*): Likewise.
-        proposal (`str`, *optional*): Likewise.
-    """
-
-    batch: int = 1
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    top_p: float = 1.0
-    dtype: str = "auto"
-    block_size: int | None = None
-    verify_width: int | Literal["auto"] | None = None
-    num_tree_nodes: int | Literal["auto"] | None = None
-    max_matching_ngram_size: int | None = None
-    proposal: str | None = None
-
-    def arguments(self) -> dict[str, Any]:
-        """Returns the arguments of `generate`; they outweigh what a checkpoint says about sampling."""
-        shared: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
-        if self.temperature == 0:
-            # Their neutral values: Transformers warns about any other that greedy decoding does not look at.
-            return shared | {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
-        return shared | {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
-
-    def for_draft(self) -> dict[str, Any]:
-        """Returns the options of `draft.generation_config` that were given."""
-        given = {name: getattr(self, name) for name in DRAFT_OPTIONS}
-        return {name: value for name, value in given.items() if value is not None}
 
 
 class Method(Protocol):
     """A way of decoding, ready to be asked."""
 
     def __call__(self, conversations: Sequence[Conversation], options: Options, seed: int) -> list[Turn]:
-        """Answers conversations, as one batch.
+        """Answers conversations, whose last message is the user's, as one batch.
 
         Args:
-            conversations (sequence of lists of messages): One per row; the last message is the user's.
-            options (`Options`): How.
             seed (`int`): Of the call, when sampling.
-
-        Returns:
-            `list[Turn]`: One per row.
 
         Raises:
             One of [`dflash_hf.bench.run.FAILURES`].
@@ -113,64 +66,19 @@ class Models:
     assistant: PreTrainedModel | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
-    def end_tokens(self) -> list[int]:
-        """Returns the ids that end an answer."""
-        config: Any = self.target.generation_config
-        ids = config.eos_token_id
-        return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-
     def encode(self, conversations: Sequence[Conversation]) -> Inputs:
-        """Turns conversations into inputs of the target: `input_ids` and `attention_mask` `[B, S]`, left-padded, and
-        of a processor all that it makes of the images.
-
-        Without a chat template a conversation is its messages' texts, one per line.
+        """Turns conversations into inputs of the target; without a chat template they are their messages' texts.
 
         Raises:
-            ValueError: If the template cannot express a conversation, or an image cannot be read.
+            ValueError: See [`~dflash_hf.evaluation.harness.encode_prompts`].
         """
-        from jinja2 import TemplateError  # Transformers needs it for templates only
-
-        tokenizer, either = tokenizer_of(self.processor), self.processor
-        padding: dict[str, Any] = {"padding": True, "padding_side": "left"}
-        rows: Any = [[dict(message) for message in conversation] for conversation in conversations]
-        if either.chat_template is None:
-            encoded: Any = tokenizer([text_of(row) for row in rows], return_tensors="pt", **padding)
-        else:
-            settings: dict[str, Any] = {"processor_kwargs": padding}
-            if either is tokenizer:
-                settings = {"padding": True, "tokenizer_kwargs": {"padding_side": "left"}}
-            try:
-                encoded = either.apply_chat_template(
-                    rows,
-                    add_generation_prompt=True,
-                    tokenize=True,
-                    return_tensors="pt",
-                    return_dict=True,
-                    **settings,
-                    **self.template_options,
-                )
-            except (OSError, SyntaxError) as error:  # Pillow's: not an image, or one that is cut off or broken
-                names = ", ".join(name for row in rows for name in image_names(row))
-                raise ValueError(
-                    f"expected images that can be read, got {names}, of which one cannot ({one_line(error)}); leave "
-                    "it out or save it anew"
-                ) from error
-            except TemplateError as error:
-                raise ValueError(
-                    f"expected a conversation that the chat template takes, got: {one_line(error)}; leave out "
-                    "--system, or give other --chat-template-kwargs"
-                ) from error
-        names = ("input_ids", "attention_mask") if either is tokenizer else tuple(encoded)
-        return {name: encoded[name].to(self.target.device) for name in names}
+        has_template = self.processor.chat_template is not None
+        device = self.target.device
+        return encode_prompts(self.processor, conversations, device, template=has_template, **self.template_options)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
-    """What a row's verifies did: [`Turn`]'s three lists."""
-
-    committed: list[int]
-    accepted: list[int]
-    proposed: list[int]
+# What a row's verifies did: three lists of `Turn`, by their names.
+Steps = dict[Literal["committed", "accepted", "proposed"], list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,12 +119,6 @@ class Recorder(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits until an accelerator has nothing left to do."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def plain(models: Models, inputs: Inputs, options: Options, **more: Any) -> Raw:
     """Runs plain `generate`."""
     recorder = Recorder()
@@ -234,19 +136,15 @@ def dflash(models: Models, inputs: Inputs, options: Options) -> Raw:
     """Runs `generate(..., assistant_model=draft)`, this package's way; every row has its own steps."""
     draft = models.draft
     assert draft is not None
-    with _set(draft.generation_config, options.for_draft()):
+    with changed(draft.generation_config, **options.for_draft()):
         out = _generate(models, inputs, options, assistant_model=draft)
     stats = draft.last_stats
     assert isinstance(stats, SpeculativeStats)
-    steps = [
-        Steps(
-            committed=list(committed),
-            accepted=list(accepted),
-            proposed=[width - 1 for width in stats.verify_widths[: len(committed)]]
-            or [stats.num_proposed] * len(committed),
-        )
-        for committed, accepted in zip(stats.num_committed, stats.num_accepted, strict=True)
-    ]
+    steps: list[Steps] = []
+    for committed, accepted in zip(stats.num_committed, stats.num_accepted, strict=True):
+        proposed = [width - 1 for width in stats.verify_widths[: len(committed)]]
+        proposed = proposed or [stats.num_proposed] * len(committed)
+        steps.append({"committed": list(committed), "accepted": list(accepted), "proposed": proposed})
     # On an accelerator the parts say when work was queued, unless the draft's options ask to wait for it.
     is_timed = models.target.device.type == "cpu" or draft.generation_config.synchronize
     return Raw(
@@ -264,7 +162,7 @@ def stock(models: Models, inputs: Inputs, options: Options) -> Raw:
     assert draft is not None
     # Where Transformers looks for it.
     narrower = {} if options.block_size is None else {"block_size": options.block_size}
-    with _set(draft.config, narrower):
+    with changed(draft.config, **narrower):
         return _assisted(models, inputs, options, assistant_model=draft, speculation_type="dflash")
 
 
@@ -312,14 +210,13 @@ def local_method(way: Way, models: Models) -> Method:
 
 
 def _turns(models: Models, inputs: Inputs, raw: Raw, seconds: float) -> list[Turn]:
-    ends, num_rows = models.end_tokens(), inputs["input_ids"].shape[0]
+    ends, num_rows = end_tokens(models.target), inputs["input_ids"].shape[0]
     tokenizer, found = tokenizer_of(models.processor), list[Turn]()
     prompt_tokens = inputs["attention_mask"].sum(dim=1).tolist()
     for index, row in enumerate(raw.sequences[:, inputs["input_ids"].shape[1] :].tolist()):
         # What stands behind an end token is padding.
         last = next((position for position, token in enumerate(row) if token in ends), len(row) - 1)
         ids = row[: last + 1]
-        steps = raw.steps[index] if raw.steps else None
         found.append(
             Turn(
                 text=str(tokenizer.decode(ids, skip_special_tokens=True)),
@@ -330,11 +227,9 @@ def _turns(models: Models, inputs: Inputs, raw: Raw, seconds: float) -> list[Tur
                 latency=seconds,
                 ttft=raw.ttft,
                 finish_reason="stop" if ids and ids[-1] in ends else "length",
-                committed=None if steps is None else steps.committed,
-                accepted=None if steps is None else steps.accepted,
-                proposed=None if steps is None else steps.proposed,
                 draft_time=raw.draft_time,
                 verify_time=raw.verify_time,
+                **(raw.steps[index] if raw.steps else {}),
             )
         )
     return found
@@ -354,13 +249,13 @@ def _assisted(models: Models, inputs: Inputs, options: Options, **more: Any) -> 
     with _noting_candidates(models.target) as candidates:
         out = _generate(models, inputs, options, stopping_criteria=StoppingCriteriaList([recorder]), **more)
     text = out[0].tolist()
-    steps = Steps(committed=[], accepted=[], proposed=[])
+    steps: Steps = {"committed": [], "accepted": [], "proposed": []}
     for (start, end), tried in zip(itertools.pairwise(recorder.lengths), candidates[1:], strict=True):
         proposals = tried.tolist()
         matching = [a == b for a, b in zip(proposals, text[start:end], strict=False)]
-        steps.committed.append(end - start)
-        steps.proposed.append(len(proposals))
-        steps.accepted.append((*matching, False).index(False))
+        steps["committed"].append(end - start)
+        steps["proposed"].append(len(proposals))
+        steps["accepted"].append((*matching, False).index(False))
     return Raw(sequences=out, ttft=recorder.ttft, steps=[steps])
 
 
@@ -389,31 +284,4 @@ def _noting_candidates(model: Any) -> Generator[list[Tensor]]:
         del model._get_candidate_generator
 
 
-@contextmanager
-def _set(config: Any, values: Mapping[str, Any]) -> Generator[None]:
-    """Sets fields of a config, and puts them back."""
-    before = {name: getattr(config, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(config, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
-
-
-__all__ = [
-    "DRAFT_OPTIONS",
-    "LOOKUP_TOKENS",
-    "WAYS",
-    "Conversation",
-    "Method",
-    "Models",
-    "Options",
-    "Raw",
-    "Recorder",
-    "Steps",
-    "Way",
-    "local_method",
-    "synchronize",
-]
+__all__ = ["WAYS", "Conversation", "Inputs", "Method", "Models", "Raw", "Steps", "Way", "local_method"]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from dflash_hf.bench.images import place
 from dflash_hf.bench.questions import Question
 from dflash_hf.bench.sets import load_questions
 from dflash_hf.errors import require
-from dflash_hf.evaluation.image_files import content_name
+from dflash_hf.evaluation.image_files import content_name, store_image
+from dflash_hf.evaluation.row_files import write_whole
 
 IMAGES = "images"
 
@@ -29,57 +29,38 @@ def prepare(
     """Writes `OUT/NAME.jsonl` for each set, and images to `OUT/images`: what `--data-dir OUT` reads.
 
     Args:
-        names (sequence of `str`): As [`dflash_hf.bench.sets.load_questions`] takes them.
+        names (sequence of `str`): As [`dflash_hf.bench.sets.load_questions`] takes them, and what follows too.
         out (`Path`): Folder; made where there is none.
-        data_dir, num_prompts, seed, template: As there.
-
-    Returns:
-        `list[Path]`: The files, in the order of the names.
 
     Raises:
         ValueError: If a set cannot be read, two have the same name, or a file of that name is there with something
             else in it. Nothing is written then.
     """
+    asked: dict[str, Any] = {"data_dir": data_dir, "num_prompts": num_prompts, "seed": seed, "template": template}
+    texts: dict[Path, str] = {}
+    images: list[Path] = []
     with tempfile.TemporaryDirectory() as scratch:
-        texts: dict[Path, str] = {}
-        images: dict[str, Path] = {}
         for name in names:
-            questions = load_questions(
-                name,
-                data_dir=data_dir,
-                num_prompts=num_prompts,
-                seed=seed,
-                template=template,
-                image_dir=Path(scratch) / IMAGES,
-            )
+            questions = load_questions(name, **asked, image_dir=Path(scratch))
             path = out / f"{questions[0].dataset.replace('/', '--').replace(':', '--')}.jsonl"
             require(path not in texts, f"sets of different names for {out}", path.name, "rename one")
-            texts[path] = "".join(f"{json.dumps(_portable(question, images))}\n" for question in questions)
+            texts[path] = "".join(f"{json.dumps(_portable(question))}\n" for question in questions)
+            images += [Path(image) for question in questions for image in question.images]
         for path, text in texts.items():
             is_free = not path.exists() or path.read_text(encoding="utf-8") == text
             require(
                 is_free, f"no {path.name} with other questions in {out}", str(path), "remove it or name a new folder"
             )
-        for name, image in images.items():
-            named = Path(scratch) / name
-            if image != named:
-                named.write_bytes(image.read_bytes())
-            place(named, out / IMAGES)
-        out.mkdir(parents=True, exist_ok=True)
-        for path, text in texts.items():
-            unfinished = path.with_name(f".{path.name}.tmp")
-            unfinished.write_text(text, encoding="utf-8")
-            os.replace(unfinished, path)
-    return list(texts)
+        for image in images:
+            store_image(image.read_bytes(), out / IMAGES)
+    return [write_whole(path, text) for path, text in texts.items()]
 
 
-def _portable(question: Question, images: dict[str, Path]) -> dict[str, object]:
+def _portable(question: Question) -> dict[str, object]:
     """The question's line, its images named by their contents in the folder beside it."""
     row = question.to_dict()
-    names = [content_name(Path(path).read_bytes()) for path in question.images]
-    images.update(zip(names, map(Path, question.images), strict=True))
-    if names:
-        row["images"] = [f"{IMAGES}/{name}" for name in names]
+    if question.images:
+        row["images"] = [f"{IMAGES}/{content_name(Path(path).read_bytes())}" for path in question.images]
     return row
 
 

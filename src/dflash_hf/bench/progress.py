@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -48,9 +47,7 @@ class Bars:
         self.progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.progress.refresh()
         self.progress.stop()
 
@@ -67,16 +64,13 @@ class Bars:
         numbers = [f"{tokens / seconds:.1f} tokens/s"] if seconds else []
         numbers += [f"acceptance {committed / verifies:.2f}"] if verifies else []
         self.progress.update(self._tasks[name], advance=len(found), numbers=", ".join(numbers))
-        self._draw()
+        if time.perf_counter() - self._drawn >= SECONDS_BETWEEN:
+            self.progress.refresh()
+            self._drawn = time.perf_counter()
 
     def give_up(self, name: str) -> None:
         """Says of a cell that it is not asked any more."""
         self.progress.update(self._tasks[name], numbers="[red]given up")
-
-    def _draw(self) -> None:
-        if time.perf_counter() - self._drawn >= SECONDS_BETWEEN:
-            self.progress.refresh()
-            self._drawn = time.perf_counter()
 
 
 __all__ = ["Bars"]

@@ -28,7 +28,6 @@ def provenance(models: Mapping[str, Models], num_processes: int) -> dict[str, An
         models (mapping): What was loaded, by the dtype that was asked for.
         num_processes (`int`): How many ask at the same time.
     """
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
@@ -37,7 +36,7 @@ def provenance(models: Mapping[str, Models], num_processes: int) -> dict[str, An
         "machine": {
             "cpu": cpu_model(),
             "cores": os.cpu_count(),
-            "gpus": gpus,
+            "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
             "platform": platform.platform(),
         },
         "threads": torch.get_num_threads(),

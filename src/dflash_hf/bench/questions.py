@@ -7,7 +7,7 @@ SPEED-Bench have it, with `"images"`, `"history"`, `"reference"`, `"score"` and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 Score = Literal["math", "code", "letter", "exact"]
@@ -64,39 +64,27 @@ class Question:
         return messages
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the question as a line of its JSONL form, its set with it."""
-        row: dict[str, Any] = {
-            "dataset": self.dataset,
-            "question_id": self.question_id,
-            "category": self.category,
-            "turns": list(self.turns),
+        """Returns the question as a line of its JSONL form, its set with it, without what it has nothing of."""
+        every = {item.name: (getattr(self, item.name), item.default) for item in fields(self)}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, (value, default) in every.items()
+            if value != default
         }
-        if self.subcategory:
-            row["subcategory"] = self.subcategory
-        if self.images:
-            row["images"] = list(self.images)
-        if self.history:
-            row["history"] = [dict(message) for message in self.history]
-        if self.reference is not None:
-            row["reference"] = self.reference
-        if self.score is not None:
-            row["score"] = self.score
-        return row
 
     @classmethod
-    def from_dict(cls, row: Mapping[str, Any], dataset: str | None = None) -> Question:
-        """Reads what `to_dict` returned. Of a user's file use [`read_questions`], which checks every line."""
-        return cls(
-            dataset=dataset or row["dataset"],
-            question_id=row["question_id"],
-            category=row["category"],
-            turns=tuple(row["turns"]),
-            subcategory=row.get("subcategory", ""),
-            images=tuple(row.get("images", ())),
-            history=tuple(row.get("history", ())),
-            reference=row.get("reference"),
-            score=row.get("score"),
-        )
+    def from_dict(cls, row: Mapping[str, Any]) -> Question:
+        """Reads what `to_dict` returned. Of a user's file use [`dflash_hf.bench.sets`], which checks every line."""
+        tuples = {name: tuple(row[name]) for name in ("turns", "images", "history") if name in row}
+        return cls(**fields_in(row, cls, **tuples))
 
 
-__all__ = ["Key", "Question", "Score"]
+def fields_in(row: Mapping[str, Any], kind: Any, **others: Any) -> dict[str, Any]:
+    """Returns what a row of a file says of a dataclass's fields, and others in place of what it says of them.
+
+    Another version may have written more or less.
+    """
+    return {item.name: row[item.name] for item in fields(kind) if item.name in row} | others
+
+
+__all__ = ["Key", "Question", "Score", "fields_in"]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_hf.bench.counting import ratio
 from dflash_hf.bench.plots import Figure, figures
 from dflash_hf.bench.run_files import Run, read_run
 from dflash_hf.bench.summary import read_scores, summarize
@@ -25,12 +26,6 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
     """Writes `report.html` into a run's folder, whole or not at all; its `summary.json` too, where there is none.
 
     Without matplotlib the page has no figures, and says so.
-
-    Args:
-        folder: The run's; see [`dflash_hf.bench.run_files.read_run`].
-
-    Returns:
-        `Path`: Of the page.
 
     Raises:
         ValueError: If the folder holds no run.
@@ -59,25 +54,23 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "number": _number,
-        "percent": _percent,
-        "ms": _milliseconds,
-        "rate": _rate,
-        "words": _words,
-    }
+    filters = {"number": _number, "percent": _percent, "ms": _milliseconds, "rate": _rate, "words": _words}
+    environment.filters |= filters
+    answering = [method for method in summary["methods"] if method["all"]["texts"]]
     page = environment.get_template("report.html.jinja").render(
         summary=summary,
         main=main,
         base=next((m for m in summary["methods"] if main and m["model_id"] == main["baseline"]), None),
         num_alike=sum(m["method"] == main["method"] for m in summary["methods"]) if main else 0,
-        answering=[method for method in summary["methods"] if method["all"]["texts"]],
+        answering=answering,
+        times=_tables(answering, list(summary["datasets"]), lambda block: block if block["texts"] else None),
+        acceptance=_tables(answering, list(summary["datasets"]), lambda block: block["acceptance"]),
         failing=[m for m in summary["methods"] if m["failed"] or m["all"]["failures"] or not m["all"]["texts"]],
         figures=drawn,
         notes=notes,
         examples=_examples(run, main),
         max_differing=MAX_DIFFERING,
-        harness=_harness_share(summary["sessions"]),
+        harness=ratio(*(sum(s[name] for s in summary["sessions"]) for name in ("harness_seconds", "seconds"))),
     )
     return write_whole(run.folder / "report.html", page)
 
@@ -92,6 +85,25 @@ def _main(summary: Mapping[str, Any]) -> dict[str, Any] | None:
         return method["method"] == "dflash", bool(block["acceptance"]), speed, block["tokens_per_second"] or 0.0
 
     return max(answering, key=order, default=None)
+
+
+def _tables(
+    methods: Sequence[Mapping[str, Any]], sets: Sequence[str], pick: Callable[[Any], Any]
+) -> tuple[list[Any], list[Any]]:
+    """Rows of tables, each a name and what is picked of a block, if anything: of all sets, and of each.
+
+    A set's are its name, a row per method, and a row per category and method.
+    """
+    found: list[Any] = []
+    for name in sets:
+        here = [(method["model_id"], method["sets"][name]) for method in methods if name in method["sets"]]
+        rows = [(method, picked) for method, block in here if (picked := pick(block))]
+        parts = [(part, method, pick(one)) for method, block in here for part, one in block["categories"].items()]
+        parts.sort(key=lambda row: row[0].lower())
+        parts = [(f"{part} · {method}", picked) for part, method, picked in parts if picked]
+        if parts or (rows and len(sets) > 1):
+            found.append((name, rows, parts))
+    return [(method["model_id"], picked) for method in methods if (picked := pick(method["all"]))], found
 
 
 def _one_text(run: Run, main: Mapping[str, Any] | None) -> tuple[str, list[int]] | None:
@@ -125,11 +137,6 @@ def _examples(run: Run, main: Mapping[str, Any] | None) -> list[dict[str, Any]]:
                 "score": scores.get((main["model_id"], which)),
             }
     return list(found.values())
-
-
-def _harness_share(sessions: Sequence[Mapping[str, float]]) -> float | None:
-    seconds = sum(session["seconds"] for session in sessions)
-    return sum(session["harness_seconds"] for session in sessions) / seconds if seconds else None
 
 
 def _number(value: float | None, digits: int = 2) -> str:

@@ -3,16 +3,18 @@
 Questions of one set and as many turns go in rounds, in which every cell asks the same questions, in batches of its own
 size; cells take turns in being first. What is sampled follows from the seed of the run, the questions of the batch,
 the turn and the repeat, so that it does not matter who asks a round, nor when: rounds are dealt to the processes of
-`accelerate launch`, and a run that was killed goes on with the batches that are not there ([`resume`]).
+`accelerate launch`, and a run that was killed goes on with the batches that are not there ([`run_files`]).
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -22,14 +24,15 @@ from typing import Any
 
 import httpx
 import torch
+from transformers import AutoModelForCausalLM
 
-from dflash_hf.bench.answers import Answer, Turn
+from dflash_hf.bench.answers import Answer, Turn, Which
 from dflash_hf.bench.cells import NEEDS_DRAFT, Cell, RunSettings, make_cells
-from dflash_hf.bench.methods import WAYS, Method, Models, Options, local_method
+from dflash_hf.bench.methods import WAYS, Method, Models, local_method
 from dflash_hf.bench.progress import Bars
 from dflash_hf.bench.provenance import provenance
 from dflash_hf.bench.questions import Question
-from dflash_hf.bench.resume import Asked, Batch, RunFolder, whole_batches
+from dflash_hf.bench.run_files import Batch, RunFolder, whole_batches
 from dflash_hf.bench.server import Server
 from dflash_hf.errors import one_line, require
 from dflash_hf.evaluation.harness import tokenizer_of
@@ -59,9 +62,6 @@ def run(settings: RunSettings) -> Path | None:
     """Runs a benchmark and leaves all that there is to say about it in `settings.out`.
 
     Under `accelerate launch` every process loads the models and asks its share.
-
-    Args:
-        settings (`RunSettings`): What to ask of what.
 
     Returns:
         `Path`, *optional*: The report, of the first process.
@@ -138,20 +138,12 @@ class Processes:
 def _load_questions(settings: RunSettings) -> list[Question]:
     from dflash_hf.bench.sets import load_questions
 
-    questions: list[Question] = []
-    for name in settings.data:
-        questions += load_questions(
-            name,
-            data_dir=settings.data_dir,
-            num_prompts=settings.num_prompts,
-            seed=settings.seed,
-            template=settings.template,
-        )
+    asked = {name: getattr(settings, name) for name in ("data_dir", "num_prompts", "seed", "template")}
+    questions = [question for name in settings.data for question in load_questions(name, **asked)]
     require(bool(questions), f"questions in {', '.join(settings.data)}", questions, "name other sets as --data")
-    keys = [question.key for question in questions]
-    if len(set(keys)) < len(keys):
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"expected every question once, got {twice} twice; name each set once, and fix its ids")
+    twice = [key for key, count in Counter(question.key for question in questions).items() if count > 1]
+    if twice:
+        raise ValueError(f"expected every question once, got {twice[0]} twice; name each set once, and fix its ids")
     return questions
 
 
@@ -172,19 +164,12 @@ def _load_models(settings: RunSettings, device_map: str) -> dict[str, Models]:
         hint = "leave out --chat-template-kwargs, --no-thinking and --system"
         require(is_fine, "a target with a chat template", settings.target, hint)
         given: dict[str, Any] = {"dtype": dtype, "device_map": device_map}
-        draft = None
-        if needs_draft and settings.draft is not None:
-            draft = DFlashDraftModel.from_pretrained(settings.draft, **given)
-        assistant = None
-        if settings.assistant is not None:
-            from transformers import AutoModelForCausalLM
-
-            assistant = AutoModelForCausalLM.from_pretrained(settings.assistant, **given)
+        draft, assistant = settings.draft if needs_draft else None, settings.assistant
         found[dtype] = Models(
             target=target,
             processor=processor,
-            draft=draft,
-            assistant=assistant,
+            draft=None if draft is None else DFlashDraftModel.from_pretrained(draft, **given),
+            assistant=None if assistant is None else AutoModelForCausalLM.from_pretrained(assistant, **given),
             template_options=settings.template_options,
         )
     return found
@@ -207,19 +192,18 @@ def _check_questions(questions: Sequence[Question], models: Mapping[str, Models]
 def _make_methods(settings: RunSettings, cells: Sequence[Cell], models: Mapping[str, Models]) -> dict[str, Method]:
     """Returns the method of every cell that can be asked; of the others the cell says why not."""
     methods: dict[str, Method] = {}
-    made: dict[tuple[str, str], Method] = {}
+
+    @functools.cache
+    def make(name: str, dtype: str) -> Method:
+        return _make_method(settings, name, models.get(dtype))
+
     for cell in cells:
-        if cell.failed is not None:
-            continue
-        name = cell.method, cell.options.dtype
-        try:
-            _check_draft(cell, models)
-            if name not in made:
-                made[name] = _make_method(settings, cell.method, models.get(cell.options.dtype))
-        except ValueError as error:
-            cell.failed = one_line(error)
-        else:
-            methods[cell.model_id] = made[name]
+        if cell.failed is None:
+            try:
+                _check_draft(cell, models)
+                methods[cell.model_id] = make(cell.method, cell.options.dtype)
+            except ValueError as error:
+                cell.failed = one_line(error)
     return methods
 
 
@@ -261,23 +245,10 @@ def _begin(
     before = folder.read_run() if is_resumed else {}
     conditions = before.get("provenance", conditions)
     settings_written = {**settings.what_matters(), "run_code": settings.run_code}
-    _write_run(folder, settings_written, cells, conditions, before.get("sessions", []))
+    folder.write_run(settings_written, cells, conditions, before.get("sessions", []))
     for cell in cells:
         batches = batches_of(cell, questions, cells, settings.repeats)
         folder.merge(cell.model_id, whole_batches(folder.read(cell.model_id), batches).values())
-
-
-def _write_run(
-    folder: RunFolder, settings: Mapping[str, Any], cells: Sequence[Cell], conditions: Any, sessions: list[Any]
-) -> None:
-    folder.write_run(
-        {
-            "settings": dict(settings),
-            "methods": [cell.to_dict() for cell in cells],
-            "provenance": conditions,
-            "sessions": sessions,
-        }
-    )
 
 
 # ---- what is asked when
@@ -312,29 +283,20 @@ def seed_of(seed: int, batch: Sequence[Question], repeat: int, turn: int) -> int
 
 @dataclass(slots=True)
 class Asker:
-    """Asks what is left to be asked, of one process's share.
-
-    Args:
-        settings (`RunSettings`): Of the run.
-        cells (`Sequence[Cell]`): Its cells.
-        methods (mapping): The method of each cell that can be asked.
-        folder (`RunFolder`): Where answers go.
-        processes (`Processes`): Among whom rounds are dealt.
-        questions (`Sequence[Question]`): All of the run.
-    """
+    """Asks what is left to be asked, of one process's share."""
 
     settings: RunSettings
     cells: Sequence[Cell]
-    methods: Mapping[str, Method]
+    methods: Mapping[str, Method]  # of each cell that can be asked
     folder: RunFolder
     processes: Processes
-    questions: Sequence[Question]
+    questions: Sequence[Question]  # all of the run
     failures: dict[str, int] = field(default_factory=dict[str, int])
     method_seconds: float = 0.0
 
     def ask_all(self) -> dict[str, float]:
         """Asks; returns the session: seconds in all, of which in the methods and beside them."""
-        done: dict[str, set[Asked]] = {cell.model_id: set(self.folder.read(cell.model_id)) for cell in self.cells}
+        done: dict[str, set[Which]] = {cell.model_id: set(self.folder.read(cell.model_id)) for cell in self.cells}
         left = list(self._left(done))
         totals = {cell.model_id: 0 for cell in self.cells if cell.model_id in self.methods}
         for cell, _, batch in left:
@@ -354,7 +316,7 @@ class Asker:
         harness = seconds - self.method_seconds
         return {"seconds": seconds, "method_seconds": self.method_seconds, "harness_seconds": harness}
 
-    def _left(self, done: Mapping[str, set[Asked]]) -> Iterator[tuple[Cell, int, Sequence[Question]]]:
+    def _left(self, done: Mapping[str, set[Which]]) -> Iterator[tuple[Cell, int, Sequence[Question]]]:
         """The batches of this process that are not there, cells in turns."""
         rounds = rounds_of(self.questions, self.cells)
         asked = [cell for cell in self.cells if cell.model_id in self.methods]
@@ -386,7 +348,14 @@ class Asker:
         started = time.perf_counter()
         try:
             for number in range(len(batch[0].turns)):
-                self._ask_turn(cell.options, self.methods[cell.model_id], batch, turns, (repeat, number))
+                conversations = [
+                    question.messages([turn.text for turn in before], self.settings.system)
+                    for question, before in zip(batch, turns, strict=True)
+                ]
+                seed = seed_of(self.settings.seed, batch, repeat, number)
+                said = self.methods[cell.model_id](conversations, cell.options, seed)
+                for before, turn in zip(turns, said, strict=True):
+                    before.append(turn)
         except FAILURES as failure:
             error = one_line(f"{type(failure).__name__}: {failure}")
             logger.warning("%s: %s", cell.model_id, error)
@@ -410,22 +379,6 @@ class Asker:
             for question, found in zip(batch, turns, strict=True)
         ]
 
-    def _ask_turn(
-        self,
-        options: Options,
-        method: Method,
-        batch: Sequence[Question],
-        turns: list[list[Turn]],
-        which: tuple[int, int],
-    ) -> None:
-        conversations = [
-            question.messages([turn.text for turn in before], self.settings.system)
-            for question, before in zip(batch, turns, strict=True)
-        ]
-        answers = method(conversations, options, seed_of(self.settings.seed, batch, *which))
-        for before, turn in zip(turns, answers, strict=True):
-            before.append(turn)
-
 
 def _seconds_of(turns: Sequence[Sequence[Turn]]) -> float:
     return sum(turn.wall_time for row in turns for turn in row)
@@ -442,7 +395,7 @@ def _end(asker: Asker, session: Mapping[str, float]) -> None:
         if cell.failed is None and errors and len(answers) < len(order) * asker.settings.repeats:
             cell.failed = f"given up after {MAX_FAILURES} failures in a row, the last one: {errors[-1]}"
     run = asker.folder.read_run()
-    _write_run(asker.folder, run["settings"], asker.cells, run["provenance"], [*run["sessions"], dict(session)])
+    asker.folder.write_run(run["settings"], asker.cells, run["provenance"], [*run["sessions"], dict(session)])
 
 
 __all__ = ["FAILURES", "MAX_FAILURES", "Asker", "Processes", "batches_of", "rounds_of", "run", "seed_of"]

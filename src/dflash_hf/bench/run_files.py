@@ -1,45 +1,143 @@
-"""The files of a run's folder, read: settings, provenance and methods, the questions, and what was answered."""
+"""The folder of a run: what is written when, what is found there again, what of it counts, and all of it read.
+
+A batch is the unit: it is asked as a whole, and its answers are written as a whole. So an answer counts when those of
+its batch are all there and none is an error; the others of the batch are asked again with it. Each process appends to
+files of its own, and the first one puts them together, in the order of the questions, when a run begins and ends.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_hf.bench.answers import Answer
+from dflash_hf.bench.answers import Answer, Which
+from dflash_hf.bench.cells import Cell
 from dflash_hf.bench.questions import Key, Question
-from dflash_hf.errors import one_line, require
+from dflash_hf.errors import listed, one_line, require, shown
+from dflash_hf.evaluation.row_files import line_of, parsed, parsed_object, write_rows, write_whole
 
-Which = tuple[Key, int]  # an answer among a cell's: its question, and how often that had been asked before
+logger = logging.getLogger(__name__)
+
+RUN, QUESTIONS, MARGINS = "run.json", "questions.jsonl", "margins.jsonl"
+SECONDS_BETWEEN_SYNCS = 1.0
+Batch = tuple[int, Sequence[Question]]  # what is asked together, and how often it had been asked before
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One way of decoding with one set of the values that a run compares: a line of its tables.
+class RunFolder:
+    """A run's folder, seen from one of its processes."""
 
-    Args:
-        model_id (`str`): What it is called in this run.
-        method (`str`): The way of decoding.
-        options (`dict`): How it decodes.
-        values (`dict`): Those of the options that vary within the run.
-        baseline (`str`, *optional*): `model_id` of the cell that its speed-up is over.
-        failed (`str`, *optional*): Why it could not run at all.
-    """
+    def __init__(self, path: Path, rank: int = 0) -> None:
+        self.path, self.rank = path, rank
+        self._synced: dict[str, float] = {}
 
-    model_id: str
-    method: str
-    options: dict[str, Any] = field(default_factory=dict[str, Any])
-    values: dict[str, Any] = field(default_factory=dict[str, Any])
-    baseline: str | None = None
-    failed: str | None = None
+    def check(self, resume: bool, what_matters: Mapping[str, Any]) -> bool:
+        """Refuses a folder that is not this run's, and leaves it as it was; returns if there is one to go on with.
 
-    @property
-    def is_sampled(self) -> bool:
-        """Whether it draws its tokens, so that its texts need not be its baseline's."""
-        return self.options.get("temperature", 0.0) > 0
+        Raises:
+            ValueError: If it has files and is not to be gone on with, or is no run's, or that of another run.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"expected a folder as --out, got the file {self.path}; name another")
+        found = sorted(file.name for file in self.path.iterdir()) if self.path.is_dir() else []
+        # Killed before its settings were written, a run has left no more than its questions.
+        if not found or (resume and all(name == QUESTIONS or name.startswith(".") for name in found)):
+            return False
+        if not resume:
+            hint = "pass --resume to go on with the run in it, or name another" if RUN in found else "name another"
+            raise ValueError(f"expected a new or empty folder as --out, got {self.path} with files in it; {hint}")
+        if RUN not in found:
+            raise ValueError(f"expected the folder of a run as --out, got {self.path} without {RUN}; name another")
+        before, now = self.read_run()["settings"], json.loads(json.dumps(what_matters))
+        differing = sorted(name for name in now if before.get(name) != now[name])
+        if differing:
+            differences = [f"{name} was {shown(before.get(name))} and is {shown(now[name])}" for name in differing]
+            raise ValueError(
+                f"expected the run of {self.path} as it was begun, got another, whose {listed(differences, '; ')}; "
+                "give what it was begun with, or another --out"
+            )
+        return True
+
+    def read_run(self) -> dict[str, Any]:
+        """Returns what `run.json` says."""
+        path = self.path / RUN
+        return parsed_object(path.read_bytes(), str(path), "name another --out")
+
+    def write_run(
+        self, settings: Mapping[str, Any], cells: Sequence[Cell], provenance: Any, sessions: Sequence[Any]
+    ) -> None:
+        """Writes `run.json`, whole or not at all."""
+        methods = [asdict(cell) for cell in cells]
+        run = {"settings": settings, "methods": methods, "provenance": provenance, "sessions": sessions}
+        write_whole(self.path / RUN, json.dumps(run, indent=2) + "\n")
+
+    def write_questions(self, questions: Iterable[Question]) -> None:
+        """Writes `questions.jsonl`, and the folder."""
+        write_rows(self.path / QUESTIONS, (question.to_dict() for question in questions))
+
+    def read_questions(self) -> list[Question]:
+        """Returns the run's questions, in their order."""
+        return [question for _, question in _read(self.path / QUESTIONS, Question)]
+
+    def answers_file(self, model_id: str) -> Path:
+        """Returns the file of a cell's answers that this process appends to."""
+        part = f"part{self.rank}-" if self.rank else ""
+        return self.path / f"{part}answers-{_safe(model_id)}.jsonl"
+
+    def append(self, model_id: str, answers: Sequence[Answer]) -> None:
+        """Writes a batch's answers, so that they are there whatever happens to the process next.
+
+        Where the machine may fail, those of the last second are asked again: waiting for the disk takes milliseconds.
+        """
+        with self.answers_file(model_id).open("ab") as file:
+            file.write("".join(line_of(answer.to_dict()) for answer in answers).encode())
+            file.flush()
+            if time.monotonic() - self._synced.get(model_id, 0.0) >= SECONDS_BETWEEN_SYNCS:
+                os.fsync(file.fileno())
+                self._synced[model_id] = time.monotonic()
+
+    def read(self, model_id: str) -> dict[Which, Answer]:
+        """Returns all answers of a cell that can be read, of whatever process."""
+        answers: dict[Which, Answer] = {}
+        for path in (self.answers_file(model_id), *self._parts(model_id)):
+            for number, line in enumerate(path.read_bytes().split(b"\n") if path.is_file() else (), 1):
+                try:
+                    answer = Answer.from_dict(json.loads(line)) if line else None
+                except (ValueError, LookupError, TypeError, AttributeError):
+                    logger.warning("line %d of %s was not written to its end: its batch is asked again", number, path)
+                    continue
+                if answer is not None:
+                    answers[answer.which] = answer
+        return answers
+
+    def merge(self, model_id: str, answers: Iterable[Answer]) -> None:
+        """Puts a cell's answers into one file, and removes those of other processes."""
+        write_rows(self.answers_file(model_id), (answer.to_dict() for answer in answers))
+        for part in self._parts(model_id):
+            part.unlink()
+
+    def _parts(self, model_id: str) -> list[Path]:
+        return sorted(self.path.glob(f"part*-answers-{_safe(model_id)}.jsonl"))
+
+
+def whole_batches(answers: Mapping[Which, Answer], batches: Iterable[Batch]) -> dict[Which, Answer]:
+    """Returns the answers that count: those of batches that are all there, without an error, in their order."""
+    counting: dict[Which, Answer] = {}
+    for repeat, questions in batches:
+        found = [(question.key, repeat) for question in questions]
+        if all(asked in answers and answers[asked].error is None for asked in found):
+            counting.update((asked, answers[asked]) for asked in found)
+    return counting
+
+
+def _safe(model_id: str) -> str:
+    return re.sub(r"[^\w.-]", "_", model_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +145,6 @@ class Run:
     """What a run's folder holds.
 
     Args:
-        folder (`Path`): Where it is.
         settings, provenance (`dict`): Of its `run.json`.
         sessions (`list[dict]`): Seconds of each time it was begun or gone on with, in all, in methods, beside them.
         cells (`list[Cell]`): Its methods, in the order of `run.json`.
@@ -83,34 +180,27 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
             methods that are not there, or there twice.
     """
     folder = Path(folder)
-    for name in ("run.json", "questions.jsonl"):
+    for name in (RUN, QUESTIONS):
         require(
             (folder / name).is_file(),
             f"the folder of a run, with {name}",
             str(folder),
             "give what `dflash-hf bench` was given as --out",
         )
-    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    names = [one.name for one in fields(Cell)]
-    cells = [Cell(**{name: row[name] for name in names if name in row}) for row in record["methods"]]
-    questions = {question.key: question for _, question in _rows(folder / "questions.jsonl", Question)}
+    written = RunFolder(folder)
+    record = written.read_run()
+    cells = [Cell.from_dict(row) for row in record["methods"]]
+    questions = {question.key: question for question in written.read_questions()}
     answers: dict[str, dict[Which, Answer]] = {cell.model_id: {} for cell in cells}
     for path in sorted(folder.glob("answers-*.jsonl")):
-        for place, answer in _rows(path, Answer):
-            require(answer.model_id in answers, f"a method of run.json at {place}", answer.model_id, "remove the file")
-            require(
-                answer.key in questions, f"a question of questions.jsonl at {place}", answer.key, "remove the line"
-            )
-            known = answers[answer.model_id]
-            which = (answer.key, answer.repeat)
+        for place, answer in _read(path, Answer):
+            require(answer.model_id in answers, f"a method of {RUN} at {place}", answer.model_id, "remove the file")
+            require(answer.key in questions, f"a question of {QUESTIONS} at {place}", answer.key, "remove the line")
+            known, which = answers[answer.model_id], answer.which
             require(
                 which not in known, f"one answer to a question and repeat, at {place}", which, "remove one of them"
             )
             known[which] = answer
-    margins: dict[tuple[str, Which], dict[str, Any]] = {}
-    if (folder / "margins.jsonl").is_file():
-        for _, row in _lines(folder / "margins.jsonl"):
-            margins[row["model_id"], ((row["dataset"], row["question_id"]), row["repeat"])] = row
     return Run(
         folder=folder,
         settings=record.get("settings", {}),
@@ -119,11 +209,17 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         cells=cells,
         questions=questions,
         answers=answers,
-        margins=margins,
+        margins=by_answer(folder / MARGINS),
     )
 
 
-def _rows(path: Path, kind: Any) -> Iterator[tuple[str, Any]]:
+def by_answer(path: Path) -> dict[tuple[str, Which], dict[str, Any]]:
+    """Returns the rows of a file about a run's answers by `model_id`, question and repeat; none without the file."""
+    rows = [row for _, row in _lines(path)] if path.is_file() else []
+    return {(row["model_id"], ((row["dataset"], row["question_id"]), row["repeat"])): row for row in rows}
+
+
+def _read(path: Path, kind: Any) -> Iterator[tuple[str, Any]]:
     """Every line of a file as a question or an answer, with where it stands."""
     for place, row in _lines(path):
         try:
@@ -137,11 +233,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every line of a JSONL file, but a last one that was not written to its end."""
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
         place = f"line {number} of {path}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"expected JSON in {place}, got {one_line(error)}; remove the line") from error
-        yield place, row
+        yield place, parsed(line, place, "remove the line")
 
 
-__all__ = ["Cell", "Run", "Which", "read_run"]
+__all__ = ["MARGINS", "Batch", "Run", "RunFolder", "by_answer", "read_run", "whole_batches"]

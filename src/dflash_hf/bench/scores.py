@@ -155,9 +155,10 @@ class _Math:
         if not text.strip():
             return False
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-            reply = self._ask([f"\\boxed{{{reference}}}", text])
+            process = self._process
+            if process is None or process.poll() is not None:
+                process = self._start()
+            reply = self._ask(process, [f"\\boxed{{{reference}}}", text])
             if reply is None:
                 logger.warning("an answer counts as wrong: math-verify came to no end with %s", shown(text))
                 self.close()
@@ -170,7 +171,7 @@ class _Math:
             process.kill()
             process.communicate()
 
-    def _start(self) -> None:
+    def _start(self) -> subprocess.Popen[str]:
         if find_spec("math_verify") is None:
             raise ImportError(
                 "expected math-verify for scores of mathematics, got none; pip install 'dflash-hf[bench]'"
@@ -178,25 +179,22 @@ class _Math:
         # -P: the folder of the script is no place to import from, it has modules of common names.
         command = [sys.executable, "-P", str(Path(__file__).with_name("math_child.py"))]
         process = self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        if self._read() != "ready":
+        if self._read(process) != "ready":
             self.close()
             raise RuntimeError(f"expected {' '.join(command)} to start, got exit status {process.returncode}")
+        return process
 
-    def _ask(self, request: list[str]) -> Any:
-        process = self._process
-        assert process is not None
+    def _ask(self, process: subprocess.Popen[str], request: list[str]) -> Any:
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
         except BrokenPipeError:
             return None
-        return self._read()
+        return self._read(process)
 
-    def _read(self) -> Any:
+    def _read(self, process: subprocess.Popen[str]) -> Any:
         """The next reply, or None where the process died, or was killed because none came."""
-        process = self._process
-        assert process is not None
         assert process.stdout is not None
         limit = threading.Timer(MATH_SECONDS, process.kill)
         limit.start()

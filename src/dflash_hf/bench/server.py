@@ -18,7 +18,8 @@ from typing import Any
 import httpx
 
 from dflash_hf.bench.answers import Turn
-from dflash_hf.bench.methods import Conversation, Options
+from dflash_hf.bench.cells import Options
+from dflash_hf.bench.methods import Conversation
 from dflash_hf.errors import one_line, require
 from dflash_hf.evaluation.server_requests import TIMEOUT, first_model, sent_content
 

@@ -14,14 +14,14 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
-from dflash_hf.bench.images import store_images
 from dflash_hf.bench.questions import Question, Score
 from dflash_hf.errors import listed, require, shown
+from dflash_hf.evaluation.image_files import ImageError, content_name, read_image, store_image
 from dflash_hf.evaluation.prompt_files import text_of
 from dflash_hf.evaluation.rows import CONVERSATION, FIX, ImageSource, Row, file_rows, filled, hub_rows
 
@@ -34,6 +34,7 @@ LIVECODEBENCH: Final = (
     "### Answer: (use the provided format with backticks)"
 )
 Pair = tuple[Question, list[ImageSource]]
+Fields = dict[str, Any]  # of a `Question`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +42,10 @@ class QuestionSet:
     """A set that is known by name.
 
     Args:
-        name (`str`): Its name; upper case, `-`, `_` and spaces make no difference to a user.
+        name (`str`): Upper case, `-`, `_` and spaces make no difference to a user.
         hub (`tuple`): Its id on the Hub, configuration and split.
-        question (callable): Makes a question of an upstream row and the set's name; `None` of a row that is not in
-            the set.
+        question (callable): Returns fields of the question that an upstream row is; `None` of a row that is not in
+            the set. By default a question's id is the number of its row, its category the set's name.
         columns (`tuple[str, ...]`): What that reads; a Hub set's other columns are not.
         files (`tuple[str, ...]`): Patterns of its upstream files below `--data-dir`.
         hub_files (`tuple[str, ...]`): Addresses of its files, where `datasets` does not find them by the id.
@@ -52,7 +53,7 @@ class QuestionSet:
 
     name: str
     hub: tuple[str, str | None, str]
-    question: Callable[[Row, str], Question | None]
+    question: Callable[[Row], Fields | None]
     columns: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     hub_files: tuple[str, ...] = ()
@@ -66,130 +67,107 @@ class QuestionSet:
         return [f"{self.name}.jsonl", *self.files, *hub]
 
 
-def normalised(row: Row, dataset: str) -> Question:
-    """Makes a question of a row of the JSONL form, of Spec-Bench, MT-Bench or SPEED-Bench, or of one with `prompt`."""
+def normalised(row: Row) -> Fields:
+    """Reads a row of the JSONL form, of Spec-Bench, MT-Bench or SPEED-Bench, or one with `prompt`."""
     score = row.values.get("score")
     require(score is None or score in get_args(Score), f"one of {get_args(Score)} as score in {row.where}", score, FIX)
-    kind, finer = ("category", "kind"), ("subcategory", "sub_category")
     history, said = row.messages()
-    return Question(
-        dataset=dataset,
-        question_id=row.name("question_id", "prompt_id", "id"),
-        category=row.text(*kind) if any(row.values.get(name) for name in kind) else dataset,
-        subcategory=row.text(*finer) if any(row.values.get(name) for name in finer) else "",
-        turns=tuple(text_of([message]) for message in said) or row.turns(*CONVERSATION),
-        history=tuple(history),
-        reference=row.values.get("reference") if score is None else row.value("reference", "answer"),
-        score=score,
-    )
+    return {
+        "question_id": row.name("question_id", "prompt_id", "id"),
+        **_category(row, "category", "kind"),
+        "subcategory": row.text("subcategory", "sub_category", default=""),
+        "turns": tuple(text_of([message]) for message in said) or row.turns(*CONVERSATION),
+        "history": tuple(history),
+        "reference": row.values.get("reference") if score is None else row.value("reference", "answer"),
+        "score": score,
+    }
 
 
-def gsm8k(row: Row, dataset: str) -> Question:
-    """Makes a question of a row of openai/gsm8k; right is the number behind `####`."""
+def _category(row: Row, *names: str) -> Fields:
+    """The category, where the row has one."""
+    return {"category": category} if (category := row.text(*names, default="")) else {}
+
+
+def gsm8k(row: Row) -> Fields:
+    """Reads a row of openai/gsm8k; right is the number behind `####`."""
     _, mark, right = row.text("answer").rpartition("####")
     require(bool(mark and right.strip()), f"an answer that ends with '#### NUMBER' in {row.where}", right, FIX)
-    return Question(
-        dataset=dataset,
-        question_id=row.number,
-        category=dataset,
-        turns=(row.text("question") + STEP_BY_STEP,),
-        reference=right.strip().replace(",", ""),
-        score="math",
-    )
+    turn = row.text("question") + STEP_BY_STEP
+    return {"turns": (turn,), "reference": right.strip().replace(",", ""), "score": "math"}
 
 
-def mathematics(row: Row, dataset: str) -> Question:
-    """Makes a question of a row of MATH-500 or AIME: `problem` and `answer`."""
+def mathematics(row: Row) -> Fields:
+    """Reads a row of MATH-500 or AIME: `problem` and `answer`."""
     level = row.values.get("level")
-    return Question(
-        dataset=dataset,
-        question_id=row.name("unique_id", "id", "problem_idx"),
-        category=row.text("subject") if row.values.get("subject") else dataset,
-        subcategory="" if level is None else f"level {level}",
-        turns=(row.text("problem") + STEP_BY_STEP,),
-        reference=str(row.value("answer")),
-        score="math",
-    )
+    return {
+        "question_id": row.name("unique_id", "id", "problem_idx"),
+        **_category(row, "subject"),
+        "subcategory": "" if level is None else f"level {level}",
+        "turns": (row.text("problem") + STEP_BY_STEP,),
+        "reference": str(row.value("answer")),
+        "score": "math",
+    }
 
 
-def humaneval(row: Row, dataset: str) -> Question:
-    """Makes a question of a row of openai_humaneval."""
+def humaneval(row: Row) -> Fields:
+    """Reads a row of openai_humaneval."""
     code = {name: row.text(name) for name in ("prompt", "test", "entry_point", "canonical_solution")}
-    return Question(
-        dataset=dataset,
-        question_id=row.name("task_id"),
-        category=dataset,
-        turns=(
-            "Write a solution to the following problem and make sure that it passes the tests:\n"
-            f"```python\n{code['prompt']}\n```",
-        ),
-        reference=code,
-        score="code",
+    turn = (
+        "Write a solution to the following problem and make sure that it passes the tests:\n"
+        f"```python\n{code['prompt']}\n```"
     )
+    return {"question_id": row.name("task_id"), "turns": (turn,), "reference": code, "score": "code"}
 
 
-def mbpp(row: Row, dataset: str) -> Question | None:
-    """Makes a question of a row of MBPP's test split; upstream's file has all splits, told apart by their ids."""
+def mbpp(row: Row) -> Fields | None:
+    """Reads a row of MBPP's test split; upstream's file has all splits, told apart by their ids."""
     number = row.name("task_id")
     if isinstance(number, int) and not 11 <= number <= 510:
         return None
     tests, imports = row.texts("test_list"), row.values.get("test_imports")
     setup = row.values.get("test_setup_code")  # of the full set, where the sanitised one has `test_imports`
-    return Question(
-        dataset=dataset,
-        question_id=number,
-        category=dataset,
-        turns=(row.text("prompt", "text") + "\nYour code should pass these tests:\n\n" + "\n".join(tests),),
-        reference={
+    return {
+        "question_id": number,
+        "turns": (row.text("prompt", "text") + "\nYour code should pass these tests:\n\n" + "\n".join(tests),),
+        "reference": {
             "tests": list(tests),
             "imports": list(row.texts("test_imports")) if imports else [setup] if setup else [],
             "canonical_solution": row.text("code"),
         },
-        score="code",
-    )
+        "score": "code",
+    }
 
 
-def livecodebench(row: Row, dataset: str) -> Question:
-    """Makes a question of a row of LiveCodeBench; without its tests, which nothing here runs."""
+def livecodebench(row: Row) -> Fields:
+    """Reads a row of LiveCodeBench; without its tests, which nothing here runs."""
     starter = row.values.get("starter_code")
     how = "Use the following code structure:" if starter else "Write your code in the following format:"
     text = row.text("question_content")
-    return Question(
-        dataset=dataset,
-        question_id=row.name("question_id"),
-        category=row.text("difficulty") if row.values.get("difficulty") else dataset,
-        turns=(LIVECODEBENCH.format(question=text, how=how, code=starter or "# YOUR CODE HERE"),),
-    )
+    turn = LIVECODEBENCH.format(question=text, how=how, code=starter or "# YOUR CODE HERE")
+    return {"question_id": row.name("question_id"), **_category(row, "difficulty"), "turns": (turn,)}
 
 
-def alpaca(row: Row, dataset: str) -> Question:
-    """Makes a question of a row of Alpaca."""
-    more = row.values.get("input")
-    turn = row.text("instruction")
-    return Question(
-        dataset=dataset,
-        question_id=row.number,
-        category=dataset,
-        turns=(f"{turn}\n\nInput:\n{row.text('input')}" if more else turn,),
-    )
+def alpaca(row: Row) -> Fields:
+    """Reads a row of Alpaca."""
+    turn, more = row.text("instruction"), row.text("input", default="")
+    return {"turns": (f"{turn}\n\nInput:\n{more}" if more else turn,)}
 
 
-def mmstar(row: Row, dataset: str) -> Question:
-    """Makes a question of a row of MMStar: the whole text with its options, and the image before it."""
+def mmstar(row: Row) -> Fields:
+    """Reads a row of MMStar: the whole text with its options, and the image before it."""
     text, right = row.text("question"), row.text("answer").strip()
     options = re.findall(r"(?<![A-Za-z])\(?([A-H])\s?[:.)]", text)
     what = f"options 'A: ..., B: ...' in the question of {row.where}, the right one ({shown(right)}) among them"
     require({"A", "B", right} <= set(options), what, text, "take the upstream rows: their questions end with them")
     require(bool(row.images()), f"an image in {row.where}", listed(row.values), FIX)
-    return Question(
-        dataset=dataset,
-        question_id=row.name("index"),
-        category=row.text("category"),
-        subcategory=row.text("l2_category"),
-        turns=(text,),
-        reference=right,
-        score="letter",
-    )
+    return {
+        "question_id": row.name("index"),
+        "category": row.text("category"),
+        "subcategory": row.text("l2_category"),
+        "turns": (text,),
+        "reference": right,
+        "score": "letter",
+    }
 
 
 _MATH_COLUMNS: Final = ("problem", "answer", "subject", "level", "unique_id", "id", "problem_idx")
@@ -379,9 +357,14 @@ def _plain(name: str) -> str:
 def _theirs(known: QuestionSet, data_dir: Path | None) -> Iterator[Pair]:
     """The questions of a set in `SETS`, from the Hub or from a folder."""
     for row in _rows(known, data_dir):
-        question = (normalised if "turns" in row.values else known.question)(row, known.name)
-        if question is not None:
-            yield question, row.images()
+        fields = normalised(row) if "turns" in row.values else known.question(row)
+        if fields is not None:
+            yield _pair(row, known.name, fields)
+
+
+def _pair(row: Row, dataset: str, fields: Fields) -> Pair:
+    every: Fields = {"dataset": dataset, "question_id": row.number, "category": dataset, **fields}
+    return Question(**every), row.images()
 
 
 def _rows(known: QuestionSet, data_dir: Path | None) -> Iterator[Row]:
@@ -406,7 +389,44 @@ def _own(rows: Iterable[Row], dataset: str, template: str | None) -> Iterator[Pa
             )
         # Other columns of such a row mean what its set says: they are asked of, not read as ours.
         asked = row if template is None else replace(row, values={"turns": [filled(template, row)]})
-        yield normalised(asked, dataset), row.images()
+        yield _pair(row, dataset, normalised(asked))
 
 
-__all__ = ["SETS", "QuestionSet", "load_questions"]
+def store_images(pairs: Sequence[Pair], folder: Path | None) -> list[Question]:
+    """Returns questions with the paths of their images, those that are bytes written to files in a folder.
+
+    Args:
+        pairs (sequence): Questions, and where their images are.
+        folder (`Path`, *optional*): Where to; a folder in the Hub's cache by default. Only made if there is need.
+
+    Raises:
+        ValueError: If one cannot be read; then nothing is written.
+    """
+    if folder is None:
+        from huggingface_hub.constants import HF_HOME
+
+        folder = Path(HF_HOME) / "dflash-hf" / "images"
+    for question, sources in pairs:
+        for source in sources:
+            _check(source, question)
+    questions: list[Question] = []
+    for question, sources in pairs:
+        files = [source if isinstance(source, Path) else store_image(source, folder.resolve()) for source in sources]
+        questions.append(replace(question, images=tuple(map(str, files))))
+    return questions
+
+
+def _check(source: ImageSource, question: Question) -> None:
+    try:
+        if isinstance(source, Path):
+            read_image(source)
+        else:
+            read_image(Path(content_name(source)), source)
+    except ImageError as error:
+        raise ValueError(
+            f"expected an image that can be read in question {question.question_id!r} of {question.dataset}, got one "
+            f"that cannot ({error}); fetch the set again, or leave the question out"
+        ) from error
+
+
+__all__ = ["SETS", "QuestionSet", "load_questions", "store_images"]

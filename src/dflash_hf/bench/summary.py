@@ -9,18 +9,21 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflash_hf.bench.answers import Answer
+from dflash_hf.bench.answers import Answer, Which
+from dflash_hf.bench.cells import Cell
 from dflash_hf.bench.counting import DEFINITIONS, Pair, accuracy, first_difference, measure, speedup
 from dflash_hf.bench.questions import Key, Question
-from dflash_hf.bench.run_files import Cell, Run, Which, read_run
-from dflash_hf.evaluation.row_files import write_whole
+from dflash_hf.bench.run_files import Run, by_answer, read_run
+from dflash_hf.evaluation.row_files import write_rows, write_whole
 
 Score = Callable[[Question, Answer], float | None]
 Scores = dict[tuple[str, Which], float]  # by `model_id`, question and repeat; only of answers that have one
 MAX_BINS = 32  # along a text
+SCORES = "scores.jsonl"
 CSV_COLUMNS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 
@@ -58,11 +61,11 @@ def summarize(folder: str | os.PathLike[str], score: Score | None = None) -> dic
         "methods": [_method(run, cell, scores, bin_tokens) for cell in run.cells],
         "definitions": DEFINITIONS,
     }
-    lines = [
+    lines = (
         {"model_id": name, "dataset": key[0], "question_id": key[1], "repeat": repeat, "score": value}
         for (name, (key, repeat)), value in scores.items()
-    ]
-    write_whole(run.folder / "scores.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    )
+    write_rows(run.folder / SCORES, lines)
     write_whole(run.folder / "acceptance.csv", _acceptance_csv(summary))
     text = json.dumps(summary, indent=1, ensure_ascii=False, allow_nan=False)
     write_whole(run.folder / "summary.json", text + "\n")
@@ -71,9 +74,7 @@ def summarize(folder: str | os.PathLike[str], score: Score | None = None) -> dic
 
 def read_scores(folder: Path) -> Scores:
     """Reads the scores that `summarize` left in a run's folder; none without the file."""
-    path = folder / "scores.jsonl"
-    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.is_file() else ()
-    return {(row["model_id"], ((row["dataset"], row["question_id"]), row["repeat"])): row["score"] for row in rows}
+    return {which: row["score"] for which, row in by_answer(folder / SCORES).items()}
 
 
 def _unfinished(run: Run) -> list[str]:
@@ -110,7 +111,7 @@ def _score_all(run: Run, score: Score | None, notes: list[str]) -> Scores:
                 return {}
         value = known[said]
         if value is not None:
-            scores[answer.model_id, (answer.key, answer.repeat)] = value
+            scores[answer.model_id, answer.which] = value
     unscored = {said[0][0] for said, value in known.items() if value is None}
     notes += [f"Not every answer to {name} is scored." for name in run.datasets if name in unscored]
     return scores
@@ -126,10 +127,9 @@ def _method(run: Run, cell: Cell, scores: Scores, bin_tokens: int) -> dict[str, 
     answers = run.answers[cell.model_id]
     differing = [] if cell.is_sampled else _differing(run, cell)
 
-    def block(chosen: Callable[[Question], bool]) -> dict[str, Any]:
-        own = {which: answer for which, answer in answers.items() if chosen(run.questions[answer.key])}
+    def block(own: dict[Which, Answer]) -> dict[str, Any]:
         pairs = baseline_pairs(run, cell, own)
-        scored = [(key, scores[name]) for key, repeat in own if (name := (cell.model_id, (key, repeat))) in scores]
+        scored = [(which[0], scores[cell.model_id, which]) for which in own if (cell.model_id, which) in scores]
         return {
             **measure(list(own.values()), bin_tokens),
             "speedup": speedup(pairs),
@@ -137,28 +137,33 @@ def _method(run: Run, cell: Cell, scores: Scores, bin_tokens: int) -> dict[str, 
             "accuracy": accuracy(scored),
         }
 
-    def parts(name: str, chosen: Callable[[Question], bool]) -> dict[str, Any]:
-        """The same for each value of a field that some of the questions have."""
-        asked = [run.questions[key] for key, _ in answers if chosen(run.questions[key])]
-        values = dict.fromkeys(getattr(question, name) for question in asked)
-        if len(values) < 2:
-            return {}
-        return {value: block(lambda q, value=value: chosen(q) and getattr(q, name) == value) for value in values}
+    def grouped(own: dict[Which, Answer], name: str) -> dict[str, dict[Which, Answer]]:
+        """Answers by a field of their questions."""
+        groups: dict[str, dict[Which, Answer]] = {}
+        for which, answer in own.items():
+            groups.setdefault(getattr(run.questions[answer.key], name), {})[which] = answer
+        return groups
 
-    sets: dict[str, Any] = {}
-    for dataset in dict.fromkeys(key[0] for key, _ in answers):
-        sets[dataset] = block(lambda q, dataset=dataset: q.dataset == dataset)
-        sets[dataset]["categories"] = parts("category", lambda q, dataset=dataset: q.dataset == dataset)
-        sets[dataset]["subcategories"] = parts("subcategory", lambda q, dataset=dataset: q.dataset == dataset)
+    def parts(own: dict[Which, Answer], name: str) -> dict[str, Any]:
+        """The blocks of a field, if the questions differ in it."""
+        groups = grouped(own, name)
+        return {value: block(part) for value, part in groups.items()} if len(groups) > 1 else {}
+
+    by_set = grouped(answers, "dataset")
+    sets = {
+        name: {**block(own), "categories": parts(own, "category"), "subcategories": parts(own, "subcategory")}
+        for name in run.datasets
+        if (own := by_set.get(name))
+    }
     return {
         "model_id": cell.model_id,
         "method": cell.method,
-        "options": cell.options,
+        "options": asdict(cell.options),
         "values": cell.values,
         "baseline": cell.baseline,
         "failed": cell.failed,
-        "sets": {name: sets[name] for name in run.datasets if name in sets},
-        "all": block(lambda _: True),
+        "sets": sets,
+        "all": block(answers),
         "differing": differing,
     }
 
@@ -179,7 +184,7 @@ def _differing(run: Run, cell: Cell) -> list[dict[str, Any]]:
     for answer, other in baseline_pairs(run, cell):
         found = first_difference(answer, other)
         if found is not None:
-            known = run.margins.get((cell.model_id, (answer.key, answer.repeat)), {})
+            known = run.margins.get((cell.model_id, answer.which), {})
             which = {"dataset": answer.dataset, "question_id": answer.question_id, "repeat": answer.repeat}
             told = {"margin": known.get("margin"), "is_tie": known.get("is_tie")}
             rows.append({**which, "turn": found[0], "token": found[1], **told})
@@ -190,7 +195,7 @@ def _agreement(pairs: list[Pair], differing: list[dict[str, Any]]) -> dict[str, 
     """How many of some answers are the baseline's, and the largest margin of the others."""
     if not pairs:
         return None
-    asked = {(answer.key, answer.repeat) for answer, _ in pairs}
+    asked = {answer.which for answer, _ in pairs}
     rows = [row for row in differing if ((row["dataset"], row["question_id"]), row["repeat"]) in asked]
     same = len(pairs) - len(rows)
     margins = [row["margin"] for row in rows if row["margin"] is not None]

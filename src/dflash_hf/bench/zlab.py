@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-from dflash_hf.bench.methods import Inputs, Models, Options, Raw, Steps, Way
+from dflash_hf.bench.cells import Options
+from dflash_hf.bench.methods import Inputs, Models, Raw, Steps, Way
 from dflash_hf.drafts import save_draft
 from dflash_hf.errors import one_line
+from dflash_hf.evaluation.harness import end_tokens
 
 PACKAGE = "dflash==0.1.0"
 
@@ -53,7 +55,7 @@ def zlab_way(models: Models) -> Way:
             models.target,
             ids,
             options.max_new_tokens,
-            models.end_tokens() or None,
+            end_tokens(models.target) or None,
             temperature=options.temperature,
             top_p=options.top_p,
             block_size=options.block_size,
@@ -66,7 +68,8 @@ def zlab_way(models: Models) -> Way:
         for number in committed:
             proposed.append(min(block, left) - 1)
             left -= number
-        steps = Steps(committed=committed, accepted=[number - 1 for number in committed], proposed=proposed)
+        accepted = [number - 1 for number in committed]
+        steps: Steps = {"committed": committed, "accepted": accepted, "proposed": proposed}
         return Raw(sequences=out.output_ids, ttft=float(out.time_to_first_token), steps=[steps])
 
     return decode

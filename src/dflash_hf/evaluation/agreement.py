@@ -8,6 +8,7 @@ more exact than the target's own, than the target's rounding reaches.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -68,10 +69,8 @@ class Agreement:
 
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
     """Returns the index at which two answers first differ, `None` if nowhere; one that ends earlier differs there."""
-    for index, (a, b) in enumerate(zip(first, second, strict=False)):
-        if a != b:
-            return index
-    return None if len(first) == len(second) else min(len(first), len(second))
+    pairs = enumerate(itertools.zip_longest(first, second))
+    return next((index for index, (a, b) in pairs if a != b), None)
 
 
 def agreement(

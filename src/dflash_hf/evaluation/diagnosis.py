@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_hf.configuration_dflash import ROPE_TYPES
-from dflash_hf.evaluation.harness import Processor, encode_prompt, tokenizer_of
+from dflash_hf.evaluation.harness import Processor, encode_prompt, end_tokens, tokenizer_of
 from dflash_hf.evaluation.probe import Measurement, Probe, Setup
 from dflash_hf.evaluation.prompt_files import Prompt, image_names
 from dflash_hf.modeling_dflash import DFlashDraftModel, DFlashRMSNorm
@@ -51,7 +51,6 @@ class Check:
     Args:
         name (`str`): What: `"tap_offset"`, `"deepstack"`, `"mask_token"`, `"causality"`, `"sliding_window"`, `"rope"`,
             `"dtype"`, `"weights"`, `"vocabulary"`, `"chat_template"`, `"thinking"` or `"other_target"`.
-        status (`str`): `"ok"`, `"finding"` or `"skipped"`.
         sentence (`str`): What was found.
         advice (`str`): What to do about a finding.
         measured (`dict[str, float]`): Setting -> mean tokens that a verify would commit, over all anchors.
@@ -74,7 +73,6 @@ class Diagnosis:
         tree_acceptance_length (`float`, *optional*): The same of a tree of as many tokens, of what the draft says
             alone; `None` for targets that cannot verify one, and where nothing could be measured.
         num_prompts, num_tokens (`int`): What it was measured on: prompts, tokens of their answers.
-        checks (`list[Check]`): Everything that was looked at.
     """
 
     acceptance_length: float
@@ -144,8 +142,7 @@ def diagnose(
     try:
         check_pair(target, draft.config)
     except ValueError as error:
-        advice = "load the draft that was trained for this target"
-        static.append(Check(name="other_target", status="finding", sentence=str(error), advice=advice))
+        static.append(_judged("other_target", [str(error)], "load the draft that was trained for this target", ""))
         return Diagnosis(acceptance_length=0.0, num_prompts=0, num_tokens=0, checks=static)
     on_progress("answering the prompts")
     examples = write_answers(model, [encode_prompt(processor, p, model.device) for p in prompts], max_new_tokens)
@@ -171,8 +168,7 @@ def write_answers(model: PreTrainedModel, inputs: Sequence[dict[str, Tensor]], m
     """
     prompts = [Example.from_pair(row, []) for row in inputs]
     config: Any = model.generation_config
-    ends = config.eos_token_id
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    ends = end_tokens(model)
     pad_token_id = config.pad_token_id if config.pad_token_id is not None else next(iter(ends), 0)
     answers = regenerate_answers(
         model, prompts, max_new_tokens=max_new_tokens, eos_token_id=ends, pad_token_id=pad_token_id, batch_size=8
@@ -204,9 +200,7 @@ def _try_settings(
         trial, result = best
         sentence = f"{trial.label} accepts {result.mean:.2f} tokens per verify, as configured {base.mean:.2f}"
         measured = {"as configured": round(base.mean, 3), **results[trial.check]}
-        found[trial.check] = Check(
-            name=trial.check, status="finding", sentence=sentence, advice=trial.advice, measured=measured
-        )
+        found[trial.check] = _judged(trial.check, [sentence], trial.advice, "", measured)
         setup, base = setup.adopt(trial.change), result
         logger.info("adopted %s: %s", trial.check, sentence)
 
@@ -226,12 +220,12 @@ EXPLAINED = {
 def _unchanged(probe: Probe, name: str, base: Measurement, results: dict[str, dict[str, float]]) -> Check:
     """The check of a setting of which no other form is clearly better."""
     if name not in results:
-        status: Status = "ok" if name in ("rope", "dtype") else "skipped"
-        return Check(name=name, status=status, sentence=EXPLAINED[name])
+        is_fine = name in ("rope", "dtype")
+        return _judged(name, [], "", EXPLAINED[name]) if is_fine else _skipped(name, EXPLAINED[name])
     tried = results[name]
     best = max(tried, key=lambda label: tried[label])
     sentence = f"nothing tried is clearly better: {best} {tried[best]:.2f}, as configured {base.mean:.2f}"
-    return Check(name=name, status="ok", sentence=sentence, measured={"as configured": round(base.mean, 3), **tried})
+    return _judged(name, [], "", sentence, {"as configured": round(base.mean, 3), **tried})
 
 
 def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> Iterator[Trial]:
@@ -313,13 +307,12 @@ def _check_vocabulary(target: Target, draft: DFlashDraftModel, tokenizer: PreTra
     """Finds out if tokenizer, target and draft can mean the same ids."""
     rows, size = target.vocab_size, len(tokenizer)
     beyond = sorted(i for i in tokenizer.all_special_ids if i >= rows)
-    eos: int | list[int] | None = target.model.generation_config.eos_token_id
     wrong: list[str] = []
     if size > rows:
         wrong.append(f"the tokenizer has {size} ids, the target's embedding {rows} rows")
     if beyond:
         wrong.append(f"special ids {beyond} lie outside the target's embedding")
-    if draft.config.mask_token_id in ([eos] if isinstance(eos, int | None) else eos):
+    if draft.config.mask_token_id in end_tokens(target.model):
         wrong.append(f"the mask token {draft.config.mask_token_id} is an end-of-sequence token")
     advice = "use the tokenizer and the draft that belong to this target"
     return _judged("vocabulary", wrong, advice, f"{size} ids of the tokenizer within {rows} rows of the embedding")
@@ -350,6 +343,10 @@ def _judged(
     return Check(name=name, status="finding", sentence="; ".join(wrong), advice=advice, measured=measured or {})
 
 
+def _skipped(name: str, why: str) -> Check:
+    return Check(name=name, status="skipped", sentence=why)
+
+
 def _check_prompts(
     model: PreTrainedModel,
     draft: DFlashDraftModel,
@@ -362,8 +359,7 @@ def _check_prompts(
     """Acceptance without the chat template, and with thinking on and off where the template knows it."""
     template = processor.chat_template
     if template is None:
-        skipped = "the tokenizer has no chat template"
-        return [Check(name=name, status="skipped", sentence=skipped) for name in ("chat_template", "thinking")]
+        return [_skipped(name, "the tokenizer has no chat template") for name in ("chat_template", "thinking")]
     target: Target = find_target(model)
 
     def measure(**options: Any) -> Measurement:
@@ -380,13 +376,11 @@ def _check_prompts(
 
     advice = "the draft was trained on texts without the chat template; use it on those, or one trained with it"
     if any(image_names(prompt) for prompt in prompts):
-        skipped = "the chat template says where the images are"
-        checks = [Check(name="chat_template", status="skipped", sentence=skipped)]
+        checks = [_skipped("chat_template", "the chat template says where the images are")]
     else:
         checks = [judge("chat_template", {"without the template": measure(template=False)}, advice)]
     if "enable_thinking" not in str(template):
-        sentence = "the chat template has no enable_thinking"
-        return [*checks, Check(name="thinking", status="skipped", sentence=sentence)]
+        return [*checks, _skipped("thinking", "the chat template has no enable_thinking")]
     modes = {f"enable_thinking={mode}": measure(enable_thinking=mode) for mode in (False, True)}
     advice = "the draft was trained on answers with {best}; pass that to apply_chat_template"
     return [*checks, judge("thinking", modes, advice)]
@@ -402,4 +396,4 @@ def _check_fit(probe: Probe, setup: Setup, findings: list[str]) -> Check:
     return _judged("other_target", wrong, advice, fine, {"best setup": round(reached, 3)})
 
 
-__all__ = ["PROMPTS", "Check", "Diagnosis", "Prompt", "Trial", "diagnose", "mask_candidates", "write_answers"]
+__all__ = ["PROMPTS", "Check", "Diagnosis", "Trial", "diagnose", "mask_candidates", "write_answers"]

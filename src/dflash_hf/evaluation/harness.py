@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
@@ -27,11 +28,8 @@ class Answer:
 
     Args:
         text (`str`): The answer, special tokens removed.
-        num_tokens (`int`): Tokens of the answer.
         seconds (`float`): Wall time of the `generate` call, prefill included.
-        stats (`SpeculativeStats`): Of the call.
         images (`tuple[str, ...]`): Names of the prompt's images.
-        ids (`list[int]`): The tokens.
         inputs (`dict[str, torch.Tensor]`): The prompt, as `generate` took it.
         seed (`int`): torch's seed before the call.
     """
@@ -47,14 +45,9 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the statistics, and of the fields all that are plain values, for JSON."""
-        return {
-            **self.stats.to_dict(),
-            "text": self.text,
-            "num_tokens": self.num_tokens,
-            "seconds": self.seconds,
-            "images": list(self.images),
-            "pictures": list(self.images),  # the name that images had, for one release
-        }
+        told = {name: getattr(self, name) for name in ("text", "num_tokens", "seconds")}
+        images = list(self.images)
+        return {**self.stats.to_dict(), **told, "images": images, "pictures": images}  # their old name, one release
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +56,6 @@ class Comparison(Answer):
 
     Args:
         kind (`str`): What sort of prompt it was; groups rows of a report.
-        agreement (`Agreement`): Whether both answers have the same tokens, and if not, whether they part at a tie.
         plain_seconds (`float`): Wall time of the `generate` call without the draft, prefill included.
     """
 
@@ -99,39 +91,51 @@ def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
 def encode_prompt(
     processor: Processor, prompt: Prompt, device: torch.device, *, template: bool = True, **options: Any
 ) -> dict[str, Tensor]:
-    """Turns a text or a conversation into model inputs of one row.
+    """Turns a text or a conversation into model inputs of one row; see [`encode_prompts`]."""
+    return encode_prompts(processor, [prompt], device, template=template, **options)
+
+
+def encode_prompts(
+    processor: Processor, prompts: Sequence[Prompt], device: torch.device, *, template: bool = True, **options: Any
+) -> dict[str, Tensor]:
+    """Turns texts or conversations into model inputs, left-padded where there are several.
 
     A conversation, and a text where there is a chat template, goes through `apply_chat_template`, with `options`;
     under `template=False` neither does, and a conversation is its messages' texts, one per line.
 
     Args:
         processor (tokenizer or processor): Anything with `apply_chat_template`; images need a processor.
-        prompt (`str` or list of messages): What to answer.
+        prompts (sequence of `str` or lists of messages): What to answer.
         device (`torch.device`): Where the tensors go.
         template (`bool`): Whether to apply the chat template.
         options: For the chat template.
 
     Returns:
-        `dict[str, torch.Tensor]`: `input_ids` and `attention_mask`, both `[1, S]`, and of a processor all that it
+        `dict[str, torch.Tensor]`: `input_ids` and `attention_mask`, both `[B, S]`, and of a processor all that it
         makes of the images.
 
     Raises:
         ValueError: If there are images and no processor, or no template that says where they go, or an image
             cannot be read.
     """
-    tokenizer = tokenizer_of(processor)
-    if image_names(prompt) and (processor is tokenizer or not template):
+    tokenizer, either = tokenizer_of(processor), cast(Any, processor)
+    names = [name for prompt in prompts for name in image_names(prompt)]
+    if names and (processor is tokenizer or not template):
         raise ValueError(
             f"expected a processor and its chat template for a prompt with images, got {type(processor).__name__}"
             f"{'' if template else ' without the template'}; leave the images out, or take a target for images"
         )
-    if not template or (isinstance(prompt, str) and processor.chat_template is None):
-        encoded: Any = tokenizer(text_of(prompt), return_tensors="pt")
+    padding: dict[str, Any] = {"padding": True, "padding_side": "left"} if len(prompts) > 1 else {}
+    if not template or (processor.chat_template is None and all(isinstance(prompt, str) for prompt in prompts)):
+        encoded: Any = tokenizer([text_of(prompt) for prompt in prompts], return_tensors="pt", **padding)
     else:
-        either: Any = processor
+        if processor is tokenizer and padding:
+            options |= {"padding": True, "tokenizer_kwargs": {"padding_side": "left"}}
+        elif padding:
+            options |= {"processor_kwargs": padding}
         try:
             encoded = either.apply_chat_template(
-                as_messages(prompt),
+                [as_messages(prompt) for prompt in prompts],
                 add_generation_prompt=True,
                 tokenize=True,
                 return_tensors="pt",
@@ -140,8 +144,8 @@ def encode_prompt(
             )
         except (OSError, SyntaxError) as error:  # Pillow's: not an image, or one that is cut off or broken
             raise ValueError(
-                f"expected images that can be read, got {', '.join(image_names(prompt))}, of which one cannot "
-                f"({error}); leave it out or save it anew"
+                f"expected images that can be read, got {', '.join(names)}, of which one cannot ({one_line(error)}); "
+                "leave it out or save it anew"
             ) from error
         except (ValueError, ImportError, MemoryError, torch.OutOfMemoryError):
             raise
@@ -150,8 +154,15 @@ def encode_prompt(
                 f"expected a conversation that the chat template takes, got {type(error).__name__}: "
                 f"{one_line(error)}; change what it names, or leave the template out"
             ) from error
-    names = ("input_ids", "attention_mask") if processor is tokenizer else tuple(encoded)
-    return {name: encoded[name].to(device) for name in names}
+    kept = ("input_ids", "attention_mask") if processor is tokenizer else tuple(encoded)
+    return {name: encoded[name].to(device) for name in kept}
+
+
+def end_tokens(model: PreTrainedModel) -> list[int]:
+    """Returns the ids that end a model's answers."""
+    config: Any = model.generation_config
+    ids = config.eos_token_id
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 def answer(
@@ -167,14 +178,11 @@ def answer(
     """Answers one prompt with the draft.
 
     Args:
-        target, draft, processor: The pair, and its processor or tokenizer.
-        prompt (`str` or list of messages): What to answer.
-        streamer (`BaseStreamer`, *optional*): Gets the answer.
-        encoding (mapping, *optional*): Options of [`encode_prompt`].
+        encoding (mapping, *optional*): Options of [`encode_prompts`].
         settings: For `generate`.
 
     Raises:
-        ValueError: See [`encode_prompt`].
+        ValueError: See [`encode_prompts`].
     """
     inputs = encode_prompt(processor, prompt, target.device, **(encoding or {}))
     model: Any = target
@@ -214,9 +222,6 @@ def compare_with_plain(
     Transformers' own sampler draws its noise in another order.
 
     Args:
-        target, draft: The pair.
-        answered ([`Answer`]): The answer with the draft.
-        kind (`str`): Label of the prompt.
         settings: For `generate`, those of the answer.
 
     Raises:
@@ -225,7 +230,9 @@ def compare_with_plain(
     check_comparable(draft, settings)
     inputs, model = answered.inputs, cast(Any, target)
     if settings.get("do_sample"):
-        ids, seconds = _timed(lambda: _one_by_one(model, draft, inputs, settings, answered.seed), inputs)
+        with changed(draft.generation_config, block_size=1, verify_width=None, num_tree_nodes=None):
+            torch.manual_seed(answered.seed)
+            ids, seconds = _timed(lambda: model.generate(**inputs, **settings, assistant_model=draft), inputs)
     else:
         ids, seconds = _timed(lambda: model.generate(**inputs, **settings), inputs)
     return Comparison(
@@ -260,34 +267,33 @@ def _timed(call: Callable[[], Tensor], inputs: Mapping[str, Tensor]) -> tuple[li
     """Returns what a call of `generate` adds to its one row, and the seconds it took."""
     start = time.perf_counter()
     out = call()
-    if out.device.type != "cpu":
-        torch.accelerator.synchronize()
+    synchronize(out.device)
     seconds = time.perf_counter() - start
     return out[0, inputs["input_ids"].shape[1] :].tolist(), seconds
 
 
-def warm_up(
-    target: PreTrainedModel,
-    draft: DFlashDraftModel,
-    processor: Processor,
-    prompt: Prompt,
-) -> None:
+def synchronize(device: torch.device) -> None:
+    """Waits until an accelerator has nothing left to do."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+@contextmanager
+def changed(config: Any, **values: Any) -> Generator[None]:
+    """Sets fields of a config, and puts them back."""
+    before = {name: getattr(config, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def warm_up(target: PreTrainedModel, draft: DFlashDraftModel, processor: Processor, prompt: Prompt) -> None:
     """Answers a prompt with a few tokens, both ways: the first calls pay for loading code."""
     compare(target, draft, processor, prompt, max_new_tokens=4, do_sample=False)
-
-
-def _one_by_one(
-    model: Any, draft: DFlashDraftModel, inputs: dict[str, Tensor], settings: dict[str, Any], seed: int
-) -> Tensor:
-    """Samples with the draft at block size 1: no proposals, the same noise."""
-    options = draft.generation_config
-    before = options.block_size, options.verify_width, options.num_tree_nodes
-    options.block_size, options.verify_width, options.num_tree_nodes = 1, None, None
-    torch.manual_seed(seed)
-    try:
-        return model.generate(**inputs, **settings, assistant_model=draft)
-    finally:
-        options.block_size, options.verify_width, options.num_tree_nodes = before
 
 
 def pool(rows: Sequence[Comparison]) -> dict[str, Any]:
@@ -319,11 +325,15 @@ __all__ = [
     "Comparison",
     "Processor",
     "answer",
+    "changed",
     "check_comparable",
     "compare",
     "compare_with_plain",
     "encode_prompt",
+    "encode_prompts",
+    "end_tokens",
     "pool",
+    "synchronize",
     "tokenizer_of",
     "warm_up",
 ]

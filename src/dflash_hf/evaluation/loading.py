@@ -148,11 +148,7 @@ def _loaded(what: str, place: str, load: Callable[[], Loaded]) -> Loaded:
 def load_pair(
     target: str, draft: str, dtype: str = "auto", device: str = "auto"
 ) -> tuple[PreTrainedModel, DFlashDraftModel, Processor]:
-    """Loads a target, its draft and what encodes its prompts from folders or Hub ids.
-
-    Args:
-        target, draft (`str`): Where they are.
-        dtype, device (`str`): As [`load_target`] takes them.
+    """Loads a target, its draft and what encodes its prompts; see [`load_target`].
 
     Raises:
         ValueError: If one of them is not there, if the target is a draft, or if the draft is none or does not load.

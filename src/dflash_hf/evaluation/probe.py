@@ -98,7 +98,6 @@ class Measurement:
         """Returns True if this setup is clearly better on the same texts.
 
         Args:
-            other (`Measurement`): Of the other setup.
             margin (`float`): Least gain, as a share of the other's mean.
             errors (`float`): Least gain in standard errors of the paired difference.
         """
@@ -118,7 +117,6 @@ class Probe:
 
     Args:
         target (`Target`): The target, in eval mode.
-        draft (`DFlashDraftModel`): The draft as it is configured.
         examples (sequence of [`Example`]): The target's own greedy answers.
     """
 

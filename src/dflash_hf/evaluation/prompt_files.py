@@ -6,12 +6,12 @@ the image under `"path"`, `"url"`, `"image"` or `"base64"`, as `apply_chat_templ
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dflash_hf.errors import one_line, require, shown
+from dflash_hf.evaluation.row_files import parsed_object
 
 # Keys of an image block that say where its image is, as Transformers' processors look them up.
 SOURCES = ("image", "url", "path", "base64")
@@ -92,17 +92,9 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
     Raises:
         ValueError: If a line is no JSON object; see also [`read_lines`].
     """
-    rows: list[tuple[int, dict[str, Any]]] = []
-    for number, line in read_lines(path):
-        try:
-            row: Any = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"expected JSON in line {number} of {path}, got something else ({one_line(error)}); fix the line"
-            ) from error
-        require(isinstance(row, dict), f"a JSON object in line {number} of {path}", row, "fix the line")
-        rows.append((number, row))
-    return rows
+    return [
+        (number, parsed_object(line, f"line {number} of {path}", "fix the line")) for number, line in read_lines(path)
+    ]
 
 
 def read_prompts(path: Path) -> list[Prompt]:

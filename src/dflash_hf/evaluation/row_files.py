@@ -9,20 +9,17 @@ import json
 import logging
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from dflash_hf.errors import one_line, require
 
 logger = logging.getLogger(__name__)
 
 
-class RowFile(Sequence[dict[str, Any]]):
+class RowFile:
     """The rows of a JSONL file, read when they are asked for; in memory are only their places.
-
-    Args:
-        path (`Path`): The file.
 
     Raises:
         ValueError: If there is no such file; for a line that is no JSON object, when it is asked for.
@@ -43,15 +40,7 @@ class RowFile(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._starts)
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(len(self))[index]]
+    def __getitem__(self, index: int) -> dict[str, Any]:
         at = range(len(self))[index]
         with self.path.open("rb") as stream:
             stream.seek(self._starts[at])
@@ -67,13 +56,26 @@ class RowFile(Sequence[dict[str, Any]]):
         return f"line {self._numbers[index]} of {self.path}"
 
     def _parsed(self, line: bytes, at: int) -> dict[str, Any]:
-        try:
-            row: Any = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            sentence = f"expected JSON in {self.where(at)}, got something else ({one_line(error)}); "
-            raise ValueError(f"{sentence}fix the line, or go on with the run that wrote it") from error
-        require(isinstance(row, dict), f"a JSON object in {self.where(at)}", row, "fix the line")
-        return row
+        return parsed_object(line, self.where(at), "fix the line, or go on with the run that wrote it")
+
+
+def parsed(text: str | bytes, where: str, action: str) -> Any:
+    """Returns what a text of JSON says.
+
+    Raises:
+        ValueError: If it is none; `where` says what it is a line of, `action` what to do about it.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected JSON in {where}, got something else ({one_line(error)}); {action}") from error
+
+
+def parsed_object(text: str | bytes, where: str, action: str) -> dict[str, Any]:
+    """Returns what a text of JSON says, like [`parsed`], which must be an object."""
+    row: Any = parsed(text, where, action)
+    require(isinstance(row, dict), f"a JSON object in {where}", row, action)
+    return row
 
 
 def line_of(row: Mapping[str, Any]) -> str:
@@ -118,13 +120,12 @@ def repair(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> Path:
-    """Writes a file whole or not at all, whenever the process is killed, and returns its path."""
-    part = path.with_name(f".{path.name}.part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    return part.replace(path)
+    """Writes a file whole or not at all, whenever the process is killed, and returns its path.
+
+    Raises:
+        ValueError: If the disk is full.
+    """
+    return _write(path, (text,))
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
@@ -133,12 +134,15 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     Raises:
         ValueError: If the disk is full.
     """
+    return _write(path, map(line_of, rows))
+
+
+def _write(path: Path, parts: Iterable[str]) -> Path:
     part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("w", encoding="utf-8", newline="") as file:
-            for row in rows:
-                file.write(line_of(row))
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -151,4 +155,4 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     return part.replace(path)
 
 
-__all__ = ["RowFile", "append_rows", "line_of", "repair", "write_rows", "write_whole"]
+__all__ = ["RowFile", "append_rows", "line_of", "parsed", "parsed_object", "repair", "write_rows", "write_whole"]

@@ -5,7 +5,6 @@ The one module that imports `datasets`, where a function needs it; rows of text 
 
 from __future__ import annotations
 
-import json
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from dflash_hf.errors import listed, one_line, require, shown
 from dflash_hf.evaluation.prompt_files import Message, image_names, prompt_of, read_lines
+from dflash_hf.evaluation.row_files import parsed
 
 FIX = "fix the row, or take the upstream file"
 # NVIDIA publishes more than half of SPEED-Bench's rows without their text.
@@ -39,21 +39,26 @@ class Row:
     where: str
     folder: Path | None = None
 
+    def first(self, *names: str) -> Any:
+        """Returns the first of some columns that the row has, `None` where it has none of them."""
+        return next((self.values[name] for name in names if self.values.get(name) is not None), None)
+
     def value(self, *names: str) -> Any:
-        """Returns the first of some columns that the row has.
+        """Returns the same.
 
         Raises:
             ValueError: If it has none of them.
         """
-        for name in names:
-            if self.values.get(name) is not None:
-                return self.values[name]
+        if (value := self.first(*names)) is not None:
+            return value
         raise ValueError(
             f"expected a column {' or '.join(names)} in {self.where}, got {listed(self.values) or 'no column'}; {FIX}"
         )
 
-    def text(self, *names: str) -> str:
-        """Returns the first of some columns that the row has, which is a text with something in it."""
+    def text(self, *names: str, default: str | None = None) -> str:
+        """Returns the first of some columns that the row has, which is a text; a default where nothing is in them."""
+        if default is not None and not any(map(self.values.get, names)):
+            return default
         return self._checked(self.value(*names), " or ".join(names))
 
     def texts(self, *names: str) -> tuple[str, ...]:
@@ -90,7 +95,7 @@ class Row:
         Raises:
             ValueError: If it is malformed, does not end with the user's, or has an image behind its first turn.
         """
-        value = next((self.values[name] for name in CONVERSATION if self.values.get(name) is not None), None)
+        value = self.first(*CONVERSATION)
         if not isinstance(value, list | tuple) or not value or not isinstance(value[0], Mapping):
             return self._checked_messages(self.values.get("history")), []
         found = self._checked_messages(value)
@@ -110,8 +115,7 @@ class Row:
 
     def name(self, *names: str) -> int | str:
         """Returns an id from one of some columns; the row's number where it has none of them."""
-        values = [self.values[name] for name in names if self.values.get(name) is not None]
-        value = values[0] if values else self.number
+        value = self.number if (value := self.first(*names)) is None else value
         what = f"a number or a text as {' or '.join(names)} in {self.where}"
         require(isinstance(value, int | str) and not isinstance(value, bool) and value != "", what, value, FIX)
         return value
@@ -122,7 +126,7 @@ class Row:
         Raises:
             ValueError: If a column `image` or `images` has something else in it, or a file is not there.
         """
-        value = next((self.values[name] for name in ("images", "image") if self.values.get(name) is not None), [])
+        value = [] if (value := self.first("images", "image")) is None else value
         values = list(value) if isinstance(value, list | tuple) else [value]
         for message in self.messages()[1][:1]:
             parts = [] if isinstance(message["content"], str) else message["content"]
@@ -150,7 +154,6 @@ def file_rows(paths: Sequence[Path], columns: Sequence[str] = (), *, streaming: 
     """Yields the rows of `.jsonl`, `.json` (one list), `.parquet` or `.txt` (a prompt a line) files in turn.
 
     Args:
-        paths (sequence of `Path`): The files.
         columns (sequence of `str`): What is read of Parquet files; all of it where empty.
         streaming (`bool`): Read Parquet files as they are, without a copy in the cache of `datasets`.
 
@@ -164,38 +167,29 @@ def file_rows(paths: Sequence[Path], columns: Sequence[str] = (), *, streaming: 
             options = {"split": "train", "data_files": [str(path)]}
             values = _loaded(str(path), columns, "parquet", streaming, **options)
             placed = ((f"row {index} of {path}", value) for index, value in enumerate(values, 1))
-        elif path.suffix == ".json":
-            placed = _json_values(path)
-        elif path.suffix == ".txt":
-            placed = ((f"line {index} of {path}", {"prompt": line}) for index, line in read_lines(path))
         else:
-            placed = _jsonl_values(path)
+            placed = _placed(path)
         for where, value in placed:
             require(isinstance(value, Mapping), f"a JSON object in {where}", value, FIX)
             yield Row(values=value, number=number, where=where, folder=path.parent)
             number += 1
 
 
-def _jsonl_values(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each line with something in it; only one is in memory."""
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                yield f"line {number} of {path}", _parsed(line, f"line {number} of {path}")
-
-
-def _json_values(path: Path) -> Iterator[tuple[str, Any]]:
-    value = _parsed(path.read_bytes(), str(path))
-    require(isinstance(value, list), f"a list of rows in {path}", value, FIX)
-    for number, row in enumerate(value, 1):
-        yield f"row {number} of {path}", row
-
-
-def _parsed(text: bytes, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"expected JSON in {where}, got something else ({one_line(error)}); {FIX}") from error
+def _placed(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each row of a text file with what to call it; of `.jsonl` only one line is in memory."""
+    if path.suffix == ".json":
+        rows = parsed(path.read_bytes(), str(path), FIX)
+        require(isinstance(rows, list), f"a list of rows in {path}", rows, FIX)
+        for number, row in enumerate(rows, 1):
+            yield f"row {number} of {path}", row
+    elif path.suffix == ".txt":
+        for number, line in read_lines(path):
+            yield f"line {number} of {path}", {"prompt": line}
+    else:
+        with path.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                if line.strip():
+                    yield (where := f"line {number} of {path}"), parsed(line, where, FIX)
 
 
 def hub_rows(
