@@ -57,7 +57,7 @@ def serve(
             loaded = load_pair(target, draft, dtype, device)
             served = parts.Pair(*loaded, name=name, encoding=encoding, note=lambda line: typer.echo(line, err=True))
             served.generation.submit(warm_up, *loaded, "Hello.").result()  # in the thread that will answer
-        if no_thinking and "enable_thinking" not in served.served.template:
+        if no_thinking and "enable_thinking" not in served.template:
             typer.echo("the chat template has no enable_thinking: it is left as it is", err=True)
         place = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"
         typer.echo(f"{name} is served at {place} (Ctrl-C ends it)", err=True)
