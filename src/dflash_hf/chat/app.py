@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -165,27 +165,13 @@ def guards(host: str, uploads: Uploads, share: bool = False) -> list[Middleware]
     return [by_name, Middleware(Guard, uploads=uploads)]
 
 
-def serve(
-    model: ChatModel,
-    names: tuple[str, str],
-    host: str,
-    port: int,
-    note: str = "",
-    *,
-    share: bool = False,
-    ready: Callable[[], None] = lambda: None,
-) -> None:
-    """Serves the page, as [`Page`] takes model, names and note, until it is interrupted.
-
-    Uploads lie in a folder of their own, which then goes. Under `share` Gradio gives it a public address, too. Calls
-    `ready` before it listens; raises `OSError` if it cannot listen there.
-    """
+@contextmanager
+def open_page(model: ChatModel, names: tuple[str, str], note: str = "") -> Generator[Page]:
+    """The page, as [`Page`] takes model, names and note; its uploads lie in a folder of their own, which then goes."""
     with TemporaryDirectory(prefix="dflash-chat-", ignore_cleanup_errors=True) as folder:
         # Before any component is made: each notes where uploads go.
         os.environ.update(GRADIO_TEMP_DIR=folder, GRADIO_ANALYTICS_ENABLED="False")
-        page = Page(model, names, Path(folder), note)
-        ready()
-        page.launch(host, port, guards(host, Uploads(Path(folder)), share), share)
+        yield Page(model, names, Path(folder), note)
 
 
-__all__ = ["COOKIE", "MAX_BODY", "Guard", "Uploads", "guards", "serve"]
+__all__ = ["COOKIE", "MAX_BODY", "Guard", "Uploads", "guards", "open_page"]
