@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from dflash_hf.checkpoints import FORMATS
 from dflash_hf.checkpoints.files import StoredTensor
-from dflash_hf.cli.drafts import markdown_table, published_drafts
+from dflash_hf.cli.drafts import published_drafts
 from dflash_hf.cli.main import app
 from dflash_hf.drafts import inspect_draft, load_draft, save_draft
 from helpers.source_tree import ROOT
@@ -111,12 +111,6 @@ def test_drafts_fit_the_terminal_and_are_filtered(columns: int) -> None:
     rows = json.loads(run("drafts", "--json", "--target", "Qwen3-8B").stdout)
     assert {row["target"] for row in rows} == {"Qwen/Qwen3-8B"}
     assert "no published draft for 'nothing'" in run("drafts", "--target", "nothing").stdout
-
-
-def test_the_table_for_a_readme() -> None:
-    table = markdown_table(published_drafts("Qwen/Qwen3-8B")[:1])
-    link = "[z-lab/Qwen3-8B-DFlash-b16](https://huggingface.co/z-lab/Qwen3-8B-DFlash-b16)"
-    assert table.splitlines()[2] == f"| Qwen/Qwen3-8B | {link} | zlab | 16 | off | config |"
 
 
 # ---- push

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from PIL import Image
 from rich.console import Console
 
 from dflash_hf.chat.conversation import MAX_SESSIONS, Answer, Conversation, Run, Sessions, Settings, State, Turn
-from dflash_hf.chat.model import RunStreamer, RunText, Stopped, in_turn
+from dflash_hf.chat.model import RunStreamer, Stopped, in_turn
 from dflash_hf.chat.render import find_examples, render
 from dflash_hf.cli import pair
 from dflash_hf.cli.chat import converse
@@ -83,13 +84,21 @@ def test_what_is_no_image_is_refused(content: bytes, tmp_path: Path) -> None:
 # ---- text from ids
 
 
+def texts_of(runs: list[list[int]]) -> list[str]:
+    """The texts of ids that come together."""
+    reader = streamer(threading.Event())
+    for ids in ([], *runs):  # the prompt first
+        reader.put(torch.tensor(ids))
+    reader.update()
+    return [run.text for run in reader.answer.runs]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_text_of_runs_joins_to_the_whole_text(size: int) -> None:
     tokenizer: Any = qwen_tokenizer()  # a token is a byte: characters span up to four of them
     text = "naïve – 日本語, 🙂🙃 and é"
     ids = tokenizer(text)["input_ids"]
-    runs = RunText(tokenizer)
-    parts = [runs.add(ids[start : start + size]) for start in range(0, len(ids), size)]
+    parts = texts_of([ids[start : start + size] for start in range(0, len(ids), size)])
     assert "".join(parts) == text
     assert not any("\ufffd" in part for part in parts)
 
@@ -97,8 +106,7 @@ def test_text_of_runs_joins_to_the_whole_text(size: int) -> None:
 def test_bytes_that_are_no_character_come_out_in_the_end() -> None:
     tokenizer: Any = qwen_tokenizer()
     broken = tokenizer("é")["input_ids"][:1]
-    runs = RunText(tokenizer)
-    text = "".join(runs.add(ids) for ids in [*([one] for one in broken * 12), tokenizer("ok")["input_ids"]])
+    text = "".join(texts_of([*([one] for one in broken * 12), tokenizer("ok")["input_ids"]]))
     assert text.endswith("ok")
     assert "\ufffd" in text
 

@@ -5,7 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gradio as gr
 import pytest
+from gradio import processing_utils
 from PIL import Image
 from starlette.requests import Request
 
@@ -147,6 +149,17 @@ def test_what_a_page_is_told_goes_to_its_own_browser(path: str, tmp_path: Path) 
         assert sent[0]["status"] == 403
         assert sent[1]["body"].decode().startswith("expected a page that this browser opened, got another one's")
     assert call(chat, path, host="localhost", cookie=cookie)[0]["status"] == 200
+
+
+@pytest.mark.parametrize("path", ["/gradio_api/call/any/s", "/gradio_api/call/v2/any/s"])
+def test_routes_for_programs_tell_nobody_what_a_page_is_told(path: str, tmp_path: Path) -> None:
+    """Gradio's take a page's name in the place of an event's."""
+    chat = guard(tmp_path)
+    cookie = cookie_of(call(chat, host="localhost"))
+    for browser in ({}, {"cookie": cookie}):
+        sent = call(chat, path, host="localhost", **browser)
+        assert sent[0]["status"] == 403
+        assert sent[1]["body"].decode().startswith("expected a request of the chat's page, got one of a program")
 
 
 def test_nobody_says_which_browser_it_is(tmp_path: Path) -> None:
@@ -366,6 +379,19 @@ def page(tmp_path: Path) -> Page:
     model: Any = object.__new__(ChatModel)
     model.takes_images, model.max_length, model.block_size, model.facts = True, 4096, 8, "small"
     return Page(model, ("target", "draft"), tmp_path)
+
+
+def test_no_component_has_an_address_fetched(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page.blocks, "launch", lambda **_: None)
+    monkeypatch.setattr(processing_utils, "async_ssrf_protected_download", None)  # what launching replaces
+    page.launch("127.0.0.1", 7860, [])
+    file = {"path": "http://127.0.0.1:1/x.png", "meta": {"_type": "gradio.FileData"}}
+    handler = next(fn for fn in page.blocks.fns.values() if page.box in fn.inputs)
+    for asked in handler.inputs:
+        # As it is, and as Gradio makes it anew after an update.
+        for part in (asked, type(asked)(**asked.constructor_args)):
+            with pytest.raises(gr.Error, match="got an address: http://127"):
+                asyncio.run(processing_utils.async_move_files_to_cache([file], part, check_in_upload_folder=True))
 
 
 def test_message_is_refused_before_any_of_its_images_is_read(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,8 +27,8 @@ MAX_BODY = 2 * 2**20  # of a request that is no upload: texts and names of uploa
 MAX_FILES, MAX_BYTES = 512, 2**30  # of uploads
 MAX_PAGES = 4096  # whose browser is remembered, the newest ones
 UPLOAD = "/gradio_api/upload"  # the one route that writes its body to files, part by part
-# Routes that say or end what a page is told: a page's name is in the query of the one, the path of the other.
-EVENTS, HEARTBEAT = "/gradio_api/queue/data", "/gradio_api/heartbeat/"
+HEARTBEAT = "/gradio_api/heartbeat/"  # and a page's name, which other routes have in the query
+CALL = "/gradio_api/call/"  # for programs, which are told there what any page is told; pages do without
 COOKIE = "dflash-chat"
 HEADERS = {
     # Gradio's own scripts and styles are inline, and its HTML component compiles templates.
@@ -43,8 +43,7 @@ HEADERS = {
 class Uploads:
     """How many files, and how many bytes of them, the folder of uploads may hold.
 
-    Gradio limits and deletes each file (`max_file_size`, `delete_cache`), but neither counts them nor clears up after
-    uploads that broke off.
+    Gradio limits and deletes each one (`max_file_size`, `delete_cache`), but neither counts nor tidies what broke off.
     """
 
     def __init__(self, folder: Path, max_files: int = MAX_FILES, max_bytes: int = MAX_BYTES) -> None:
@@ -74,10 +73,9 @@ class Uploads:
 
 
 class Guard:
-    """ASGI middleware: refuses, in a sentence, large bodies, too many uploads, and fetching for others.
+    """ASGI middleware: refuses in a sentence what is no request of this chat's own page, or is too large.
 
-    So too what a page from elsewhere sends to change something here, and pages of another browser, which it tells by a
-    cookie: the application finds the browser's name in `request.state.browser`. It adds headers to every page.
+    It tells browsers by a cookie: the application finds a name in `request.state.browser`. It adds headers.
     """
 
     def __init__(self, app: ASGIApp, uploads: Uploads) -> None:
@@ -106,8 +104,10 @@ class Guard:
             try:
                 self._admit(request, coming)
             except HTTPException as refusal:
-                headers = MutableHeaders({**HEADERS, "content-type": "text/plain; charset=utf-8"}).raw
-                await send({"type": "http.response.start", "status": refusal.status_code, "headers": headers})
+                text = [(b"content-type", b"text/plain; charset=utf-8")]
+                await send_with_headers(
+                    {"type": "http.response.start", "status": refusal.status_code, "headers": text}
+                )
                 await send({"type": "http.response.body", "body": refusal.detail.encode(), "more_body": True})
                 # Read to the end, and kept nowhere: who is still sending would hear of a broken connection only.
                 while refusal.status_code == 413 and (await receive()).get("more_body"):
@@ -117,32 +117,36 @@ class Guard:
 
     def _admit(self, request: Request, coming: ExitStack) -> None:
         """Raises `HTTPException` for what is no request of this chat; an upload counts until `coming` ends."""
-        path, browser = str(request.scope["path"]), request.state.browser
+        path, headers = str(request.scope["path"]), request.headers
+        length = headers.get("content-length", "")
         if request.method not in ("GET", "HEAD", "OPTIONS"):
             # Browsers say it of every request that changes something; programs do not, and no page from elsewhere can
             # make them send one.
-            origin, host = request.headers.get("origin"), request.headers.get("host", "")
-            if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+            origin = headers.get("origin")
+            if origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
                 sentence = f"expected a request of this chat's own page, got one of {origin}; open the chat itself"
                 raise HTTPException(403, sentence)
-            if not request.headers.get("content-length", "").isdecimal():
+            if not length.isdecimal():
                 raise HTTPException(411, "expected a request that says its length, got none; add Content-Length")
+        elif path.startswith(CALL):
+            raise HTTPException(
+                403, "expected a request of the chat's page, got one of a program; open it in a browser"
+            )
         if "://" in path:  # Gradio fetches such an address for anybody, in the server's name
             raise HTTPException(403, "expected a file of this chat, got an address elsewhere")
-        pages = [path.removeprefix(HEARTBEAT)] if path.startswith(HEARTBEAT) else []
-        for page in request.query_params.getlist("session_hash") if path.rstrip("/") == EVENTS else pages:
-            owner = self._browsers.setdefault(page, browser)  # one that nobody had is this browser's from now on
+        named = [path.removeprefix(HEARTBEAT)] if path.startswith(HEARTBEAT) else []
+        for page in [*request.query_params.getlist("session_hash"), *named]:
+            owner = self._browsers.setdefault(page, request.state.browser)  # who is the first to name it
             self._browsers.move_to_end(page)
             if len(self._browsers) > MAX_PAGES:
                 self._browsers.popitem(last=False)
-            if not secrets.compare_digest(owner.encode(), browser.encode()):
+            if not secrets.compare_digest(owner.encode(), request.state.browser.encode()):
                 raise HTTPException(403, "expected a page that this browser opened, got another one's; open it anew")
-        length = int(request.headers.get("content-length", "0"))
         try:
             # The path as it is routed, and the whole of it: other routes read their bodies into memory.
             if (request.method, path) == ("POST", UPLOAD):
-                coming.enter_context(self.uploads.admit(length))
-            elif length > MAX_BODY:
+                coming.enter_context(self.uploads.admit(int(length)))
+            elif int(length or 0) > MAX_BODY:
                 raise ValueError(f"expected a request of at most {MAX_BODY} bytes, got {length}")
         except ValueError as error:
             raise HTTPException(413, str(error)) from error
@@ -151,9 +155,8 @@ class Guard:
 def guards(host: str, uploads: Uploads, share: bool = False) -> list[Middleware]:
     """What stands before the page of a server that listens on `host`, the outermost first; `OSError` for no host.
 
-    Where it listens on loopback, all requests come from here, also those of a page from elsewhere whose name was made
-    to point here (DNS rebinding): those call it by that name. Where it listens to others too, or is shared, nobody
-    here knows its names.
+    All requests to loopback come from here, also those of a page from elsewhere whose name was made to point here (DNS
+    rebinding): those call it by that name. Where it listens to others too, or is shared, nobody knows its names.
     """
     name, hosts = host.strip("[]").lower(), ["*"]
     if not share and all(ipaddress.ip_address(info[4][0]).is_loopback for info in socket.getaddrinfo(name, None)):
@@ -162,27 +165,13 @@ def guards(host: str, uploads: Uploads, share: bool = False) -> list[Middleware]
     return [by_name, Middleware(Guard, uploads=uploads)]
 
 
-def serve(
-    model: ChatModel,
-    names: tuple[str, str],
-    host: str,
-    port: int,
-    note: str = "",
-    *,
-    share: bool = False,
-    ready: Callable[[], None] = lambda: None,
-) -> None:
-    """Serves the page over one model, with the names of target and draft and a note on them, until it is interrupted.
-
-    Uploads lie in a folder of their own, which then goes. Under `share` Gradio gives it a public address, too. Calls
-    `ready` before it listens; raises `OSError` if it cannot listen there.
-    """
+@contextmanager
+def open_page(model: ChatModel, names: tuple[str, str], note: str = "") -> Generator[Page]:
+    """The page, as [`Page`] takes model, names and note; its uploads lie in a folder of their own, which then goes."""
     with TemporaryDirectory(prefix="dflash-chat-", ignore_cleanup_errors=True) as folder:
         # Before any component is made: each notes where uploads go.
         os.environ.update(GRADIO_TEMP_DIR=folder, GRADIO_ANALYTICS_ENABLED="False")
-        page = Page(model, names, Path(folder), note)
-        ready()
-        page.launch(host, port, guards(host, Uploads(Path(folder)), share), share)
+        yield Page(model, names, Path(folder), note)
 
 
-__all__ = ["COOKIE", "MAX_BODY", "Guard", "Uploads", "guards", "serve"]
+__all__ = ["COOKIE", "MAX_BODY", "Guard", "Uploads", "guards", "open_page"]

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dflash_hf.chat.branches import Tried
+from dflash_hf.errors import require
 from dflash_hf.evaluation.agreement import Agreement
 from dflash_hf.evaluation.image_files import ChatImage
 from dflash_hf.generation.stats import SpeculativeStats
@@ -35,12 +36,9 @@ class Settings:
     max_new_tokens: int = 256
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature <= 2:
-            raise ValueError(f"expected a temperature from 0 (greedy) to 2, got {self.temperature}; change it")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"expected a top-p above 0, and up to 1 (all tokens), got {self.top_p}; change it")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"expected answers of at least 1 token, got {self.max_new_tokens}; change it")
+        require(0 <= self.temperature <= 2, "a temperature from 0 (greedy) to 2", self.temperature, "change it")
+        require(0 < self.top_p <= 1, "a top-p above 0, and up to 1 (all tokens)", self.top_p, "change it")
+        require(self.max_new_tokens >= 1, "answers of at least 1 token", self.max_new_tokens, "change it")
 
     def for_generate(self) -> dict[str, Any]:
         """Returns the keywords for `generate`; what the target's own config says about sampling does not count."""
@@ -104,7 +102,7 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens by time since the call, prefill included; 0 before the first."""
+        """Prefill included; 0 before the first token."""
         return len(self.ids) / self.seconds if self.seconds else 0.0
 
 
@@ -136,16 +134,14 @@ class Conversation:
 
     def messages(self, in_parts: bool) -> list[dict[str, Any]]:
         """The conversation up to the newest question, for a processor's template (`in_parts`) or a tokenizer's."""
-        messages: list[dict[str, Any]] = []
-        if self.system:
-            content = [{"type": "text", "text": self.system}] if in_parts else self.system
-            messages.append({"role": "system", "content": content})
+        said: list[tuple[str, str, list[ChatImage]]] = [("system", self.system, [])] if self.system else []
         for turn in self.read_turns:
-            images = [{"type": "image", "image": image.image} for image in turn.images]
-            for role, text, before in (("user", turn.text, images), ("assistant", turn.answer.text, [])):
-                content = [*before, {"type": "text", "text": text}] if in_parts else text
-                messages.append({"role": role, "content": content})
-        return messages[:-1]
+            said += [("user", turn.text, turn.images), ("assistant", turn.answer.text, [])]
+        messages: list[dict[str, Any]] = []
+        for role, text, images in said[:-1]:  # the newest answer is not there yet
+            parts = [*({"type": "image", "image": one.image} for one in images), {"type": "text", "text": text}]
+            messages.append({"role": role, "content": parts if in_parts else text})
+        return messages
 
     @property
     def num_bytes(self) -> int:
@@ -163,7 +159,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._by_page: OrderedDict[str, Conversation] = OrderedDict()
-        self._dropped: OrderedDict[str, None] = OrderedDict()
+        self._dropped: list[str] = []  # pages
         self._lock = threading.Lock()
 
     @contextmanager
@@ -176,7 +172,7 @@ class Sessions:
             raise ValueError("expected a page with a session, got none; open the chat in a browser")
         with self._lock:
             if page in self._dropped:
-                del self._dropped[page]
+                self._dropped.remove(page)
                 raise ValueError(
                     "expected a conversation that is still held here, got one that was dropped as the least recently "
                     f"used: at most {MAX_SESSIONS} are held at once, and images of {MAX_IMAGE_BYTES / 2**20:.0f} MB; "
@@ -208,7 +204,7 @@ class Sessions:
         Returns True if a run is in progress; its conversation is then marked as `left`.
         """
         with self._lock:
-            self._dropped.pop(page, None)
+            self._dropped = [name for name in self._dropped if name != page]
             conversation = self._by_page.get(page, Conversation())
             conversation.left = conversation.busy
             conversation.stop.set()
@@ -222,9 +218,8 @@ class Sessions:
             num_bytes = sum(other.num_bytes for other in self._by_page.values())
             if len(self) > MAX_SESSIONS or (num_bytes > MAX_IMAGE_BYTES and held.num_bytes):
                 del self._by_page[page]
-                self._dropped |= {page: None} if held.turns else {}  # nobody misses an empty one
-        while len(self._dropped) > MAX_DROPPED:
-            self._dropped.popitem(last=False)
+                self._dropped += [page] if held.turns else []  # nobody misses an empty one
+        del self._dropped[:-MAX_DROPPED]
         for held in [held for held in self._by_page.values() if held.cache and not held.busy][:-MAX_CACHES]:
             held.cache = None
 

@@ -38,29 +38,16 @@ class Stopped(Exception):
     """Raised inside `generate` to end it: the person asked for that, or nobody reads the answer any more."""
 
 
-class RunText:
-    """Turns growing ids into text, without special tokens: a character that spans tokens appears with its last one."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer, self.ids, self.given = tokenizer, list[int](), ""
-
-    def add(self, ids: list[int]) -> str:
-        """Returns the text that these ids add, up to the last whole character."""
-        self.ids += ids  # all of them each time: a token's text may depend on those before it
-        whole = str(self.tokenizer.decode(self.ids, skip_special_tokens=True)).rstrip(BROKEN)
-        new, self.given = whole[len(self.given) :], whole
-        return new
-
-
 class RunStreamer(BaseStreamer):
     """Notes what `generate` commits, for the thread that reads the answer; ends the run once `stop` is set."""
 
     def __init__(self, answer: Answer, stop: threading.Event, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.answer, self.stop, self.text = answer, stop, RunText(tokenizer)
+        self.answer, self.stop, self.tokenizer = answer, stop, tokenizer
         self.started = self.ended = 0.0  # of the call, by `time.perf_counter`; 0 before
         # The prompt, then committed tokens; with their times, and the trees that were verified.
         self._arrived: list[tuple[Any, float, VerifiedTree | None]] = []
         self._tree: VerifiedTree | None = None  # of the tokens that come next
+        self._given = ""  # text
 
     def put_tree(self, **tree: list[int]) -> None:
         """Notes the tree of the verify whose tokens come next, as a [`TreeReport`] of one row."""
@@ -85,15 +72,21 @@ class RunStreamer(BaseStreamer):
             # A verify's last token is taken for the target's own until the run's end tells.
             is_verify = answer.drafted and bool(answer.runs)
             split = len(ids) - is_verify
-            text, bonus, accepted = self.text.add(ids[:split]), self.text.add(ids[split:]), split if is_verify else 0
-            run = Run(text=text, bonus=bonus, num_tokens=len(ids), num_accepted=accepted, seconds=seconds)
-            run.tried = None if tree is None else tree.read(answer.ids, len(ids), self.text.tokenizer)
+            run = Run(text="", bonus="", num_tokens=len(ids), num_accepted=is_verify * split, seconds=seconds)
+            run.tried = None if tree is None else tree.read(answer.ids, len(ids), self.tokenizer)
+            run.text, run.bonus = self._read(ids[:split]), self._read(ids[split:])
             answer.runs.append(run)
-            answer.ids += ids
         for run, accepted in zip(answer.runs[1:], answer.stats.num_accepted[0] if answer.stats else [], strict=False):
             if accepted >= run.num_tokens:  # cut at the end: its last token was proposed
                 run.text, run.bonus = run.text + run.bonus, ""
             run.num_accepted = accepted
+
+    def _read(self, ids: list[int]) -> str:
+        """Adds ids to the answer; returns their text, up to the last whole character, without special tokens."""
+        self.answer.ids += ids  # all of them are read each time: a token's text may depend on those before it
+        whole = str(self.tokenizer.decode(self.answer.ids, skip_special_tokens=True)).rstrip(BROKEN)
+        new, self._given = whole[len(self._given) :], whole
+        return new
 
 
 def in_turn(free: threading.Lock, streamer: RunStreamer, call: Callable[[], None], tick: float) -> Generator[Answer]:
@@ -207,8 +200,7 @@ class ChatModel:
         answer = Answer(drafted=settings.use_draft, block_size=self.block_size)
         turns = [*conversation.turns, Turn(text=text, images=images, answer=answer)]
         inputs = self.encode(replace(conversation, turns=turns), settings.max_new_tokens)
-        conversation.turns = turns
-        conversation.stop = threading.Event()
+        conversation.turns, conversation.stop = turns, threading.Event()
         return self._run(conversation, answer, inputs, settings)
 
     def race(self, conversation: Conversation, max_new_tokens: int) -> Generator[tuple[Answer, Answer]]:
@@ -224,10 +216,10 @@ class ChatModel:
         plain, drafted = (Answer(drafted=use_draft, block_size=self.block_size) for use_draft in (False, True))
 
         def run() -> Generator[tuple[Answer, Answer]]:
-            for answer in (plain, drafted):
-                settings = Settings(use_draft=answer.drafted, max_new_tokens=max_new_tokens)
-                other = plain if answer.drafted else None
-                with closing(self._run(conversation, answer, inputs, settings, other)) as running:
+            for answer, other in ((plain, None), (drafted, plain)):
+                with closing(
+                    self._run(conversation, answer, inputs, Settings(max_new_tokens=max_new_tokens), other)
+                ) as running:
                     for _ in running:
                         yield plain, drafted
                 if answer.state != "done":
@@ -291,4 +283,4 @@ def _count(number: int) -> str:
     return f"{digits:.{1 if digits < 10 else 0}f} {letter}"
 
 
-__all__ = ["MAX_CHARACTERS", "MAX_IMAGES", "ChatModel", "RunStreamer", "RunText", "Stopped", "in_turn"]
+__all__ = ["MAX_CHARACTERS", "MAX_IMAGES", "ChatModel", "RunStreamer", "Stopped", "in_turn"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import closing
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from gradio import themes
+from gradio import processing_utils, themes
 from starlette.middleware import Middleware
 from transformers.utils import logging
 
@@ -29,207 +31,20 @@ EMPTY: dict[str, Any] = {"text": "", "files": []}  # in the box
 
 Change = dict[Any, Any]  # new values of components; the others stay as they are
 logger: Any = logging.get_logger(__name__)
+_html: Any = partial(gr.HTML, apply_default_css=False, js_on_load=None)  # our own: not styled as prose, and no script
 
 
-class Page:
-    """The page over one model, with the names of target and draft, the folder of uploads, and a note on the model."""
+def _run(run: Callable[..., Generator[Change]]) -> Callable[..., Generator[Change]]:
+    """Makes a handler of events of a method that goes on with a conversation; what it raises becomes a sentence."""
 
-    def __init__(self, model: ChatModel, names: tuple[str, str], uploads: Path, note: str = "") -> None:
-        self.model = model
-        self.uploads = uploads.resolve()
-        self.sessions = Sessions()
-        self.examples = find_examples(names[1], model.takes_images)
-        # What the chatbot makes of HTML; in a handler of events a component is an update, and no value of another one.
-        hello: Any = {"role": "user", "content": _html("")}
-        self.part: Any = gr.Chatbot(render=False).postprocess([hello]).root[0].content[0]
-        self.opening, self.first_race = self._open()
-        fresh = self._views(self.opening, self.first_race)
-        longest = max(16, min(1024, model.max_length // 2))
-        with gr.Blocks(title="DFlash chat", fill_width=True, delete_cache=(SWEPT_EVERY, 60 * MINUTES)) as self.blocks:
-            _html(render("header", *names, model.facts, note), "df-header")
-            self.headline = _html(fresh["headline"], "df-headline")
-            with gr.Row(elem_id="df-main"):
-                with gr.Column(elem_id="df-chat"):
-                    self.talk: Any = gr.Chatbot(
-                        fresh["talk"],
-                        elem_id="df-talk",
-                        show_label=False,
-                        layout="panel",
-                        buttons=["copy"],
-                        feedback_options=None,
-                        group_consecutive_messages=False,
-                        latex_delimiters=LATEX,
-                    )
-                    script = (HERE / "page.js").read_text(encoding="utf-8")
-                    self.begin = _html(fresh["begin"], "df-begin", script)
-                    self.sentence = _html("", "df-notice")
-                    self.box = self._box()
-                    with gr.Row(elem_id="df-settings"):
-                        self.draft = gr.Checkbox(True, label="Draft", elem_id="df-draft")
-                        gr.Checkbox(True, label="Colours", interactive=True, elem_id="df-colours")  # see page.css
-                        new = gr.Button("New chat", elem_id="df-new", size="sm")
-                    with gr.Accordion("Settings", open=False, elem_id="df-more"):
-                        self.heat = gr.Slider(0, 1.5, 0, step=0.1, label="Temperature", elem_id="df-heat")
-                        self.top_p = gr.Slider(0.05, 1, 1, step=0.05, label="Top-p", elem_id="df-top-p")
-                        usual = min(320, longest)
-                        self.length = gr.Slider(16, longest, usual, step=16, label="Max tokens", elem_id="df-length")
-                        self.system = gr.Textbox("", label="System prompt", elem_id="df-system", max_length=20_000)
-                with gr.Column(elem_id="df-side"):
-                    with gr.Row(elem_id="df-race-head"):
-                        _html("<h2>Race</h2>", "df-race-title")
-                        self.start = gr.Button("Start", elem_id="df-race-start", size="sm")
-                        self.halt = gr.Button("Stop", elem_id="df-race-stop", size="sm", visible=False)
-                    self.lanes = _html(fresh["lanes"], "df-race")
-                    _html(render("legend"), "df-legend-card")
-                    self.stats = _html(fresh["stats"], "df-statistics")
-            self._connect(new)
-
-    def _connect(self, new: Any) -> None:
-        """What happens when; all of it private to the page."""
-        parts = [self.talk, self.begin, self.box, self.sentence, self.headline, self.stats, self.lanes]
-        parts += [self.start, self.halt]
-        changing: dict[str, Any] = {"outputs": parts, "api_visibility": "private", "show_progress": "hidden"}
-        settings = {self.draft, self.heat, self.top_p, self.length, self.system}
-        # Not "once": the browser would drop a question that is asked while it still closes the run before.
-        self.box.submit(self._ask, {self.box, *settings}, trigger_mode="multiple", **changing)
-        self.begin.click(self._ask_example, settings, **changing)
-        self.talk.retry(self._ask_again, settings, **changing)
-        self.start.click(self._race, self.length, trigger_mode="multiple", **changing)
-        gr.on([self.box.stop, self.halt.click], self._stop, queue=False, api_visibility="private")
-        gr.on([new.click, self.talk.clear], self._new, queue=False, **changing)
-        self.blocks.unload(self._leave)
-
-    def _open(self) -> tuple[list[Turn], tuple[Answer, Answer] | None]:
-        """Races on the first example, once, before anybody can ask: what every page shows until then."""
-        for text, files in self.examples.items():
-            turn = Turn(
-                text=text,
-                images=[read_image(file) for file in files],
-                answer=Answer(drafted=True, block_size=self.model.block_size),
-            )
-            try:
-                for length in (4, OPENING_TOKENS):  # the first calls pay for loading code
-                    *_, race = self.model.race(Conversation(turns=[turn]), length)
-            except ValueError as error:  # too long for this target
-                logger.warning("The chat opens without an example: %s", error)
-                break
-            if race[1].agreement is None:  # it failed, which was logged
-                break
-            turn.answer = race[1]
-            return [turn], race
-        return [], None
-
-    def _box(self) -> Any:
-        """Where messages are written, with images if the target sees them."""
-        images = self.model.takes_images
-        box: Any = gr.MultimodalTextbox(
-            show_label=False,
-            elem_id="df-box",
-            placeholder="Ask about an image, or anything" if images else "Ask something",
-            sources=["upload"] if images else [],
-            file_types=list(EXTENSIONS),
-            file_count="multiple",
-            max_plain_text_length=10**6,  # a long text stays one: it never becomes a file
-            autofocus=True,
-        )
-        keep = box.async_move_resource_to_block_cache
-
-        async def keep_uploads_only(place: str) -> Any:
-            """Gradio would fetch an address that stands in the place of an upload."""
-            if "://" in place:
-                raise gr.Error(f"Expected an uploaded image, got an address: {place}", print_exception=False)
-            return await keep(place)
-
-        box.async_move_resource_to_block_cache = keep_uploads_only
-        return box
-
-    def _ask(self, data: dict[Any, Any], request: gr.Request) -> Generator[Change]:
-        message = data[self.box]
-        text, files = message["text"], [Path(file) for file in message["files"]]
-        examples = [file for shown in self.examples.values() for file in shown]
-        uploads = [file for file in files if file.resolve().is_relative_to(self.uploads) and file.is_file()]
-
-        def run(conversation: Conversation) -> Generator[Change]:
-            if conversation.turns[:1] == self.opening:  # raced on, but nobody's question
-                conversation.turns = []
-            try:
-                self.model.check_message(conversation, text, files)  # before any of them is decoded
-                for file in files:
-                    if file not in uploads + examples:
-                        missing = f"expected {file.name} to be an upload, got none of that name: uploads are deleted"
-                        raise ImageError(f"{missing} after {MINUTES} minutes; add it again", file)
-                running = self._running(conversation, text, [read_image(file) for file in files], data)
-            except ImageError as error:
-                # What was not refused stays, so that the message can be corrected.
-                kept = [str(file) for file in uploads if error.path not in (None, file)]
-                yield {self.box: gr.update(value={"text": text, "files": kept})}
-                raise
-            yield from self._written(conversation, running, value=EMPTY)
-
-        yield from self._changes(run, request)
-
-    def _ask_example(self, data: dict[Any, Any], event: gr.EventData, request: gr.Request) -> Generator[Change]:
-        message = {"text": event.text, "files": self.examples[event.text]}
-        yield from self._ask({**data, self.box: message}, request)
-
-    def _ask_again(self, data: dict[Any, Any], request: gr.Request) -> Generator[Change]:
-        def run(conversation: Conversation) -> Generator[Change]:
-            before, turns = conversation.turns, conversation.turns or self.opening
-            if not turns:
-                raise ValueError("expected a question to answer again, got an empty conversation; ask something first")
-            conversation.turns = turns[:-1]
-            try:
-                running = self._running(conversation, turns[-1].text, turns[-1].images, data)
-            except ValueError:
-                conversation.turns = before
-                raise
-            yield from self._written(conversation, running)
-
-        yield from self._changes(run, request)
-
-    def _running(
-        self, conversation: Conversation, text: str, images: list[ChatImage], data: dict[Any, Any]
-    ) -> Generator[Answer]:
-        settings = Settings(
-            use_draft=data[self.draft],
-            temperature=float(data[self.heat]),
-            top_p=float(data[self.top_p]),
-            max_new_tokens=int(data[self.length]),
-        )
-        conversation.system = str(data[self.system] or "").strip()
-        return self.model.ask(conversation, text, images, settings)
-
-    def _written(self, conversation: Conversation, running: Generator[Answer], **box: Any) -> Generator[Change]:
-        """What changes while an answer is written."""
-        past = self._messages(conversation.turns[:-1])
-        race = render("race", "", None, None)
-        with closing(running):
-            yield {**self._controls(busy=True, **box), self.begin: "", self.lanes: race}
-            for answer in running:
-                yield {
-                    self.talk: [*past, *self._messages(conversation.turns[-1:])],
-                    self.headline: render("headline", answer, None),
-                    self.stats: render("statistics", answer, self.model.block_size),
-                }
-
-    def _race(self, length: float, request: gr.Request) -> Generator[Change]:
-        def run(conversation: Conversation) -> Generator[Change]:
-            conversation.turns = conversation.turns or list(self.opening)
-            with closing(self.model.race(conversation, int(length))) as running:
-                turn = conversation.turns[-1]
-                yield self._controls(busy=True)
-                for race in running:
-                    views = {self.headline: render("headline", turn.answer, race)}
-                    yield {**views, self.lanes: render("race", turn.text, *race)}
-
-        yield from self._changes(run, request)
-
-    def _changes(self, run: Callable[[Conversation], Generator[Change]], request: gr.Request) -> Generator[Change]:
-        """What a run on the page's conversation changes; what it raises becomes a sentence."""
+    def changes(self: Page, data: Change, request: gr.Request) -> Generator[Change]:
         conversation = Conversation()
         try:
-            with self.sessions.use(_name_of(request)) as conversation, closing(run(conversation)) as changes:
-                for change in changes:
+            with (
+                self.sessions.use(_name_of(request)) as conversation,
+                closing(run(self, conversation, data)) as running,
+            ):
+                for change in running:
                     if conversation.left:
                         break
                     yield change
@@ -243,6 +58,183 @@ class Page:
         if conversation.left:
             yield self._fresh()
 
+    return changes
+
+
+async def fetch_nothing(url: str, cache_dir: str) -> str:
+    """In place of Gradio's function that fetches an address which stands in the place of an upload: refuses it."""
+    raise gr.Error(f"Expected an uploaded image, got an address: {url}", print_exception=False)
+
+
+class Page:
+    """The page over one model, with the names of target and draft, the folder of uploads, and a note on the model."""
+
+    def __init__(self, model: ChatModel, names: tuple[str, str], uploads: Path, note: str = "") -> None:
+        self.model, self.uploads, self.sessions = model, uploads.resolve(), Sessions()
+        self.examples = find_examples(names[1], model.takes_images)
+        # What the chatbot makes of HTML; in a handler of events a component is an update, and no value of another one.
+        hello: Any = {"role": "user", "content": _html("")}
+        self.part: Any = gr.Chatbot(render=False).postprocess([hello]).root[0].content[0]
+        self.opening, race = self._open()
+        answer = self.opening[0].answer if self.opening else None
+        self.fresh: dict[str, Any] = {  # before the first question, by the names of components
+            "talk": self._messages(self.opening, is_example=True),
+            "begin": render("welcome", model.takes_images, self.examples),
+            "headline": render("headline", answer, race),
+            "lanes": render("race", self.opening[0].text if self.opening else "", *(race or (None, None))),
+            "stats": render("statistics", answer, model.block_size),
+        }
+        longest = max(16, min(1024, model.max_length // 2))
+        with gr.Blocks(title="DFlash chat", fill_width=True, delete_cache=(SWEPT_EVERY, 60 * MINUTES)) as self.blocks:
+            _html(render("header", *names, model.facts, note), elem_id="df-header")
+            self.headline = _html(self.fresh["headline"], elem_id="df-headline")
+            with gr.Row(elem_id="df-main"):
+                with gr.Column(elem_id="df-chat"):
+                    self.talk: Any = gr.Chatbot(
+                        self.fresh["talk"],
+                        elem_id="df-talk",
+                        show_label=False,
+                        layout="panel",
+                        buttons=["copy"],
+                        feedback_options=None,
+                        group_consecutive_messages=False,
+                        latex_delimiters=LATEX,
+                    )
+                    script = (HERE / "page.js").read_text(encoding="utf-8")
+                    self.begin = _html(self.fresh["begin"], elem_id="df-begin", js_on_load=script)
+                    self.sentence = _html("", elem_id="df-notice")
+                    self.box = self._box()
+                    with gr.Row(elem_id="df-settings"):
+                        self.draft = gr.Checkbox(True, label="Draft", elem_id="df-draft")
+                        gr.Checkbox(True, label="Colours", interactive=True, elem_id="df-colours")  # see page.css
+                        new = gr.Button("New chat", elem_id="df-new", size="sm")
+                    with gr.Accordion("Settings", open=False, elem_id="df-more"):
+                        self.heat = gr.Slider(0, 1.5, 0, step=0.1, label="Temperature", elem_id="df-heat")
+                        self.top_p = gr.Slider(0.05, 1, 1, step=0.05, label="Top-p", elem_id="df-top-p")
+                        usual = min(320, longest)
+                        self.length = gr.Slider(16, longest, usual, step=16, label="Max tokens", elem_id="df-length")
+                        self.system = gr.Textbox("", label="System prompt", elem_id="df-system", max_length=20_000)
+                with gr.Column(elem_id="df-side"):
+                    with gr.Row(elem_id="df-race-head"):
+                        _html("<h2>Race</h2>", elem_id="df-race-title")
+                        self.start = gr.Button("Start", elem_id="df-race-start", size="sm")
+                        self.halt = gr.Button("Stop", elem_id="df-race-stop", size="sm", visible=False)
+                    self.lanes = _html(self.fresh["lanes"], elem_id="df-race")
+                    _html(render("legend"), elem_id="df-legend-card")
+                    self.stats = _html(self.fresh["stats"], elem_id="df-statistics")
+            self._connect(new)
+
+    def _connect(self, new: Any) -> None:
+        """What happens when; all of it private to the page."""
+        parts = [self.talk, self.begin, self.box, self.sentence, self.headline, self.stats, self.lanes]
+        parts += [self.start, self.halt]
+        changing: dict[str, Any] = {"outputs": parts, "api_visibility": "private", "show_progress": "hidden"}
+        settings = {self.draft, self.heat, self.top_p, self.length, self.system}
+        # Not "once": the browser would drop a question that is asked while it still closes the run before.
+        self.box.submit(self._ask, {self.box, *settings}, trigger_mode="multiple", **changing)
+        self.begin.click(self._ask_example, settings, **changing)
+        self.talk.retry(self._ask_again, settings, **changing)
+        self.start.click(self._race, {self.length}, trigger_mode="multiple", **changing)
+        gr.on([self.box.stop, self.halt.click], self._stop, queue=False, api_visibility="private")
+        gr.on([new.click, self.talk.clear], self._new, queue=False, **changing)
+        self.blocks.unload(self._leave)
+
+    def _open(self) -> tuple[list[Turn], tuple[Answer, Answer] | None]:
+        """Races on the first example, once, before anybody can ask: what every page shows until then."""
+        for text, files in [*self.examples.items()][:1]:
+            answer = Answer(drafted=True, block_size=self.model.block_size)
+            turn = Turn(text=text, images=[read_image(file) for file in files], answer=answer)
+            try:
+                for length in (4, OPENING_TOKENS):  # the first calls pay for loading code
+                    *_, race = self.model.race(Conversation(turns=[turn]), length)
+            except ValueError as error:  # too long for this target
+                logger.warning("The chat opens without an example: %s", error)
+                break
+            if race[1].agreement is not None:  # else it failed, which was logged
+                turn.answer = race[1]
+                return [turn], race
+        return [], None
+
+    def _box(self) -> Any:
+        """Where messages are written, with images if the target sees them."""
+        images = self.model.takes_images
+        return gr.MultimodalTextbox(
+            show_label=False,
+            elem_id="df-box",
+            placeholder="Ask about an image, or anything" if images else "Ask something",
+            sources=["upload"] if images else [],
+            file_types=list(EXTENSIONS),
+            file_count="multiple",
+            max_plain_text_length=10**6,  # a long text stays one: it never becomes a file
+            autofocus=True,
+        )
+
+    @_run
+    def _ask(self, conversation: Conversation, data: Change) -> Generator[Change]:
+        text, files = data[self.box]["text"], [Path(file) for file in data[self.box]["files"]]
+        uploads = [file for file in files if file.resolve().is_relative_to(self.uploads) and file.is_file()]
+        if conversation.turns[:1] == self.opening:  # raced on, but nobody's question
+            conversation.turns = []
+        try:
+            self.model.check_message(conversation, text, files)  # before any of them is decoded
+            for file in files:
+                if file not in [*uploads, *chain(*self.examples.values())]:
+                    missing = f"expected {file.name} to be an upload, got none of that name: uploads are deleted"
+                    raise ImageError(f"{missing} after {MINUTES} minutes; add it again", file)
+            yield from self._answer(conversation, text, [read_image(file) for file in files], data, value=EMPTY)
+        except ImageError as error:
+            # What was not refused stays, so that the message can be corrected.
+            kept = [str(file) for file in uploads if error.path not in (None, file)]
+            yield {self.box: gr.update(value={"text": text, "files": kept})}
+            raise
+
+    def _ask_example(self, data: Change, event: gr.EventData, request: gr.Request) -> Generator[Change]:
+        message = {"text": event.text, "files": self.examples[event.text]}
+        yield from self._ask({**data, self.box: message}, request)
+
+    @_run
+    def _ask_again(self, conversation: Conversation, data: Change) -> Generator[Change]:
+        before, turns = conversation.turns, conversation.turns or self.opening
+        if not turns:
+            raise ValueError("expected a question to answer again, got an empty conversation; ask something first")
+        conversation.turns = turns[:-1]
+        try:
+            yield from self._answer(conversation, turns[-1].text, turns[-1].images, data)
+        except ValueError:
+            conversation.turns = before
+            raise
+
+    def _answer(
+        self, conversation: Conversation, text: str, images: list[ChatImage], data: Change, **box: Any
+    ) -> Generator[Change]:
+        """What changes while a question is answered; raises `ValueError`, before that, if it is refused."""
+        settings = Settings(
+            use_draft=data[self.draft],
+            temperature=float(data[self.heat]),
+            top_p=float(data[self.top_p]),
+            max_new_tokens=int(data[self.length]),
+        )
+        conversation.system = str(data[self.system] or "").strip()
+        with closing(self.model.ask(conversation, text, images, settings)) as running:
+            past = self._messages(conversation.turns[:-1])
+            yield {**self._controls(busy=True, **box), self.begin: "", self.lanes: render("race", "", None, None)}
+            for answer in running:
+                yield {
+                    self.talk: [*past, *self._messages(conversation.turns[-1:])],
+                    self.headline: render("headline", answer, None),
+                    self.stats: render("statistics", answer, self.model.block_size),
+                }
+
+    @_run
+    def _race(self, conversation: Conversation, data: Change) -> Generator[Change]:
+        conversation.turns = conversation.turns or list(self.opening)
+        with closing(self.model.race(conversation, int(data[self.length]))) as running:
+            turn = conversation.turns[-1]
+            yield self._controls(busy=True)
+            for race in running:
+                views = {self.headline: render("headline", turn.answer, race)}
+                yield {**views, self.lanes: render("race", turn.text, *race)}
+
     def _stop(self, request: gr.Request) -> None:
         self.sessions.stop(_name_of(request))
 
@@ -255,19 +247,8 @@ class Page:
 
     def _fresh(self) -> Change:
         """The page before the first question."""
-        views = {getattr(self, name): view for name, view in self._views(self.opening, self.first_race).items()}
+        views = {getattr(self, name): view for name, view in self.fresh.items()}
         return {**self._controls(busy=False, value=EMPTY), **views}
-
-    def _views(self, turns: list[Turn], race: tuple[Answer, Answer] | None) -> dict[str, Any]:
-        """What is shown before the first question, by the names of the components."""
-        answer = turns[-1].answer if turns else None
-        return {
-            "talk": self._messages(turns, is_example=True),
-            "begin": render("welcome", self.model.takes_images, self.examples),
-            "headline": render("headline", answer, race),
-            "lanes": render("race", turns[-1].text if turns else "", *(race or (None, None))),
-            "stats": render("statistics", answer, self.model.block_size),
-        }
 
     def _messages(self, turns: list[Turn], is_example: bool = False) -> list[dict[str, Any]]:
         """Turns as the chatbot takes them: question, answer in runs and, once it has ended, its text as Markdown."""
@@ -293,6 +274,8 @@ class Page:
 
     def launch(self, host: str, port: int, guards: list[Middleware], share: bool = False) -> None:
         """Serves the page behind its guards until it is interrupted; raises `OSError` if it cannot listen there."""
+        # Whatever component an address of a file is sent for.
+        processing_utils.async_ssrf_protected_download = fetch_nothing
         self.blocks.queue(max_size=32, default_concurrency_limit=16, api_open=False)
         self.blocks.launch(
             server_name=host,
@@ -317,11 +300,6 @@ class Page:
 def _name_of(request: gr.Request) -> str:
     """What a page's conversation is kept under: its own name and its browser's, so that neither alone is enough."""
     return f"{request.state.browser}:{request.session_hash}" if request.session_hash else ""
-
-
-def _html(value: str, elem_id: str | None = None, js_on_load: str | None = None) -> Any:
-    """HTML of our own, without Gradio's style for prose."""
-    return gr.HTML(value, elem_id=elem_id, apply_default_css=False, js_on_load=js_on_load)
 
 
 __all__ = ["MINUTES", "Page"]

@@ -67,8 +67,7 @@ def chat(
     from dflash_hf.evaluation.harness import warm_up
 
     console = Console()
-    is_bundled = Path(target).resolve().is_relative_to(BUNDLED)
-    if threads or is_bundled:
+    if threads or Path(target).resolve().is_relative_to(BUNDLED):
         torch.set_num_threads(threads or 1)
     with Console(stderr=True).status("loading the pair"):
         model = ChatModel(*load_pair(target, draft, dtype, device))
@@ -79,19 +78,16 @@ def chat(
         converse(model, Settings(max_new_tokens=max_new_tokens, temperature=temperature), console, system)
         return
     try:
-        from dflash_hf.chat.app import serve
+        from dflash_hf.chat.app import Uploads, guards, open_page
     except ModuleNotFoundError as error:
         raise ValueError(f"expected Gradio for --web, got no {error.name}; pip install 'dflash-hf[demo]'") from error
-    status = Console(stderr=True).status("timing the first example, with the draft and without")
-
-    def ready() -> None:
-        status.stop()
-        console.print(f"The chat is at http://{host}:{port} (Ctrl-C ends it)", highlight=False)
-
     # As Ctrl-C does, so that the uploads are deleted: Python leaves at once on SIGTERM otherwise.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with status:
-        serve(model, (target, draft), host, port, note, share=share, ready=ready)
+    status = Console(stderr=True).status("timing the first example, with the draft and without")
+    with status, open_page(model, (target, draft), note) as page:
+        status.stop()
+        console.print(f"The chat is at http://{host}:{port} (Ctrl-C ends it)", highlight=False)
+        page.launch(host, port, guards(host, Uploads(page.uploads), share), share)
 
 
 def converse(model: ChatModel, settings: Settings, console: Console, system: str = "") -> None:
@@ -159,19 +155,13 @@ def _image(name: str) -> ChatImage:
 
 def _answer(answers: Generator[Answer], console: Console) -> None:
     """Prints one answer, accepted runs and the target's own tokens told apart, and a line of numbers."""
-    shown = 0
-    answer = None
-    while True:
-        try:
-            for answer in answers:
-                for run in answer.runs[shown:]:
-                    console.out(run.text, end="", highlight=False, style="blue" if run.num_accepted else None)
-                    console.out(run.bonus, end="", highlight=False, style="underline")
-                shown = len(answer.runs)
-            break
-        except KeyboardInterrupt:
-            # The generator ended with the interrupt, and the run with it.
-            break
+    shown, answer = 0, None
+    with suppress(KeyboardInterrupt):  # the generator ended with the interrupt, and the run with it
+        for answer in answers:
+            for run in answer.runs[shown:]:
+                console.out(run.text, end="", highlight=False, style="blue" if run.num_accepted else None)
+                console.out(run.bonus, end="", highlight=False, style="underline")
+            shown = len(answer.runs)
     console.print()
     if answer is not None and answer.error:
         raise ValueError(answer.error)

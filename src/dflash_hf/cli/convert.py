@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from dflash_hf.cli.pair import check_place, takes_images
+from dflash_hf.evaluation.loading import check_place, takes_images
 from dflash_hf.formats import FormatName
 
 if TYPE_CHECKING:
@@ -32,9 +32,8 @@ def convert(
     if destination.exists() and not destination.is_dir():
         raise ValueError(f"expected a folder to write, got the file {destination}; choose another")
     if destination.is_dir() and any(destination.iterdir()) and not force:
-        raise ValueError(
-            f"expected a new or empty folder, got {destination} with files in it; pass --force to write there"
-        )
+        found = f"{destination} with files in it"
+        raise ValueError(f"expected a new or empty folder, got {found}; pass --force to write there")
     if destination.resolve() == Path(source).resolve():
         raise ValueError(f"expected another folder than the draft's own, got {destination}; choose another")
     check_place("SRC", source)

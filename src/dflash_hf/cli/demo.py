@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 
-from dflash_hf.cli.pair import BUNDLED, MAX_TOKENS, VISION, load_pair
+from dflash_hf.cli.pair import BUNDLED, MAX_TOKENS, load_pair
 from dflash_hf.cli.table import prompt_line, show_comparisons
 from dflash_hf.evaluation.prompt_files import image_names, prompt_of, read_rows
 
@@ -39,10 +39,10 @@ def demo(
 
     torch.set_num_threads(threads)
     console = Console(stderr=as_json)
-    folders = [pair, *([pair / VISION] if (pair / VISION / "target").is_dir() else [])]
+    folders = [folder for folder in (pair, pair / "vision") if folder == pair or (folder / "target").is_dir()]
+    settings = {"max_new_tokens": max_new_tokens, "do_sample": False}
     rows: list[Comparison] = []
     for folder, prompts in [(folder, read_prompts(folder / "held_out.jsonl", per_kind)) for folder in folders]:
-        settings = {"max_new_tokens": max_new_tokens, "do_sample": False}
         rows += _answer(folder, dtype, prompts, settings, console, as_json)
     if as_json:
         typer.echo(json.dumps({"rows": [row.to_dict() for row in rows], "all": pool(rows)}))
@@ -53,12 +53,7 @@ def demo(
 
 
 def _answer(
-    folder: Path,
-    dtype: str,
-    prompts: list[dict[str, Any]],
-    settings: dict[str, Any],
-    console: Console,
-    as_json: bool,
+    folder: Path, dtype: str, prompts: list[dict[str, Any]], settings: dict[str, Any], console: Console, as_json: bool
 ) -> list[Comparison]:
     """Loads a pair, streams an answer to its first prompt (with an image, if one has), and compares all of them."""
     from transformers import TextStreamer
@@ -89,9 +84,8 @@ def read_prompts(path: Path, per_kind: int) -> list[dict[str, Any]]:
         ValueError: If the file is not there (an installed wheel has no bundled pair), or a row asks nothing.
     """
     if not path.exists():
-        raise ValueError(
-            f"expected held-out prompts in {path}, got no file; run the demo from a clone, or pass --pair"
-        )
+        advice = "run the demo from a clone, or pass --pair"
+        raise ValueError(f"expected held-out prompts in {path}, got no file; {advice}")
     rows = [
         {**row, "kind": str(row.get("kind")), "messages": prompt_of(row, f"line {number} of {path}", path.parent)}
         for number, row in read_rows(path)

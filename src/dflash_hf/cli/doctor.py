@@ -61,23 +61,21 @@ def doctor(
 
 def _show(console: Console, diagnosis: Diagnosis) -> None:
     """Prints the table, and one line under it."""
-    table = Table(title="what could ruin acceptance", show_lines=False)
+    table = Table(title="what could ruin acceptance")
     for heading in ("check", "result"):
         table.add_column(heading, no_wrap=True)
     table.add_column("what it means", overflow="fold")
     for check in diagnosis.checks:
-        colour = COLOURS[check.status]
         # Sentences quote lists, whose brackets are no markup.
         meaning = escape(check.sentence) + (f"\n[bold]{escape(check.advice)}" if check.advice else "")
-        table.add_row(check.name, f"[{colour}]{check.status}", meaning)
+        table.add_row(check.name, f"[{COLOURS[check.status]}]{check.status}", meaning)
     console.print(table)
     found, prompts = _counted(len(diagnosis.findings), "finding"), _counted(diagnosis.num_prompts, "prompt")
     tree = diagnosis.tree_acceptance_length
+    by_tree = "" if tree is None else f", {tree:.2f} with a tree of as many tokens"
     console.print(
-        f"acceptance length {diagnosis.acceptance_length:.2f} as configured"
-        + ("" if tree is None else f", {tree:.2f} with a tree of as many tokens")
-        + ": what generate has on "
-        f"{prompts} and {diagnosis.num_tokens} tokens of answers; {found}",
+        f"acceptance length {diagnosis.acceptance_length:.2f} as configured{by_tree}: what generate has on {prompts} "
+        f"and {diagnosis.num_tokens} tokens of answers; {found}",
         highlight=False,
     )
     if diagnosis.num_tokens:

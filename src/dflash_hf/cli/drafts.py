@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,15 +45,6 @@ def published_drafts(target: str = "") -> list[PublishedDraft]:
     return [one for row in rows if target.lower() in (one := PublishedDraft(**row)).target.lower()]
 
 
-def markdown_table(drafts: Sequence[PublishedDraft]) -> str:
-    """Returns the table for a README, each draft a link to the Hub."""
-    lines = ["| target | draft | format | block | thinking | checked |", "| --- | --- | --- | --- | --- | --- |"]
-    for one in drafts:
-        link = f"[{one.draft}](https://huggingface.co/{one.draft})"
-        lines.append(f"| {one.target} | {link} | {one.format} | {' | '.join(_cells(one))} |")
-    return "\n".join(lines) + "\n"
-
-
 def drafts(
     target: Annotated[str, typer.Option(help="Only those whose target has this in its name.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list and nothing else.")] = False,
@@ -72,16 +62,11 @@ def drafts(
     # 60 columns: the name of a draft, which is long, has a line of its own.
     console.print(f"{'target':<33} {'format':<11} {'block':>5} {'thinking':>8}", style="bold", highlight=False)
     for one in found:
-        block, thinking, checked = _cells(one)
-        console.print(f"{one.target:<33} {one.format:<11} {block:>5} {thinking:>8}", highlight=False)
-        console.print(
-            f"  {one.draft}{'' if checked == 'no' else f' ({checked} checked)'}", style="cyan", highlight=False
-        )
+        cells = f"{one.target:<33} {one.format:<11} {one.block_size or '-':>5} {one.thinking or '-':>8}"
+        console.print(cells, highlight=False)
+        checked = "" if one.checked == "no" else f" ({one.checked} checked)"
+        console.print(f"  {one.draft}{checked}", style="cyan", highlight=False)
     console.print(NOTES, style="dim", highlight=False)
 
 
-def _cells(one: PublishedDraft) -> list[str]:
-    return [str(one.block_size or "-"), one.thinking or "-", one.checked]
-
-
-__all__ = ["PublishedDraft", "drafts", "markdown_table", "published_drafts"]
+__all__ = ["PublishedDraft", "drafts", "published_drafts"]

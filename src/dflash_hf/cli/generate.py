@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,15 +12,7 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from dflash_hf.cli.pair import (
-    BUNDLED,
-    BUNDLED_VISION,
-    MAX_SEED,
-    MAX_TOKENS,
-    load_pair,
-    template_options,
-    width_of,
-)
+from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION, MAX_SEED, MAX_TOKENS, load_pair, template_options, width_of
 from dflash_hf.cli.table import prompt_line, show_comparisons
 from dflash_hf.evaluation.prompt_files import MAX_BYTES, Prompt, as_messages, image_names, with_images
 
@@ -83,13 +77,7 @@ def generate(
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         settings |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    options = draft_options(
-        block_size=block_size,
-        verify_width=verify_width,
-        num_tree_nodes=num_tree_nodes,
-        proposal=proposal,
-        engine=engine,
-    )
+    options = draft_options(block_size, verify_width, num_tree_nodes, proposal, engine)
     bundled = BUNDLED_VISION if image else BUNDLED
     import torch
 
@@ -116,17 +104,13 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         raise ValueError("expected one prompt, got an argument and --file; leave one out")
     if prompt is not None and prompt != "-":
         return checked_text(prompt, "the prompt")
-    if file is not None:
-        if not file.is_file():
-            raise ValueError(f"expected a file with the prompt as --file, got {str(file)!r}, which is none; fix it")
-        where = str(file)
-        with file.open("rb") as stream:
-            content = stream.read(MAX_BYTES + 1)
-    else:
-        where, stdin = "stdin", typer.get_binary_stream("stdin")
-        if prompt is None and stdin.isatty():
-            raise ValueError("expected a prompt, got none; give it as an argument, by --file, or on stdin")
-        content = stdin.read(MAX_BYTES + 1)
+    if file is not None and not file.is_file():
+        raise ValueError(f"expected a file with the prompt as --file, got {str(file)!r}, which is none; fix it")
+    if file is None and prompt is None and sys.stdin.isatty():
+        raise ValueError("expected a prompt, got none; give it as an argument, by --file, or on stdin")
+    where = "stdin" if file is None else str(file)
+    with nullcontext(typer.get_binary_stream("stdin")) if file is None else file.open("rb") as stream:
+        content = stream.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise ValueError(f"expected a prompt of at most {MAX_BYTES / 2**20:.0f} MB in {where}, got more; shorten it")
     text = content.decode("utf-8", errors="surrogateescape").removesuffix("\n").removesuffix("\r")
@@ -153,21 +137,18 @@ def conversation(text: str, images: list[Path], system: str | None) -> Prompt:
     return [{"role": "system", "content": parts}, *as_messages(asked)]
 
 
-def draft_options(**values: Any) -> dict[str, Any]:
-    """Returns those of the draft's options that were given, by name.
-
-    Raises:
-        ValueError: If one of them has a value that no draft takes.
-    """
+def draft_options(*values: Any) -> dict[str, Any]:
+    """Returns those of the draft's options that were given, by name; raises `ValueError` for what no draft takes."""
     from dflash_hf.generation_config import DFlashGenerationConfig
 
-    options = {name: value for name, value in values.items() if value is not None}
+    names = ("block_size", "verify_width", "num_tree_nodes", "proposal", "engine")
+    options = {name: value for name, value in zip(names, values, strict=True) if value is not None}
     for name in options.keys() & {"verify_width", "num_tree_nodes"}:
         try:
             options[name] = width_of(options[name])
         except ValueError:
-            option, given = f"--{name.replace('_', '-')}", options[name]
-            raise ValueError(f"expected a whole number or auto as {option}, got {given!r}; correct it") from None
+            what = f"a whole number or auto as --{name.replace('_', '-')}"
+            raise ValueError(f"expected {what}, got {options[name]!r}; correct it") from None
     DFlashGenerationConfig(**options)
     return options
 

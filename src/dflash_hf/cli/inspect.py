@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dflash_hf.cli.pair import check_place
+from dflash_hf.evaluation.loading import check_place
 
 
 def inspect(

@@ -53,8 +53,7 @@ class SentenceGroup(TyperGroup):
             if ctx.params.get("show_traceback"):
                 typer.echo(traceback.format_exc(), err=True)
             is_refusal = isinstance(error, ValueError | OSError | ImportError)
-            sentence = one_line(error) if is_refusal else unexpected(error)
-            typer.secho(f"Error: {sentence}", err=True, fg="red")
+            typer.secho(f"Error: {one_line(error) if is_refusal else unexpected(error)}", err=True, fg="red")
             raise typer.Exit(REFUSED if is_refusal else UNEXPECTED) from error
 
 
@@ -64,9 +63,8 @@ def unexpected(error: Exception) -> str:
     package = Path(__file__).resolve().parents[1]
     own = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
     last = (own or frames)[-1]
-    where = f"{Path(last.filename).name}:{last.lineno}"
-    what = one_line(error) or "no message"
-    return f"{what} ({type(error).__name__} in {where}); dflash-hf --traceback COMMAND shows where it comes from"
+    where = f"{type(error).__name__} in {Path(last.filename).name}:{last.lineno}"
+    return f"{one_line(error) or 'no message'} ({where}); dflash-hf --traceback COMMAND shows where it comes from"
 
 
 def show_version(asked: bool) -> None:
@@ -76,11 +74,7 @@ def show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-app = typer.Typer(
-    name="dflash-hf",
-    cls=SentenceGroup,
-    no_args_is_help=True,
-)
+app = typer.Typer(name="dflash-hf", cls=SentenceGroup, no_args_is_help=True)
 
 
 @app.callback()
@@ -95,15 +89,8 @@ def main(
     """DFlash speculative decoding inside Transformers' generate."""
 
 
-app.command()(generate)
-app.command()(demo)
-app.command()(chat)
-app.command()(serve)
-app.command()(convert)
-app.command()(doctor)
-app.command()(inspect)
-app.command()(drafts)
-app.command()(push)
+for command in (generate, demo, chat, serve, convert, doctor, inspect, drafts, push):
+    app.command()(command)
 app.command(context_settings=CONTEXT)(train)
 app.add_typer(bench_app)
 

@@ -6,16 +6,16 @@ Subcommands import torch and Transformers when they run: `--help` and a wrong op
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from dflash_hf.errors import require
-from dflash_hf.evaluation.loading import check_place, load_pair, takes_images
+from dflash_hf.evaluation.loading import load_pair
 
 # A clone has the bundled pair beside the package; an installed wheel has not.
 BUNDLED = Path(__file__).resolve().parents[3] / "demos" / "toy"
-VISION = "vision"  # the folder of a pair for images within that of a pair for texts
-BUNDLED_VISION = BUNDLED / VISION
+BUNDLED_VISION = BUNDLED / "vision"  # the pair for images lies within that for texts
 _TOY = "A toy, trained in this repository. It knows only what it was trained for:"
 ABOUT = {  # what a pair of the clone can be asked
     "text": f"{_TOY} sums, short Python functions, records as JSON or YAML, and small talk.",
@@ -23,7 +23,6 @@ ABOUT = {  # what a pair of the clone can be asked
     "hybrid": f"{_TOY} short Python functions, records as JSON or YAML, and small talk.",
     "smollm2": "A real language model, a very small one: what it says is often wrong, with the draft and without.",
 }
-PAIRS = tuple(ABOUT)  # that of smollm2 is a draft: `make real` fetches its target
 MAX_TOKENS = 2**31 - 1  # of an answer: what a tensor of counts holds
 MAX_SEED = 2**32 - 1
 
@@ -39,16 +38,15 @@ def named_pair(name: str) -> tuple[str, str]:
     """Returns the folders of target and draft of a pair that comes with a clone.
 
     Args:
-        name (`str`): One of `PAIRS`.
+        name (`str`): One of `ABOUT`; that of smollm2 is a draft, whose target `make real` fetches.
 
     Raises:
         ValueError: If there is no such pair, or its target has not been fetched.
     """
-    require(name in PAIRS, f"--pair among {', '.join(PAIRS)}", name, "name one of them, or give --target and --draft")
+    require(name in ABOUT, f"--pair among {', '.join(ABOUT)}", name, "name one of them, or give --target and --draft")
     target, draft = _folders(name)
-    require(
-        name != "smollm2" or target.is_dir(), f"SmolLM2 in {target}", None, "run `make real` first, which fetches it"
-    )
+    is_here = name != "smollm2" or target.is_dir()
+    require(is_here, f"SmolLM2 in {target}", None, "run `make real` first, which fetches it")
     return str(target), str(draft)
 
 
@@ -59,8 +57,8 @@ def default_pair() -> str:
 
 def about(target: str, draft: str) -> str:
     """Returns a sentence on what a pair that comes with a clone can be asked, and none about other pairs."""
-    given = (Path(target).resolve(), Path(draft).resolve())
-    return next((ABOUT[name] for name in PAIRS if tuple(path.resolve() for path in _folders(name)) == given), "")
+    given = [Path(target).resolve(), Path(draft).resolve()]
+    return next((text for name, text in ABOUT.items() if [path.resolve() for path in _folders(name)] == given), "")
 
 
 def template_options(text: str, no_thinking: bool) -> dict[str, Any]:
@@ -69,15 +67,12 @@ def template_options(text: str, no_thinking: bool) -> dict[str, Any]:
     Raises:
         ValueError: If the text is no JSON object.
     """
-    try:
-        found: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"expected a JSON object as --chat-template-kwargs, got {text!r}; write it in one pair of '...'"
-        )
-    return {**found, **({"enable_thinking": False} if no_thinking else {})}
+    found: Any = None
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+    what = "a JSON object as --chat-template-kwargs"
+    require(isinstance(found, dict), what, text, "write it in one pair of '...'")
+    return found | ({"enable_thinking": False} if no_thinking else {})
 
 
 def width_of(text: str) -> int | Literal["auto"]:
@@ -85,20 +80,4 @@ def width_of(text: str) -> int | Literal["auto"]:
     return "auto" if text == "auto" else int(text)
 
 
-__all__ = [
-    "ABOUT",
-    "BUNDLED",
-    "BUNDLED_VISION",
-    "MAX_SEED",
-    "MAX_TOKENS",
-    "PAIRS",
-    "VISION",
-    "about",
-    "check_place",
-    "default_pair",
-    "load_pair",
-    "named_pair",
-    "takes_images",
-    "template_options",
-    "width_of",
-]
+__all__ = ["BUNDLED", "BUNDLED_VISION", "about", "default_pair", "load_pair", "named_pair", "template_options"]

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from dflash_hf.cli.pair import check_place
+from dflash_hf.evaluation.loading import check_place
 from dflash_hf.formats import FormatName
 
 CUSTOM_GENERATE = '''\
@@ -68,8 +68,7 @@ def push(
 
     if repo is not None and not is_hub_id(repo):
         raise ValueError(f"expected a Hub id such as my-org/my-draft, got {repo!r}; write to a folder with --to")
-    place = repo if to is None else str(to.resolve())
-    assert place is not None
+    place = str(repo if to is None else to.resolve())
     # Made whole before anything is written where others read it.
     with TemporaryDirectory(prefix="dflash-push-") as made, Console(stderr=True).status(f"writing {escape(place)}"):
         write_repository(draft, Path(made), place, target, license)
@@ -83,15 +82,8 @@ def push(
 def write_repository(draft: str, folder: Path, place: str, target: str | None, license: str | None) -> None:
     """Writes what a repository holds: the draft's own files, a card, and `custom_generate/generate.py`.
 
-    Args:
-        draft (`str`): Folder or Hub id.
-        folder (`Path`): Where it is written.
-        place (`str`): Where it will be: what the snippets load.
-        target (`str`, *optional*): The draft's target; by default what the draft names.
-        license (`str`, *optional*): Of the draft.
-
-    Raises:
-        ValueError: If the draft is damaged, or nothing names its target.
+    `place` is where the folder will be, which the snippets load. Raises `ValueError` if the draft is damaged, or
+    neither it nor `target` says what its target is.
     """
     from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
@@ -131,11 +123,7 @@ def card_for(draft: str, format: FormatName, place: str, target: str, license: s
 
 
 def upload(folder: Path, repo: str, private: bool | None) -> None:
-    """Makes the repository on the Hub where it is not there, and uploads a folder as one commit.
-
-    Raises:
-        ValueError: If the Hub refuses, or cannot be reached.
-    """
+    """Makes the repository where it is not there, and uploads a folder as one commit; `ValueError` if it cannot."""
     from huggingface_hub import HfApi
 
     from dflash_hf.errors import one_line
@@ -145,10 +133,9 @@ def upload(folder: Path, repo: str, private: bool | None) -> None:
         api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload a DFlash draft")
     except Exception as error:  # of its client, of its tokens, of the network: many classes
-        raise ValueError(
-            f"expected to upload to {repo}, got {type(error).__name__}: {one_line(error)}; log in with hf auth login, "
-            "or write to a folder with --to"
-        ) from error
+        what = f"{type(error).__name__}: {one_line(error)}"
+        advice = "log in with hf auth login, or write to a folder with --to"
+        raise ValueError(f"expected to upload to {repo}, got {what}; {advice}") from error
 
 
 __all__ = ["push", "write_repository"]

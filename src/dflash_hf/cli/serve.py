@@ -42,7 +42,7 @@ def serve(
         raise ValueError("expected --pair, or --target and --draft, got both; leave one out")
     if (target is None) != (draft is None):
         raise ValueError("expected --target and --draft, got one of them; give the other, or --pair")
-    encoding: dict[str, Any] = template_options(chat_template_kwargs, no_thinking)
+    encoding = template_options(chat_template_kwargs, no_thinking)
     name = target or pair or "text"
     target, draft = (target, draft) if target and draft else named_pair(name)
     with listen(host, port) as listening:
@@ -57,7 +57,7 @@ def serve(
             loaded = load_pair(target, draft, dtype, device)
             served = parts.Pair(*loaded, name=name, encoding=encoding, note=lambda line: typer.echo(line, err=True))
             served.generation.submit(warm_up, *loaded, "Hello.").result()  # in the thread that will answer
-        if no_thinking and "enable_thinking" not in served.served.template:
+        if no_thinking and "enable_thinking" not in served.template:
             typer.echo("the chat template has no enable_thinking: it is left as it is", err=True)
         place = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"
         typer.echo(f"{name} is served at {place} (Ctrl-C ends it)", err=True)
@@ -67,26 +67,21 @@ def serve(
 
 
 def server_parts() -> Any:
-    """Returns the module that has the server's parts.
-
-    Raises:
-        ValueError: If what it needs is not installed, or Transformers has no such server.
-    """
+    """Returns the module that has the server's parts; raises `ValueError` if what it needs is not there."""
     import transformers
     from transformers.utils import import_utils
 
-    missing = "FastAPI, Uvicorn or openai" if not getattr(import_utils, "is_serve_available", bool)() else ""
     try:
-        if not missing:
-            return import_module("dflash_hf.serve.app")
+        if not getattr(import_utils, "is_serve_available", bool)():
+            raise ModuleNotFoundError(name="FastAPI, Uvicorn or openai")
+        return import_module("dflash_hf.serve.app")
     except ImportError as error:
         if not isinstance(error, ModuleNotFoundError) or str(error.name).startswith("transformers"):
-            raise ValueError(
-                f"expected a Transformers whose server takes handlers one by one (5.16 to 5.23 do), got "
-                f"{transformers.__version__} ({one_line(error)}); install one of them"
-            ) from error
-        missing = str(error.name)
-    raise ValueError(f"expected what a server needs, got no {missing}; pip install 'dflash-hf[serve]'")
+            what = "a Transformers whose server takes handlers one by one (5.16 to 5.23 do)"
+            found = f"{transformers.__version__} ({one_line(error)})"
+            raise ValueError(f"expected {what}, got {found}; install one of them") from error
+        sentence = f"expected what a server needs, got no {error.name}; pip install 'dflash-hf[serve]'"
+        raise ValueError(sentence) from error
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -95,10 +90,8 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        why = str(error.strerror).partition(" (")[0]
-        raise ValueError(
-            f"expected a place to listen, got {host}:{port} ({why}); pass another --host or --port"
-        ) from error
+        found = f"{host}:{port} ({str(error.strerror).partition(' (')[0]})"
+        raise ValueError(f"expected a place to listen, got {found}; pass another --host or --port") from error
 
 
 __all__ = ["serve"]

@@ -8,12 +8,18 @@ from __future__ import annotations
 import base64
 import json
 import re
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+from transformers.cli.serving.utils import GenerateManager
+
 from dflash_hf.errors import require, shown
+from dflash_hf.evaluation.harness import Processor, tokenizer_of
 from dflash_hf.evaluation.image_files import MAX_FILE_BYTES, read_image
+from dflash_hf.modeling_dflash import DFlashDraftModel
 
 MAX_BODY = 64 * 2**20  # bytes
 MAX_CHARACTERS = 4_000_000  # of all texts: a tokenizer reads them before anyone else is answered
@@ -33,7 +39,7 @@ NUMBERS = {
     "top_p": (0, 1, False),
     "frequency_penalty": (0, 2, False),  # Transformers' handlers make it repetition_penalty - 1
 }
-COMMON = {"model", "stream", "stop", "max_tokens", "seed", "temperature", "top_p", "frequency_penalty"}
+COMMON = frozenset(("model", "stream", "stop", "max_tokens", "seed", "temperature", "top_p", "frequency_penalty"))
 CHAT = COMMON | {"messages", "tools", "logit_bias", "max_completion_tokens", "chat_template_kwargs"}
 COMPLETION = COMMON | {"prompt"}
 LOWEST_TEMPERATURE = 0.01  # but for 0: scores are divided by it
@@ -66,28 +72,49 @@ class Refusal(ValueError):
         self.status, self.code = status, code
 
 
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    """What is served, as far as requests are checked against it.
+class Pair:
+    """A target with its draft and its tokenizer or processor, as clients ask for it.
 
     Args:
-        name (`str`): What clients call the model.
-        template (`str`): The chat template; empty if there is none.
-        takes_images (`bool`): Whether the target does.
-        vocab_size (`int`): Of the target.
+        target, draft, processor: The pair.
+        name (`str`): What clients call it.
+        encoding (`dict`): Options of the chat template, where a request has none.
+        note (callable): Gets a line about each request.
     """
 
-    name: str
-    template: str
-    takes_images: bool
-    vocab_size: int
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: DFlashDraftModel,
+        processor: Processor,
+        *,
+        name: str,
+        encoding: dict[str, Any],
+        note: Callable[[str], None],
+    ) -> None:
+        self.target: Any = target
+        self.draft, self.processor, self.tokenizer = draft, processor, tokenizer_of(processor)
+        self.name, self.encoding, self.note = name, encoding, note
+        config = target.config.get_text_config(decoder=True)
+        self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31)
+        self.vocab_size = int(config.vocab_size)
+        self.template = str(getattr(processor, "chat_template", None) or self.tokenizer.chat_template or "")
+        self.takes_images = processor is not self.tokenizer
+        self.stopping = threading.Event()  # once set, every run ends
+        self.generation: Any = GenerateManager()  # has the thread
 
 
-def parse(data: bytes) -> dict[str, Any]:
-    """Returns the fields of a body that are not null.
+def check(data: bytes, fields: frozenset[str], pair: Pair) -> dict[str, Any]:
+    """Returns what a body asks, in fields that Transformers' handler takes, images read.
+
+    Args:
+        data (`bytes`): The body.
+        fields (`frozenset[str]`): Those of the endpoint, `CHAT` or `COMPLETION`.
+        pair (`Pair`): Who is asked.
 
     Raises:
-        ValueError: If it is no JSON object.
+        Refusal: With status 404, if another model is asked for.
+        ValueError: If anything else is wrong.
     """
     try:
         body: Any = json.loads(data)
@@ -95,47 +122,39 @@ def parse(data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise ValueError(f"expected JSON of whole characters as the body, got {shown(data[:80])}; {FIX}") from None
     require(isinstance(body, dict), "a JSON object as the body", body, FIX)
-    return _without_nulls(body)
+    asked = _common(_without_nulls(body), fields, pair)
+    if fields is CHAT:
+        _check_chat(asked, pair)
+    else:
+        _check_text(asked.get("prompt"), "prompt")
+    length = len(str(asked))  # images have been read, and are short here
+    require(length <= MAX_CHARACTERS, f"at most {MAX_CHARACTERS} characters of text", length, "shorten it")
+    return _without_nulls(asked)
 
 
-def check_chat(body: dict[str, Any], served: Served) -> dict[str, Any]:
-    """Returns what `/v1/chat/completions` is asked, in fields that Transformers' handler takes, images read.
-
-    Raises:
-        Refusal: With status 404, if another model is asked for.
-        ValueError: If anything else is wrong.
-    """
-    asked = _common(body, CHAT, served)
-    require(bool(served.template), "a target with a chat template", "none", "ask /v1/completions")
-    asked["messages"] = _messages(asked.get("messages"), served)
+def _check_chat(asked: dict[str, Any], pair: Pair) -> None:
+    """What only chats have; messages and biases become what the handler takes."""
+    require(bool(pair.template), "a target with a chat template", "none", "ask /v1/completions")
+    asked["messages"] = _messages(asked.get("messages"), pair)
     if tools := asked.get("tools"):
         require(isinstance(tools, list), "tools as a list", tools, FIX)
         good = all(isinstance(tool, dict) and _has_name(tool.get("function")) for tool in tools)
         require(good, "tools with a function that has a name", tools, FIX)
-        require(_mentions(served.template, "tools"), "no tools, of which the chat template knows none", tools, FIX)
-    if "chat_template_kwargs" in asked:
-        options = asked["chat_template_kwargs"]
-        require(isinstance(options, dict), "chat_template_kwargs as an object", options, FIX)
-        for name in options:
-            good = name not in RESERVED and _mentions(served.template, name)
-            require(good, "options that the chat template has in chat_template_kwargs", name, FIX)
+        require(_mentions(pair.template, "tools"), "no tools, of which the chat template knows none", tools, FIX)
+    options = asked.get("chat_template_kwargs", {})
+    require(isinstance(options, dict), "chat_template_kwargs as an object", options, FIX)
+    for name in options:
+        good = name not in RESERVED and _mentions(pair.template, name)
+        require(good, "options that the chat template has in chat_template_kwargs", name, FIX)
     if "logit_bias" in asked:
-        asked["logit_bias"] = _biases(asked["logit_bias"], served.vocab_size)
-    return _checked_length(asked)
+        asked["logit_bias"] = _biases(asked["logit_bias"], pair.vocab_size)
 
 
-def check_completion(body: dict[str, Any], served: Served) -> dict[str, Any]:
-    """Returns what `/v1/completions` is asked; arguments and errors as [`check_chat`]."""
-    asked = _common(body, COMPLETION, served)
-    _check_text(asked.get("prompt"), "prompt")
-    return _checked_length(asked)
-
-
-def _common(body: dict[str, Any], fields: set[str], served: Served) -> dict[str, Any]:
+def _common(body: dict[str, Any], fields: frozenset[str], pair: Pair) -> dict[str, Any]:
     """The fields that are heeded, after what both endpoints have in common has been looked at."""
-    model = body.get("model", served.name)
-    if model != served.name:
-        raise Refusal(f"expected {served.name!r} as model, got {shown(model)}; {FIX}", 404, "model_not_found")
+    model = body.get("model", pair.name)
+    if model != pair.name:
+        raise Refusal(f"expected {pair.name!r} as model, got {shown(model)}; {FIX}", 404, "model_not_found")
     for name, value in body.items():
         if name in fields:
             continue
@@ -144,14 +163,14 @@ def _common(body: dict[str, Any], fields: set[str], served: Served) -> dict[str,
         # By their texts: True is equal to 1.
         is_neutral = values is None or json.dumps(value) in map(json.dumps, values)
         require(is_neutral, f"{name}, if at all, as {values and values[0]!r}", value, "leave it out")
-    asked = {name: value for name, value in body.items() if name in fields} | {"model": served.name}
+    asked = {name: value for name, value in body.items() if name in fields} | {"model": pair.name}
     for name, (low, high, is_whole) in NUMBERS.items():
         value: Any = asked.get(name, low)
         good = isinstance(value, int if is_whole else int | float) and not isinstance(value, bool)
         kind = "a whole number" if is_whole else "a number"
         require(good and low <= value <= high, f"{name} as {kind} from {low} to {high}", value, FIX)
-    # By the older name, which the handlers of every Transformers know.
-    asked["max_tokens"] = asked.pop("max_completion_tokens", asked.get("max_tokens"))
+    if "max_completion_tokens" in asked:  # by the older name, which the handlers of every Transformers know
+        asked["max_tokens"] = asked.pop("max_completion_tokens")
     temperature: Any = asked.get("temperature", 0)
     good = temperature == 0 or temperature >= LOWEST_TEMPERATURE
     require(good, f"temperature as 0 or at least {LOWEST_TEMPERATURE}", temperature, FIX)
@@ -163,10 +182,10 @@ def _common(body: dict[str, Any], fields: set[str], served: Served) -> dict[str,
         for stop in stops:
             _check_text(stop, "each stop")
         asked["stop"] = stops or None
-    return _without_nulls(asked)
+    return asked
 
 
-def _messages(messages: Any, served: Served) -> list[dict[str, Any]]:
+def _messages(messages: Any, pair: Pair) -> list[dict[str, Any]]:
     """The conversation, with images in the place of their addresses."""
     require(isinstance(messages, list) and bool(messages), "messages, a list of turns", messages, FIX)
     turns: list[dict[str, Any]] = []
@@ -175,34 +194,33 @@ def _messages(messages: Any, served: Served) -> list[dict[str, Any]]:
         require(isinstance(message, dict), "turns with role and content in messages", message, FIX)
         turn = _without_nulls(message)
         require(turn.get("role") in ROLES, f"role of each turn among {', '.join(ROLES)}", turn.get("role"), FIX)
-        if "tool_calls" in turn:
-            turn["tool_calls"] = _tool_calls(turn["tool_calls"])
-        content = turn.get("content", "" if turn.get("tool_calls") else None)
+        if calls := _tool_calls(turn.pop("tool_calls", [])):
+            turn["tool_calls"] = calls
+        content = turn.get("content", "" if calls else None)
         if isinstance(content, list):
             num_images += sum(isinstance(part, dict) and part.get("type") == "image_url" for part in content)
             require(num_images <= MAX_IMAGES, f"at most {MAX_IMAGES} images", num_images, "send fewer")
-            turn["content"] = [_part(part, served) for part in content]
+            turn["content"] = [_part(part, pair) for part in content]
         else:
             _check_text(content, "content of each turn (or a list of parts)", may_be_empty=True)
         turns.append(turn)
     return turns
 
 
-def _part(part: Any, served: Served) -> dict[str, Any]:
+def _part(part: Any, pair: Pair) -> dict[str, Any]:
     """A part of a message, its image read."""
     is_known = isinstance(part, dict) and part.get("type") in ("text", "image_url")
     require(is_known, "parts of type text or image_url", part, FIX)
     if part["type"] == "text":
         _check_text(part.get("text"), "text of each part of type text", may_be_empty=True)
         return part
-    require(served.takes_images, "texts, which are all that this target reads", "an image", "leave it out")
+    require(pair.takes_images, "texts, which are all that this target reads", "an image", "leave it out")
     url = part.get("image_url")
     url = url.get("url") if isinstance(url, dict) else url
-    found = re.match(r"data:[\w/+.-]*;base64,", url) if isinstance(url, str) else None
-    if found is None or not isinstance(url, str):
-        # Neither files nor addresses: which ones the server may read is not for clients to say.
-        raise ValueError(f"expected each image as data:image/...;base64,..., got {shown(url)}; send what is in it")
-    code = url[found.end() :]
+    kind, _, code = url.partition(",") if isinstance(url, str) else ("", "", "")
+    # Neither files nor addresses: which ones the server may read is not for clients to say.
+    is_data = re.fullmatch(r"data:[\w/+.-]*;base64", kind) is not None
+    require(is_data, "each image as data:image/...;base64,...", url, "send what is in it")
     limit = MAX_FILE_BYTES // 3 * 4 + 4
     require(len(code) <= limit, f"at most {limit} letters of base64 for each image", len(code), "shrink it")
     try:
@@ -212,7 +230,7 @@ def _part(part: Any, served: Served) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": read_image(Path("an image"), data).image}}
 
 
-def _tool_calls(calls: Any) -> list[dict[str, Any]] | None:
+def _tool_calls(calls: Any) -> list[dict[str, Any]]:
     """The calls of a turn, with arguments that are an object."""
     require(isinstance(calls, list), "tool_calls as a list", calls, FIX)
     for call in calls:
@@ -224,7 +242,7 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]] | None:
         except (ValueError, RecursionError):
             good = False
         require(good, "arguments of each of tool_calls as an object in JSON", arguments, FIX)
-    return calls or None
+    return calls
 
 
 def _biases(biases: Any, vocab_size: int) -> dict[str, float] | None:
@@ -243,13 +261,6 @@ def _check_text(text: Any, what: str, may_be_empty: bool = False) -> None:
     require(isinstance(text, str) and (bool(text) or may_be_empty), f"a text as {what}", text, FIX)
 
 
-def _checked_length(asked: dict[str, Any]) -> dict[str, Any]:
-    """What is asked without nulls, unless its texts are too long."""
-    length = len(str(asked))  # images have been read, and are short here
-    require(length <= MAX_CHARACTERS, f"at most {MAX_CHARACTERS} characters of text", length, "shorten it")
-    return _without_nulls(asked)
-
-
 def _has_name(function: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
@@ -264,4 +275,4 @@ def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-__all__ = ["MAX_BODY", "Refusal", "Served", "check_chat", "check_completion", "parse"]
+__all__ = ["CHAT", "COMPLETION", "MAX_BODY", "Pair", "Refusal", "check"]
