@@ -152,7 +152,8 @@ def encode_prompts(
         except Exception as error:  # of a template that is broken, or refuses a role or an option
             raise ValueError(
                 f"expected a conversation that the chat template takes, got {type(error).__name__}: "
-                f"{one_line(error)}; change what it names, or leave the template out"
+                f"{one_line(error)}; change what it names (a system prompt, an option of the template), or leave the "
+                "template out"
             ) from error
     kept = ("input_ids", "attention_mask") if processor is tokenizer else tuple(encoded)
     return {name: encoded[name].to(device) for name in kept}
