@@ -106,7 +106,7 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.generation.step": {"_run_ahead", "conclude", "finish", "take_note"},
 }
 # What moves when a row moves on, and the functions that may change it: the start of a run, and the commit.
-ROW_COUNTS = {"anchor", "cursor", "lengths", "remaining"}
+ROW_COUNTS = {"anchor", "cursor", "lengths", "next_positions", "remaining"}
 MOVES_ROWS = {"dflash_hf.generation.state": {"begin"}, "dflash_hf.generation.accept": {"commit"}}
 # A stop lowers what a row may still generate, and the commit ends it there.
 STOPS_ROWS = {"dflash_hf.generation.accept": {"decide", "stop_by_criteria"}}
@@ -306,7 +306,8 @@ def rows_move_on_in_one_place(modules: list[Module]) -> list[str]:
             return counts_in(node.target)
         if not isinstance(node, ast.Call):
             return set()
-        by_commit = {f"{name}_B" for name in ROW_COUNTS} & {keyword.arg for keyword in node.keywords}
+        names = {"positions_BP", *(f"{name}_B" for name in ROW_COUNTS)}
+        by_commit = names & {keyword.arg for keyword in node.keywords}
         in_place = isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_")
         return by_commit | (counts_in(node.func.value) if in_place else set())
 

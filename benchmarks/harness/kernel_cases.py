@@ -407,16 +407,16 @@ def accept_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
         def draw(*shape: int) -> Tensor:
             return torch.randint(4, shape, generator=generator).to(device)
 
-        state = [draw(batch), draw(batch), draw(batch), draw(batch) >= 0, draw(batch, 4096)]
+        state = [draw(batch), draw(batch), draw(batch) >= 0, draw(batch, 4096)]
         state += [draw(batch, width), draw(batch, width), draw(NUM_FIGURES + width, batch)]
-        return {"all": [draw(batch, width), draw(batch, width), *state, 7, torch.tensor([9, 10], device=device)]}
+        return {"all": [draw(batch, width), draw(batch, width), *state, torch.tensor([9, 10], device=device)]}
 
     return Case(
         kernel="accept_and_prepare",
         batch=batch,
         context=None,
         make=make,
-        num_bytes=8 * batch * (5 * width + 12),
+        num_bytes=8 * batch * (6 * width + 12),
         ways={
             "kernel": lambda x: dflash_kernels.accept_and_prepare(*x["all"]),
             "reference": lambda x: accept_and_prepare.reference(*x["all"]),

@@ -14,7 +14,6 @@ Source: DDTree, arXiv 2604.12989.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor
 
 from dflash_hf import ops
-from dflash_hf.devices import plain_tensors
 from dflash_hf.ops import MAX_NODES
 
 # How likely a text goes on as it did before, by how many of its last tokens are the same, and then token by token. A
@@ -106,7 +104,7 @@ class TreeBuilder:
                 f"at {depth} positions), got {num_nodes}; lower it"
             )
         self.num_nodes, self.num_ranks = num_nodes, min(vocab_size, num_nodes - 1)
-        self.follows = _follows(device)
+        self.follows = torch.tensor((FOLLOWS, GOES_ON), dtype=torch.float32, device="cpu").log().to(device)
 
     def build(
         self,
@@ -125,13 +123,6 @@ class TreeBuilder:
         """
         best, order = ops.likeliest(scores[:, :, None] if candidates_BDC is None else scores, self.num_ranks)
         ops.grow_tree(best, order, nodes, block_BN, candidates_BDC, *text)
-
-
-@functools.cache
-def _follows(device: torch.device) -> Tensor:
-    """What `dflash_kernels.build_tree` calls `follows`, `[2, MAX_MATCHING + 1]`; it never changes."""
-    with plain_tensors():
-        return torch.tensor((FOLLOWS, GOES_ON), dtype=torch.float32, device="cpu").log().to(device)
 
 
 __all__ = ["MAX_MATCHING", "MAX_NODES", "DraftTree", "TreeBuilder", "along"]

@@ -54,7 +54,7 @@ def _wrapped(patches: Patches, owner: Any, name: str, change: Callable[..., Any]
 def one_too_many(patches: Patches) -> None:
     """One proposal more than matches is accepted."""
 
-    def more(commit: Any, state: Any, mask_token_id: int, num_accepted: Tensor | None = None) -> None:
+    def more(commit: Any, state: Any, num_accepted: Tensor | None = None) -> None:
         num = accepted(state, num_accepted)
         num = (num + 1).clamp_max(state.width - 1)
         # The target's own token stands behind what matches; a proposal that does not match has to be taken over.
@@ -62,7 +62,7 @@ def one_too_many(patches: Patches) -> None:
         # Behind the end of a tree's path there is none.
         kept = kept & (state.proposals >= 0)
         state.tokens[:, :-1] = torch.where(kept, state.proposals, state.tokens[:, :-1])
-        commit(state, mask_token_id, num)
+        commit(state, num)
 
     _wrapped(patches, step, "commit", more)
 
@@ -70,9 +70,9 @@ def one_too_many(patches: Patches) -> None:
 def all_matches_count(patches: Patches) -> None:
     """Matches behind the first mismatch count too."""
 
-    def every(commit: Any, state: Any, mask_token_id: int, num_accepted: Tensor | None = None) -> None:
+    def every(commit: Any, state: Any, num_accepted: Tensor | None = None) -> None:
         num = (state.proposals == state.tokens[:, :-1]).sum(dim=1) if num_accepted is None else num_accepted
-        commit(state, mask_token_id, num)
+        commit(state, num)
 
     _wrapped(patches, step, "commit", every)
 

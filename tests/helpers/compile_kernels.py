@@ -163,7 +163,7 @@ def launches() -> dict[str, Callable[[], Any]]:
     angles = (zeros(batch, width, size), zeros(batch, width, size))
     heads = (zeros(batch, width, 32, size), zeros(batch, width, groups, size), zeros(batch, width, groups, size))
     stacked = (zeros(batch, width, layers, 2, groups, size), zeros(layers, size))
-    state = [counts(batch, width), counts(batch, width), counts(batch), counts(batch), counts(batch)]
+    state = [counts(batch, width), counts(batch, width), counts(batch), counts(batch)]
     state += [counts(batch).bool(), counts(batch, 99), counts(batch, width), counts(batch, width)]
     state += [counts(5 + width, batch)]
     verify = (True, None, False, None, False)  # causal, window, from_anchor, softcap, sinks
@@ -200,8 +200,8 @@ def launches() -> dict[str, Callable[[], Any]]:
         "rms_norm of heads": launch(rms_norm, heads[0], zeros(size), 1e-6),
         "add_norm": launch(add_norm, zeros(1, width, 4096), zeros(1, width, 4096), zeros(4096), 1e-6),
         "silu_mul": launch(silu_mul, zeros(1, width, 12288), zeros(1, width, 12288)),
-        "accept_and_prepare": launch(accept_and_prepare, *state, 7, counts(3)),
-        "accept_and_prepare, counted elsewhere": launch(accept_and_prepare, *state, 7, None, counts(batch)),
+        "accept_and_prepare": launch(accept_and_prepare, *state, counts(3)),
+        "accept_and_prepare, counted elsewhere": launch(accept_and_prepare, *state, None, counts(batch)),
         **{
             f"growing to {extent}": attention(32, 128, half, *verify, splits=None, extent=extent)
             for extent in (300, 501, 1024, 1777)

@@ -10,8 +10,8 @@ from dflash_kernels import accept_and_prepare
 from dflash_kernels.accept_and_prepare import NUM_FIGURES
 from helpers.kernel_checks import DEVICES, Guarded, assert_same_writes, check_raises
 
-COLUMNS, MASK = 3, 99
-WRITTEN = ("block", "lengths", "cursor", "remaining", "done", "ids", "draft_ids", "positions", "record")
+COLUMNS = 3
+WRITTEN = ("block", "cursor", "remaining", "done", "ids", "draft_ids", "positions", "record")
 
 
 class Step:
@@ -38,20 +38,19 @@ class Step:
         self.eos = torch.arange(num_eos) if num_eos else None
         self.state = {
             "block": torch.cat([draw(4, batch, 1), proposals], dim=1),
-            "lengths": num_new + 2,
             "cursor": num_new + COLUMNS,
             "remaining": limit - num_new,
             "done": draw(4, batch) == 0,
             "ids": draw(50, batch, COLUMNS + limit + room),
             "draft_ids": draw(50, batch, block_size),
-            "positions": draw(50, batch, block_size + 1),
+            "positions": num_new[:, None] + 2 + torch.arange(block_size + 1),
             "record": draw(50, NUM_FIGURES + width, batch),
         }
 
     def arguments(self, state: dict[str, Tensor], device: str, accepted: Tensor | None = None) -> tuple[Any, ...]:
         """What the operation takes, in its order."""
         given = [None if t is None else t.to(device) for t in (self.eos, accepted)]
-        return (state["block"], self.tokens.to(device), *(state[name] for name in WRITTEN[1:]), MASK, *given)
+        return (state["block"], self.tokens.to(device), *(state[name] for name in WRITTEN[1:]), *given)
 
     def check(self, device: str, accepted: Tensor | None = None) -> None:
         """The kernel changes a guarded state as the reference does, and nothing around it."""
@@ -87,7 +86,7 @@ def test_never_a_write_behind_the_buffer(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_counts_of_32_bits_and_views(device: str) -> None:
     step = Step(2, 3, 5, 4, 20, 2, 5)
-    for name in ("lengths", "cursor", "remaining"):
+    for name in ("cursor", "remaining"):
         step.state[name] = step.state[name].to(torch.int32)
     step.check(device)
     state = {n: t.to(device) for n, t in step.state.items()}
@@ -116,9 +115,9 @@ def test_public_function_and_bad_input() -> None:
     wanted = {n: t.clone() for n, t in step.state.items()}
     accept_and_prepare.reference(*step.arguments(wanted, "cpu"))
     given: dict[str, Any] = {names.get(n, f"{n}_B"): t.clone() for n, t in step.state.items()}
-    options = {"mask_token_id": MASK, "eos_ids_N": step.eos}
+    options = {"eos_ids_N": step.eos}
     for name, bad in (
-        ("lengths_B", given["lengths_B"][:1]),
+        ("cursor_B", given["cursor_B"][:1]),
         ("done_B", given["done_B"].long()),
         ("ids_BT", given["ids_BT"].float()),
         ("block_BW", given["block_BW"][:, :2]),

@@ -34,9 +34,9 @@ def calls() -> dict[str, Callable[[], Any]]:
     angles = [normal(BATCH, WIDTH, SIZE) for _ in range(2)]
     block = [*heads, normal(SIZE), normal(SIZE), *angles, lengths, keys[0], values[0], 1e-6]
     context = [normal(BATCH, WIDTH, 3, 2, GROUPS, SIZE), normal(3, SIZE), *angles, lengths, keys, values, 1e-6]
-    state = [lengths, counts(BATCH), counts(BATCH) + 9, counts(BATCH).bool(), counts(BATCH, 300)]
+    state = [counts(BATCH), counts(BATCH) + 9, counts(BATCH).bool(), counts(BATCH, 300)]
     state += [counts(BATCH, WIDTH), counts(BATCH, WIDTH), counts(NUM_FIGURES + WIDTH, BATCH)]
-    accept = [counts(BATCH, WIDTH), counts(BATCH, WIDTH), *state, 7, counts(3) + 5]
+    accept = [counts(BATCH, WIDTH), counts(BATCH, WIDTH), *state, counts(3) + 5]
     logits, states, weight = normal(BATCH, WIDTH, 151936), normal(BATCH, WIDTH, 4096), normal(4096)
     cache = [t.transpose(1, 2) for t in (keys[0], values[0])]
     best, order = normal(BATCH, WIDTH - 1, 1, 15).float(), counts(BATCH, WIDTH - 1, 1, 15)

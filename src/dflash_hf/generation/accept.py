@@ -41,19 +41,17 @@ from dflash_hf.tree import along
 Accept = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def commit(state: DecodeState, mask_token_id: int, num_accepted: Tensor | None = None) -> None:
+def commit(state: DecodeState, num_accepted: Tensor | None = None) -> None:
     """Commits what was decided and prepares the next step: the only place where rows move on. No host sync.
 
     Args:
         state (`DecodeState`): Changed in place; `outcome` says what has happened.
-        mask_token_id (`int`): The draft's.
         num_accepted (`torch.Tensor` of shape `[B]`, int64, *optional*): In `[0, W - 1]`; by default the proposals that
             equal `state.tokens`, up to the first that does not.
     """
     ops.commit(
         state.block,
         state.tokens,
-        lengths_B=state.lengths,
         cursor_B=state.cursor,
         remaining_B=state.remaining,
         done_B=state.done,
@@ -61,7 +59,6 @@ def commit(state: DecodeState, mask_token_id: int, num_accepted: Tensor | None =
         draft_ids_BK=state.draft_ids,
         positions_BP=state.next_positions,
         record_FB=state.outcome[: NUM_REPORTED + state.width],
-        mask_token_id=mask_token_id,
         eos_ids_N=state.eos_ids,
         accepted_B=num_accepted,
     )

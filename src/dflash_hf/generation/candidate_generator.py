@@ -59,7 +59,7 @@ class DFlashCandidateGenerator:
         self.num_proposals = draft.config.num_proposals(self.block_size)
         self.device, self.dtype = buffers.shape.draft_device, buffers.shape.draft_dtype
         # How far ahead of each slot's own position the token is that it proposes.
-        self.ahead, self.mask_token_id = int(draft.config.sample_from_anchor), draft.config.mask_token_id
+        self.ahead = int(draft.config.sample_from_anchor)
         self.cache = buffers.draft_cache
         self.buffers = buffers
         # Per row, the first index that there is context for [B]; the draft counts from there. None: from 0.

@@ -30,6 +30,7 @@ class BufferShape:
         is_tree (`bool`): Whether what is verified is a tree.
         path (`int`): Tokens of the longest path that can be accepted, the anchor included.
         num_eos (`int`): End-of-sequence ids, rounded up.
+        mask_token_id (`int`): The draft's.
         position_delta (`tuple[int, ...]`): Shape of the target's position deltas.
         device, draft_device (`torch.device`): The target's, and the draft's.
         draft_dtype (`torch.dtype`): The draft's.
@@ -41,6 +42,7 @@ class BufferShape:
     is_tree: bool
     path: int
     num_eos: int
+    mask_token_id: int
     position_delta: tuple[int, ...]
     device: torch.device
     draft_device: torch.device
@@ -65,6 +67,7 @@ class BufferShape:
             is_tree=is_tree,
             path=min(width, draft.config.num_proposals(block_size) + 1) if is_tree else width,
             num_eos=-(-max(num_eos, 1) // EOS_IDS) * EOS_IDS,
+            mask_token_id=draft.config.mask_token_id,
             position_delta=tuple(position_delta.shape),
             device=position_delta.device,
             draft_device=execution_device(draft),
@@ -101,7 +104,6 @@ class DecodeState:
             has been committed; anything behind a row's last committed token is scratch.
         cursor (`torch.Tensor` of shape `[B]`, int64): Column of `ids` that a row's next token goes to.
         remaining (`torch.Tensor` of shape `[B]`, int64): Tokens a row may still generate.
-        lengths (`torch.Tensor` of shape `[B]`, int64): Tokens in the caches: all of the row but the anchor.
         done (`torch.Tensor` of shape `[B]`, bool): Rows that have finished; they commit nothing more, and a step over
             them changes nothing but scratch.
         whole_block (`torch.Tensor` of shape `[B, W]`, int64): What is verified next: the anchor, which is the last
@@ -109,6 +111,7 @@ class DecodeState:
             are views of it.
         draft_ids (`torch.Tensor` of shape `[B, K]`, int64): What the draft reads: the anchor, then mask tokens.
         next_positions (`torch.Tensor` of shape `[B, max(K, W)]`, int64): Index in its row of each token of the block.
+            `lengths` `[B]`, tokens in the caches (all of the row but the anchor), is a view of it.
         whole_tokens (`torch.Tensor` of shape `[B, W]`, int64): The target's token after each verified one. `tokens`
             `[B, width]` is a view of it.
         nodes (`torch.Tensor` of shape `[4, B, W]`, int64, *optional*): Parents, depths, ancestors and sources of what
@@ -137,7 +140,6 @@ class DecodeState:
     ids: Tensor
     cursor: Tensor
     remaining: Tensor
-    lengths: Tensor
     done: Tensor
     whole_block: Tensor
     draft_ids: Tensor
@@ -173,10 +175,9 @@ class DecodeState:
             ids=zeros(batch, num_columns),
             cursor=zeros(batch),
             remaining=zeros(batch),
-            lengths=zeros(batch),
             done=torch.zeros(batch, dtype=torch.bool, device=device),
             whole_block=zeros(batch, width),
-            draft_ids=zeros(batch, shape.block_size),
+            draft_ids=zeros(batch, shape.block_size) + shape.mask_token_id,
             next_positions=zeros(batch, shape.block),
             whole_tokens=zeros(batch, width),
             outcome=zeros(NUM_REPORTED + width * (1 + len(TreeReport._fields) * shape.is_tree), batch),
@@ -205,13 +206,13 @@ class DecodeState:
         self.ids.zero_()[:, : self.columns] = input_ids
         self.cursor.fill_(self.columns)
         self.remaining.fill_(limit)
-        self.lengths.copy_(lengths - 1)
         for scratch in (self.done, self.whole_tokens, self.outcome):
             scratch.zero_()
         self.whole_block.zero_()
         if self.columns:  # none where prompts are embeddings
             self.whole_block[:, 0] = input_ids[:, -1]
-        self.next_positions.copy_(self.lengths[:, None])
+        ahead = torch.arange(-1, self.next_positions.shape[1] - 1, device=lengths.device)
+        torch.add(lengths[:, None], ahead, out=self.next_positions)
         self.position_delta.copy_(position_delta)
         self.padded_eos_ids.fill_(-1)
         self.has_eos, self.is_sampled, self.draft_probs = eos_ids is not None, seed is not None, None
@@ -229,6 +230,11 @@ class DecodeState:
     def anchor(self) -> Tensor:
         """Last committed token of each row `[B]`."""
         return self.whole_block[:, 0]
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens in the caches of each row `[B]`."""
+        return self.next_positions[:, 0]
 
     @property
     def proposals(self) -> Tensor:

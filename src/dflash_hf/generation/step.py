@@ -133,9 +133,9 @@ def settle(run: Run, logits_BWV: Tensor) -> Tensor:
         # To look costs nothing where nothing has to be waited for.
         stays = path.device.type == "cpu" and not run.keeps_buffers and is_in_place(path)
         if not stays:
-            keep_path(run.cache, path, state.next_positions[:, 0])
+            keep_path(run.cache, path, state.lengths)
         run.generator.take_path(path, stays)
-    commit(state, run.generator.mask_token_id, num_accepted)
+    commit(state, num_accepted)
     return scores
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..operation import Given, Sizes, check_dtype, operation
 
 NUM_FIGURES = 5
-COUNTS = ("lengths_B", "cursor_B", "remaining_B", "done_B")
+COUNTS = ("cursor_B", "remaining_B", "done_B")
 TABLES = ("block_BW", "ids_BT", "draft_ids_BK", "positions_BP", "record_FB")
 
 
@@ -28,7 +28,6 @@ def _check(given: Given, size: Sizes) -> None:
 def accept_and_prepare(
     block_BW: Tensor,
     tokens_BW: Tensor,
-    lengths_B: Tensor,
     cursor_B: Tensor,
     remaining_B: Tensor,
     done_B: Tensor,
@@ -36,7 +35,6 @@ def accept_and_prepare(
     draft_ids_BK: Tensor,
     positions_BP: Tensor,
     record_FB: Tensor,
-    mask_token_id: int,
     eos_ids_N: Tensor | None = None,
     accepted_B: Tensor | None = None,
 ) -> None:
@@ -48,24 +46,23 @@ def accept_and_prepare(
         committed = 0 if done, else min(accepted + 1, remaining, 1 + min {i : tokens[i] in eos_ids})
         done      = done or the text ended or nothing remains
         ids[cursor + i] = tokens[i] for i < committed
-        lengths += committed, cursor += committed, remaining -= committed
-        block[0] = draft_ids[0] = tokens[committed - 1], the new anchor; draft_ids[i > 0] = mask_token_id
-        positions[i] = lengths + i
-        record = [committed, accepted, lengths, done, cursor, tokens...]
+        cursor += committed, remaining -= committed, positions[i] += committed
+        block[0] = draft_ids[0] = tokens[committed - 1], the new anchor
+        record = [committed, accepted, positions[0], done, cursor, tokens...]
 
     A row that is done commits nothing and keeps its anchor. Nothing is written outside `ids`, whatever the counts.
 
     Args:
         block_BW (`torch.Tensor` of shape `[B, W]`, int64): What was verified: anchor, proposals. Column 0 is written.
         tokens_BW (`torch.Tensor` of shape `[B, W]`, int64): The target's token after each of them.
-        lengths_B, cursor_B, remaining_B (`torch.Tensor` of shape `[B]`, int64 or int32): Tokens in the caches, column
-            of `ids` for the next token, tokens that may still be generated. Written.
+        cursor_B, remaining_B (`torch.Tensor` of shape `[B]`, int64 or int32): Column of `ids` for the next token,
+            tokens that may still be generated. Written.
         done_B (`torch.Tensor` of shape `[B]`, bool): Rows that have finished. Written.
         ids_BT (`torch.Tensor` of shape `[B, T]`, int64): Prompts, then the answers. Written.
-        draft_ids_BK (`torch.Tensor` of shape `[B, K]`, int64): The draft's next input. Written.
-        positions_BP (`torch.Tensor` of shape `[B, P]`, int64): Indices of the next block's tokens. Written.
+        draft_ids_BK (`torch.Tensor` of shape `[B, K]`, int64): The draft's next input. Column 0 is written.
+        positions_BP (`torch.Tensor` of shape `[B, P]`, int64): Indices of the block's tokens, the first of which is
+            how many tokens the caches have; then the next block's. Written.
         record_FB (`torch.Tensor` of shape `[5 + W, B]`, int64): What the step did, for the host. Written.
-        mask_token_id (`int`): The draft's mask token.
         eos_ids_N (`torch.Tensor` of shape `[N]`, int64, *optional*): End-of-sequence ids; negative ones are none.
         accepted_B (`torch.Tensor` of shape `[B]`, int64, *optional*): Proposals accepted, at most `W - 1`, if
             another rule than equality decides.
@@ -94,15 +91,13 @@ def accept_and_prepare(
     ids_BT.scatter_(1, column, torch.where(kept, tokens_BW.to(ids_BT.dtype), ids_BT.gather(1, column)))
     anchor = torch.cat([block_BW[:, :1], tokens_BW], dim=1).gather(1, committed[:, None])
 
-    lengths_B += committed
     cursor_B += committed
     remaining_B -= committed
+    positions_BP += committed[:, None]
     done_B.copy_(finished)
     block_BW[:, :1] = anchor
-    draft_ids_BK.fill_(mask_token_id)
     draft_ids_BK[:, :1] = anchor
-    positions_BP.copy_(lengths_B[:, None] + torch.arange(positions_BP.shape[1], device=device))
-    figures = torch.stack([committed, accepted_B, lengths_B, finished, cursor_B])
+    figures = torch.stack([committed, accepted_B, positions_BP[:, 0], finished, cursor_B])
     record_FB.copy_(torch.cat([figures, tokens_BW.T]))
 
 

@@ -14,11 +14,10 @@ from ..operation import Given, run_kernel
 
 
 # What differs from run to run must not make it compile again.
-@triton.jit(do_not_specialize=["num_eos", "num_ids", "mask_token_id"])
+@triton.jit(do_not_specialize=["num_eos", "num_ids"])
 def _accept_and_prepare_kernel(
     block,
     tokens,
-    lengths,
     cursor,
     remaining,
     done,
@@ -26,7 +25,6 @@ def _accept_and_prepare_kernel(
     draft_ids,
     positions,
     record,
-    mask_token_id,
     eos_ids,
     accepted,
     stride_block_b,
@@ -38,7 +36,6 @@ def _accept_and_prepare_kernel(
     num_eos,
     width,
     num_ids,
-    num_drafted,
     num_positions,
     HAS_ACCEPTED: tl.constexpr,
     HAS_EOS: tl.constexpr,
@@ -50,7 +47,7 @@ def _accept_and_prepare_kernel(
     `accepted  = min {i : block[i + 1] != tokens[i]}`, `W - 1` where there is none
     `committed = 0 if done else min(accepted + 1, remaining, 1 + min {i : tokens[i] is EOS})`
     `ids[cursor + i] = tokens[i]` for `i < committed`; `block[0] = tokens[committed - 1]`;
-    `lengths += committed`, `cursor += committed`, `remaining -= committed`, `positions[i] = lengths + i`.
+    `cursor += committed`, `remaining -= committed`, `positions[i] += committed`.
     """
     row = tl.program_id(0)
     index = tl.arange(0, BLOCK_W)
@@ -83,17 +80,17 @@ def _accept_and_prepare_kernel(
     last = tl.sum(tl.where(index == committed - 1, token, 0), axis=0)
     anchor = tl.where(committed > 0, last, anchor)
     # With one warp every lane has loaded before one of them stores.
-    length = tl.load(lengths + row).to(tl.int64) + committed
-    tl.store(lengths + row, length)
     tl.store(cursor + row, first + committed)
     tl.store(remaining + row, left - committed)
     tl.store(done + row, finished)
     tl.store(block + row * stride_block_b, anchor)
 
+    tl.store(draft_ids + row * stride_draft_ids_b, anchor)
+    positions += row * stride_positions_b
     slot = tl.arange(0, BLOCK_P)
-    drafted = tl.where(slot == 0, anchor, mask_token_id)
-    tl.store(draft_ids + row * stride_draft_ids_b + slot, drafted, mask=slot < num_drafted)
-    tl.store(positions + row * stride_positions_b + slot, length + slot, mask=slot < num_positions)
+    length = tl.load(positions) + committed
+    position = tl.load(positions + slot, mask=slot < num_positions, other=0)
+    tl.store(positions + slot, position + committed, mask=slot < num_positions)
 
     record += row
     tl.store(record, committed)
@@ -107,11 +104,7 @@ def _accept_and_prepare_kernel(
 def launch(given: Given) -> None:
     """Launches the kernel, one program per row."""
     batch, width = given["tokens_BW"].shape
-    eos_ids, num_drafted, num_positions = (
-        given["eos_ids_N"],
-        given["draft_ids_BK"].shape[1],
-        given["positions_BP"].shape[1],
-    )
+    eos_ids, num_positions = given["eos_ids_N"], given["positions_BP"].shape[1]
     run_kernel(
         _accept_and_prepare_kernel,
         (batch,),
@@ -119,12 +112,11 @@ def launch(given: Given) -> None:
         num_eos=0 if eos_ids is None else eos_ids.shape[0],
         width=width,
         num_ids=given["ids_BT"].shape[1],
-        num_drafted=num_drafted,
         num_positions=num_positions,
         HAS_ACCEPTED=given["accepted_B"] is not None,
         HAS_EOS=eos_ids is not None,
         BLOCK_W=power_of_two(width),
-        BLOCK_P=power_of_two(max(num_drafted, num_positions)),
+        BLOCK_P=power_of_two(num_positions),
         num_warps=1,
     )
 
