@@ -253,7 +253,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def stack_weights(self, cache: RaggedCache, into: ContextWeights | None = None) -> ContextWeights | None:
         """Copies what a kernel needs to write context of all layers into this cache at once; see `cache.context`."""
-        own = self._attentions() if ops.fuses(self.fc.weight) else []
+        if not ops.fuses(self.fc.weight):
+            return None
+        own = self._attentions()
         projections = [module for attention in own for module in (attention.k_proj, attention.v_proj)]
         return stack_weights(projections, [attention.k_norm.weight for attention in own], cache.buffers(), into)
 

@@ -117,7 +117,7 @@ def check_inputs(target: Target, settings: Settings) -> None:
     mask, cache, columns = given.get("attention_mask"), given.get("past_key_values"), prompt.shape[1]
     if mask is not None and mask.dim() == 2:
         if not (isinstance(cache, Cache) and int(cache.get_seq_length())):
-            if bool((mask[:, columns:] == 0).any()):
+            if mask.shape[1] > columns and bool((mask[:, columns:] == 0).any()):
                 raise ValueError(
                     f"expected ones behind the {columns} columns of the prompt in attention_mask, got zeros, which "
                     "hide tokens to come; leave these columns out"

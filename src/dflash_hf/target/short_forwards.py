@@ -2,8 +2,9 @@
 
 A known decoder layer runs as one function, over the ragged cache and, in a prefill, over Transformers': torch's own
 norm instead of six operations, heads that stay where the projections put them, and no call of a module within it. What
-it is made of is looked up once per run, not in every step. Projections that are no plain `nn.Linear`, adapters and
-quantised ones, are called as ever; hooks and forwards of the user's within a layer leave it to its class.
+it is made of is looked up before a run, and kept for later ones where the whole model is untouched. Projections that
+are no plain `nn.Linear`, adapters and quantised ones, are called as ever; hooks and forwards of the user's within a
+layer leave it to its class.
 """
 
 from __future__ import annotations
