@@ -27,6 +27,6 @@ def zlab_method(pair: Pair) -> Method | None:
         options = Options(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature or 0.0)
         raw = way(models, inputs, options)
         [steps] = raw.steps
-        return Raw(raw.sequences, (sum(steps.committed), len(steps.committed)))
+        return Raw(raw.sequences, (sum(steps["committed"]), len(steps["committed"])))
 
     return Method(name="zlab", run=run, batches=False)
