@@ -306,7 +306,7 @@ def rows_move_on_in_one_place(modules: list[Module]) -> list[str]:
             return counts_in(node.target)
         if not isinstance(node, ast.Call):
             return set()
-        by_commit = {"cursor_B", "positions_BP", "remaining_B"} & {keyword.arg for keyword in node.keywords}
+        by_commit = {"positions_BP", *(f"{n}_B" for n in ROW_COUNTS)} & {keyword.arg for keyword in node.keywords}
         in_place = isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_")
         return by_commit | (counts_in(node.func.value) if in_place else set())
 
