@@ -143,7 +143,7 @@ def _at_first_step(probe: Callable[[Run], None]) -> Generator[None]:
 def _time(run: Run, samples: int) -> Stages:
     """Freezes a run's rows and times a step's parts; the rows are as they were afterwards."""
     prefill = run.stats.time_to_first_token * 1e3
-    is_cuda = run.target.device.type == "cuda"
+    is_cuda = run.call.target.device.type == "cuda"
     reason = None
     done = run.state.done.clone()
     run.state.done.fill_(True)
@@ -170,10 +170,10 @@ def _timed(run: Run, step: _GraphPart | _PlainPart, samples: int, prefill: float
             launches[name] = _launch(step, bound)
             seconds = time.perf_counter() - began  # the last counts
         for name, launch in launches.items():
-            until[name] = _samples(launch, run.target.device, samples)
+            until[name] = _samples(launch, run.call.target.device, samples)
         step.part = None
         reads = _host_reads(launches["step"], run)
-        kernels = _profile(launches["step"], run.target.device)
+        kernels = _profile(launches["step"], run.call.target.device)
     return Stages(
         prefill_ms=prefill,
         until_ms=until,

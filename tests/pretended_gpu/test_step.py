@@ -208,8 +208,8 @@ def check(run: Run, step: Step, uses_kernels: bool) -> None:
     assert not missing
     if uses_kernels:
         assert step.num("block_attention") == attending
-        depth = run.target.config.num_hidden_layers
-        is_fused = run.target.config.model_type in FUSED
+        depth = run.call.target.config.num_hidden_layers
+        is_fused = run.call.target.config.model_type in FUSED
         assert step.num("::norm_rope_write") == DRAFT_LAYERS + depth * is_fused
         # The draft's: two a layer, those of the context and of the end.
         assert step.num("::rms_norm") >= 2 * DRAFT_LAYERS + 2 + (depth + 1) * is_fused
@@ -272,7 +272,7 @@ def test_without_kernels_no_captured_step_has_a_tree_by_default(monkeypatch: pyt
 @pytest.mark.parametrize("target", ["qwen3-30b-a3b-short", "gpt-oss-short"])
 def test_eager_experts_are_found_to_count_on_the_host(target: str) -> None:
     run = run_of(Case(target=target))  # in the prefill they count too, where they may
-    run.target.model.set_experts_implementation("eager")
+    run.call.target.model.set_experts_implementation("eager")
     with pytest.raises(HostReadError, match="on the host"):
         captured_step(run)
 

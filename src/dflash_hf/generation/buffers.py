@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import logging
 
 from dflash_hf import ops
@@ -51,7 +51,6 @@ class FixedBuffers:
     Args:
         shape (`BufferShape`): What it is for.
         capacity (`int`): Longest row in tokens, a block included; also columns of `state.ids`.
-        target (weak reference to a model): The target that the caches are of.
         state (`DecodeState`): Begun again by every run.
         draft_cache (`RaggedCache`): The draft's context.
         context_states (`torch.Tensor` of shape `[B, W, L * D]`): Tapped states of the newest verify; behind a narrower
@@ -69,7 +68,6 @@ class FixedBuffers:
 
     shape: BufferShape
     capacity: int
-    target: weakref.ref[Any]
     state: DecodeState
     draft_cache: RaggedCache
     context_states: Tensor
@@ -101,7 +99,6 @@ class FixedBuffers:
         return cls(
             shape=shape,
             capacity=capacity,
-            target=weakref.ref(target.model),
             state=DecodeState.allocate(shape, num_columns),
             draft_cache=RaggedCache(
                 layers,
@@ -168,7 +165,7 @@ class FixedBuffers:
         """Returns every tensor that must stay where it is."""
         caches = [self.draft_cache, *([] if self.cache is None else [self.cache])]
         return [
-            *self.state.tensors(),
+            *self.state.tensors().values(),
             *(self.context_states, self.context_lengths, self.offset),
             *(() if self.node_states is None else (self.node_states,)),
             *(() if self.context_weights is None else self.context_weights),
@@ -220,21 +217,13 @@ def buckets_between(shortest: int, longest: int, capacity: int) -> list[int]:
     return found[::-1]
 
 
-class _Store:
-    """The sets of buffers of one draft, least recently used first."""
-
-    def __init__(self) -> None:
-        self.kept: list[FixedBuffers] = []
-        # A target's end may be noticed while the lock is held.
-        self.lock = threading.RLock()
-
-    def forget_dead(self, _: object = None) -> None:
-        """Drops what belongs to a target that is no more."""
-        with self.lock:
-            self.kept = [buffers for buffers in self.kept if buffers.target() is not None]
+# Per draft and target, the sets that no run has at the moment, least recently used first.
+_kept = weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Module, list[FixedBuffers]]]()
+_keeping = threading.Lock()
 
 
-_stores: weakref.WeakKeyDictionary[DFlashDraftModel, _Store] = weakref.WeakKeyDictionary()
+def _kept_of(draft: DFlashDraftModel, target: Target) -> list[FixedBuffers]:
+    return _kept.setdefault(draft, weakref.WeakKeyDictionary()).setdefault(target.model, [])
 
 
 def take_buffers(
@@ -255,18 +244,17 @@ def take_buffers(
         length += shape.block
         return else_freed(draft, lambda n: FixedBuffers.allocate(target, draft, shape, n, num_columns), length, length)
     length = max(length, num_columns) + shape.block
-    store = _stores.setdefault(draft, _Store())
-    with store.lock:
-        alike = [kept for kept in store.kept if kept.shape == shape and kept.target() is target.model]
-        found = next((kept for kept in alike if kept.capacity >= length), None)
-        gone = alike if found is None else [found]
-        store.kept = [kept for kept in store.kept if not any(kept is other for other in gone)]
+    with _keeping:
+        kept = _kept_of(draft, target)
+        alike = [buffers for buffers in kept if buffers.shape == shape]
+        found = next((buffers for buffers in alike if buffers.capacity >= length), None)
+        kept[:] = [buffers for buffers in kept if buffers not in (alike if found is None else [found])]
     if found is not None:
         found.reopen()
         return found
     total = total_memory(shape.device)
     doubled = [2 * b.capacity for b in alike if total is not None and 2 * b.num_bytes() <= total * KEPT_SHARE]
-    del alike, gone, store
+    del alike
     longest = max([round_up(length), *doubled])
     return else_freed(draft, lambda n: FixedBuffers.allocate(target, draft, shape, n, n), longest, length)
 
@@ -284,20 +272,18 @@ def else_freed(draft: DFlashDraftModel, make: Callable[[int], T], length: int, l
         return make(least)
 
 
-def give_buffers(draft: DFlashDraftModel, buffers: FixedBuffers) -> None:
+def give_buffers(draft: DFlashDraftModel, target: Target, buffers: FixedBuffers) -> None:
     """Keeps buffers for the next call of their shape, instead of the least recently used ones if they are too many."""
-    store = _stores.setdefault(draft, _Store())
     if buffers.shape.device.type == "cuda":
         buffers.idle = torch.cuda.Event()
         buffers.idle.record(torch.cuda.current_stream(buffers.shape.device))
     total = total_memory(buffers.shape.device)
-    with store.lock:
-        buffers.target = weakref.ref(buffers.target(), store.forget_dead)
-        store.kept = [*store.kept, buffers][-MAX_KEPT:]
-        while store.kept and total is not None and sum(b.num_bytes() for b in store.kept) > total * KEPT_SHARE:
-            del store.kept[0]
-        is_kept = any(kept is buffers for kept in store.kept)
-    if not is_kept:
+    with _keeping:
+        kept = _kept_of(draft, target)
+        kept[:] = [*kept, buffers][-MAX_KEPT:]
+        while kept and total is not None and sum(b.num_bytes() for b in kept) > total * KEPT_SHARE:
+            del kept[0]
+    if not kept:
         logger.warning_once(
             f"Buffers of a run with a DFlash draft were more than {KEPT_SHARE:.0%} of the memory of "
             f"{buffers.shape.device} and are not kept: such calls allocate and capture every time. Fewer rows "
@@ -307,8 +293,7 @@ def give_buffers(draft: DFlashDraftModel, buffers: FixedBuffers) -> None:
 
 def kept_buffers(draft: DFlashDraftModel) -> Sequence[FixedBuffers]:
     """Returns the buffers that a draft keeps between calls."""
-    store = _stores.get(draft)
-    return () if store is None else tuple(store.kept)
+    return [buffers for kept in list(_kept.get(draft, {}).values()) for buffers in kept]
 
 
 def free_buffers(draft: DFlashDraftModel) -> None:
@@ -319,7 +304,7 @@ def free_buffers(draft: DFlashDraftModel) -> None:
     Args:
         draft (`DFlashDraftModel`): The draft.
     """
-    _stores.pop(draft, None)
+    _kept.pop(draft, None)
 
 
 __all__ = [

@@ -193,7 +193,7 @@ class GraphStep(StaticStep):
         super().__init__(run)
         self.buffers = run.buffers
         self.settings = _settings(run, self.decides)
-        fingerprint = _fingerprint(run.target, run.generator.draft)
+        fingerprint = _fingerprint(run.call.target, run.generator.draft)
         if self.buffers.graphs is None or self.buffers.graphs.fingerprint != fingerprint:
             self.buffers.graphs = Graphs(fingerprint)
         self.graphs: Graphs = self.buffers.graphs
@@ -292,7 +292,7 @@ class GraphStep(StaticStep):
                 with held(NoHostReads()):
                     self.body(bound)
             except HostReadError as error:
-                name = type(self.run.target.model).__name__
+                name = type(self.run.call.target.model).__name__
                 raise NotCapturableError(f"a step of {name} needs the host ({error})") from error
         if is_known or self.compiles:
             self.body(bound)
@@ -310,7 +310,7 @@ def _settings(run: Run, decides: bool) -> Settings:
         options.compile_layers,
         options.max_matching_ngram_size,
         None if state.key is None else generator.rule,
-        run.processors.settings(),
+        run.call.processors.settings(),
         state.eos_ids is None,
         generator.offset is None,
         ops.forced(),

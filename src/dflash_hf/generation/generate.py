@@ -220,13 +220,13 @@ def decode(call: Call) -> DFlashGenerateOutput | torch.LongTensor:
             draft.last_stats = run.stats
         sequences = _sequences(run, config)
         keep(run, sequences)
-        run.ranks.meet()
+        run.call.ranks.meet()
     if run.keeps_buffers:
-        give_buffers(draft, run.buffers)
+        give_buffers(draft, target, run.buffers)
     elif run.chooser is not None:
         give_chooser(run.chooser, draft, target.model, len(sequences))
-    if run.streamer is not None:
-        run.streamer.end()
+    if run.call.streamer is not None:
+        run.call.streamer.end()
     sequences = cast(torch.LongTensor, sequences.to(call.given_on))
     run.watch.lap("rest")
     if not config.return_dict_in_generate:
@@ -253,7 +253,7 @@ def advance(run: Run, engine: Engine = "eager") -> None:
                 captured.advance()
         if run.finished:
             return
-        with nullcontext() if run.calls_out else tapped(run):
+        with nullcontext() if run.call.calls_out else tapped(run):
             while not run.finished:
                 drop_finished(run)
                 step(run)
@@ -271,8 +271,8 @@ def keep(run: Run, sequences: Tensor) -> None:
 
     @torch.inference_mode()
     def verify_all(blocks: Iterator[RaggedBlock]) -> None:
-        run.ranks.meet()
-        with run.ranks.forward(), tapped(run):
+        run.call.ranks.meet()
+        with run.call.ranks.forward(), tapped(run):
             for block in blocks:
                 verify(run, block)
 

@@ -22,7 +22,6 @@ from dflash_hf.generation.candidate_generator import Propose
 from dflash_hf.generation.generate import answer_with, unwrapped
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.run import Call, Run
-from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.generation.step import step
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
@@ -133,10 +132,10 @@ def _start(call: Call, propose: Propose | None, accept: Accept | None) -> Run:
         if nodes := options.num_tree_nodes:
             raise ValueError(f"expected a chain beside a rule of your own, got num_tree_nodes={nodes}; leave it out")
     if accept is not None:
-        names = [type(processor).__name__ for processor in call.processors]
+        names = [type(processor).__name__ for processor in call.processors.processors]
         what = "only temperature, top-k, top-p and other warpers of single scores beside accept"
         reason = "the others never see what lies behind a mismatch"
-        require(BlockProcessors(call.processors).is_stateless, what, names, reason)
+        require(call.processors.is_stateless, what, names, reason)
         together = [type(criterion).__name__ for criterion in call.own_criteria]
         if call.streamer is not None and call.input_ids.shape[0] > 1:
             together.append(type(call.streamer).__name__)
@@ -152,7 +151,7 @@ def _start(call: Call, propose: Propose | None, accept: Accept | None) -> Run:
     if options.verify_width is None:
         run.chooser = None  # to be looked at, a run drafts at every step
     if propose is not None:
-        run.generator.rule_of_user = _Checked(propose, dims=2, highest=run.target.vocab_size - 1)
+        run.generator.rule_of_user = _Checked(propose, dims=2, highest=run.call.target.vocab_size - 1)
     if accept is not None:
         run.accept = _Checked(accept, dims=1)
     return run
@@ -160,10 +159,10 @@ def _start(call: Call, propose: Propose | None, accept: Accept | None) -> Run:
 
 def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generator[DFlashStep]:
     """Yields the prefill, then one step after the other; nothing is held while it waits."""
-    state, models = run.state, (run.target.parts, Inventory.of(run.generator.draft))
+    state, models = run.state, (run.call.target.parts, Inventory.of(run.generator.draft))
     # Looked up once: every part of both models has to be asked.
     compiled = [parts for parts in models if is_compiled(parts)]
-    no_gradients = torch.inference_mode if run.target.takes_inference_mode else torch.no_grad
+    no_gradients = torch.inference_mode if run.call.target.takes_inference_mode else torch.no_grad
     yield DFlashStep(
         index=0,
         anchor=state.ids[:, state.columns - 1].clone(),
@@ -177,7 +176,7 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
     index = 0
     while not run.finished:
         index += 1
-        with run.ranks.together(), eagerly(*compiled), no_gradients():
+        with run.call.ranks.together(), eagerly(*compiled), no_gradients():
             run.watch.skip()
             before = state.anchor.clone(), state.lengths.clone()
             logits, counts = step(run)
@@ -199,8 +198,8 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
             node_ids=None if report is None else report.node_ids.clone(),
             parents=None if report is None else report.parents.clone(),
         )
-    if run.streamer is not None:
-        run.streamer.end()
+    if run.call.streamer is not None:
+        run.call.streamer.end()
 
 
 def _committed(run: Run, counts: list[int]) -> list[Tensor]:

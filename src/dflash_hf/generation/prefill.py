@@ -57,8 +57,7 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     devices = (input_ids.device, draft.device) if draft.generation_config.synchronize else ()
     watch = Stopwatch(stats := SpeculativeStats(), call.started, devices)
     watch.lap("prepare")
-    pad = config._pad_token_tensor
-    processors = BlockProcessors(call.processors, 0 if pad is None else int(pad))
+    processors = call.processors
     block_size, width, rule = _widths_and_rule(draft, config, processors)
     # What is drawn is tested node by node, hundreds of launches; without kernels the host of a GPU builds trees.
     is_unfit = (config.do_sample and rule == "sample") or (input_ids.is_cuda and not ops.accepts(input_ids))
@@ -90,19 +89,17 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     state.begin(input_ids, lengths=lengths, limit=limit, position_delta=delta, eos_ids=eos_ids, seed=seed)
     stats.num_committed, stats.num_accepted = ([[] for _ in range(len(input_ids))] for _ in range(2))
     stats.num_proposed, stats.num_target_forwards = shape.path - 1, 1
-    stats.proposal = rule if state.is_sampled else "greedy"
+    stats.proposal = "greedy" if state.key is None else rule
     stats.cache_bytes = cache.num_bytes() + generator.cache.num_bytes()
-    criteria, recorder = call.own_criteria, Recorder(config, input_ids.shape[0])
+    recorder = Recorder(config, input_ids.shape[0])
     run = Run(
-        target=target,
-        ranks=ranks,
+        call=call,
         generator=generator,
         buffers=buffers,
         cache=cache,
-        processors=processors,
-        criteria=criteria,
-        streamer=call.streamer,
-        synchronized=SynchronizedRows.if_needed(processors, criteria, call.streamer, state, recorder.has_scores),
+        synchronized=SynchronizedRows.if_needed(
+            processors, call.own_criteria, call.streamer, state, recorder.has_scores
+        ),
         recorder=recorder,
         stats=stats,
         watch=watch,
@@ -114,7 +111,6 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
         longest=longest,
         room=room,
         keeps_buffers=keeps_buffers,
-        calls_out=call.calls_out,
     )
     _commit_first(run, outputs)
     return run
@@ -276,7 +272,7 @@ def _chooser(generator: DFlashCandidateGenerator, state: DecodeState, keeps_buff
     if asked is None and WidthChooser.by_default and not keeps_buffers:
         weight: Any = target.embedding.weight
         is_half = weight.dtype.itemsize < 4 or torch.is_autocast_enabled(target.device.type)
-        asked = None if is_half or (state.is_sampled and generator.rule == "sample") else "auto"
+        asked = None if is_half or (state.key is not None and generator.rule == "sample") else "auto"
     if asked != "auto" or width < 2:
         return None
     is_tree, longest = generator.trees is not None, generator.num_proposals + 1

@@ -76,7 +76,7 @@ class Call:
     started: float
     input_ids: torch.LongTensor = field(init=False)
     given_on: torch.device = field(init=False)
-    processors: LogitsProcessorList = field(init=False)
+    processors: BlockProcessors = field(init=False)
     criteria: StoppingCriteriaList = field(init=False)
     config: GenerationConfig = field(init=False)
     inputs: dict[str, Any] = field(init=False)
@@ -92,20 +92,20 @@ class Call:
     ) -> Any:
         """Takes what `generate` has prepared, and answers."""
         self.given_on, self.input_ids = input_ids.device, cast(torch.LongTensor, input_ids.to(self.target.device))
-        self.processors, self.criteria = logits_processor, stopping_criteria
-        self.config, self.inputs = generation_config, inputs
+        self.criteria, self.config, self.inputs = stopping_criteria, generation_config, inputs
+        pad: Any = generation_config._pad_token_tensor
+        self.processors = BlockProcessors(logits_processor, 0 if pad is None else int(pad))
         return self.answer(self)
 
-    @property
+    @functools.cached_property
     def own_criteria(self) -> list[StoppingCriteria]:
         """Criteria besides length and end of sequence."""
         return [criterion for criterion in self.criteria if type(criterion) not in LENGTH_AND_END]
 
-    @functools.cached_property
+    @property
     def calls_out(self) -> bool:
         """Whether code of the user's runs between two forwards, which may want to use the target itself."""
-        is_stateless = BlockProcessors(self.processors).is_stateless
-        return bool(self.own_criteria) or self.streamer is not None or not is_stateless
+        return bool(self.own_criteria) or self.streamer is not None or not self.processors.is_stateless
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,12 +113,10 @@ class Run:
     """The parts of one run, after its prefill.
 
     Args:
-        target (`Target`): The target.
-        ranks (`Ranks`): Of this call.
+        call (`Call`): That it answers.
         generator (`DFlashCandidateGenerator`): Drafts.
         buffers (`FixedBuffers`): What steps read and write.
         cache (`RaggedCache`): The target's.
-        processors, criteria, streamer: Of the call; criteria besides length and end of sequence.
         synchronized (`SynchronizedRows`, *optional*): Keeps the rows in step, where something of the user's has to see
             all of them.
         recorder (`Recorder`): Scores and states that are to be returned.
@@ -132,21 +130,16 @@ class Run:
         room (`int`): New tokens that the buffers are made for.
         num_new (`int`): Tokens that the longest answer has.
         keeps_buffers (`bool`): Whether the buffers go back for the next call when the run has ended well.
-        calls_out (`bool`): See [`Call`].
         rows (`list[int]`): Which of the call's rows each row of the state is.
         reported (`list[list[int]]`): The first five rows of the last step's `state.outcome`.
         ended (`dict[int, torch.Tensor]`): Prompt and answer of each of the call's rows that was dropped.
         taps (`Taps`, *optional*): Those that are open, see [`tapped`].
     """
 
-    target: Target
-    ranks: Ranks
+    call: Call
     generator: DFlashCandidateGenerator
     buffers: FixedBuffers
     cache: RaggedCache
-    processors: BlockProcessors
-    criteria: list[StoppingCriteria]
-    streamer: BaseStreamer | None
     synchronized: SynchronizedRows | None
     recorder: Recorder
     stats: SpeculativeStats
@@ -161,7 +154,6 @@ class Run:
     keeps_buffers: bool
     accept: Accept | None = None
     num_new: int = 0
-    calls_out: bool = False
     rows: list[int] = field(init=False)
     reported: list[list[int]] = field(default_factory=list[list[int]])
     ended: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -186,8 +178,8 @@ class Run:
 
     def decides(self) -> bool:
         """Returns True if nothing of the user's has to look at a step before it is committed or after it."""
-        return self.processors.is_stateless and not (
-            self.criteria or self.synchronized is not None or self.recorder.is_on or self.accept is not None
+        return self.call.processors.is_stateless and not (
+            self.call.own_criteria or self.synchronized is not None or self.recorder.is_on or self.accept is not None
         )
 
 
@@ -201,8 +193,8 @@ def tapped(run: Run) -> Generator[Taps]:
         yield run.taps
         return
     ids = run.generator.draft.config.target_layer_ids
-    taps = Taps(run.target.layers, ids, counts=lambda kwargs: kwargs.get(KEYWORD) is run.cache)
-    with ragged_attention(run.target), fused_modules(run.target), noting(run.cache.layers), taps.open():
+    taps = Taps(run.call.target.layers, ids, counts=lambda kwargs: kwargs.get(KEYWORD) is run.cache)
+    with ragged_attention(run.call.target), fused_modules(run.call.target), noting(run.cache.layers), taps.open():
         run.taps = taps
         try:
             yield taps
@@ -243,7 +235,7 @@ def drop_finished(run: Run) -> None:
     if not any(done) or not run.decides() or run.keeps_buffers or run.kept or run.extra or run.cache.groups:
         return
     # Such a RoPE goes by the longest row of the batch, also where that has ended.
-    if run.ranks.size > 1 or not has_fixed_rope(run.target) or not is_untouched(run.target.parts):
+    if run.call.ranks.size > 1 or not has_fixed_rope(run.call.target) or not is_untouched(run.call.target.parts):
         return
     running = [row for row, has_ended in enumerate(done) if not has_ended]
     moved = [row for row in running if row >= len(running)]

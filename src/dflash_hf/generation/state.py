@@ -129,7 +129,7 @@ class DecodeState:
         limit (`int`): Tokens a row may generate.
         width (`int`): Tokens that the step verifies, at most `W`; each step may have its own.
         is_chain (`bool`): Whether the step verifies a chain although the run has trees.
-        has_eos, is_sampled (`bool`): Whether there are end-of-sequence ids, and whether tokens are sampled.
+        eos_ids, key (`torch.Tensor`, *optional*): `padded_eos_ids` if there are any, `seed` if tokens are sampled.
         draft_probs (`torch.Tensor` of shape `[B, width - 1, V]`, *optional*): Distribution of the proposals, for
             rejection. Of a tree `[B, width, V]`: the one that each node's children were drawn from.
 
@@ -155,8 +155,8 @@ class DecodeState:
     limit: int = 0
     width: int = 1
     is_chain: bool = False
-    has_eos: bool = False
-    is_sampled: bool = False
+    eos_ids: Tensor | None = None
+    key: Tensor | None = None
     draft_probs: Tensor | None = None
 
     @classmethod
@@ -215,11 +215,12 @@ class DecodeState:
         torch.add(lengths[:, None], ahead, out=self.next_positions)
         self.position_delta.copy_(position_delta)
         self.padded_eos_ids.fill_(-1)
-        self.has_eos, self.is_sampled, self.draft_probs = eos_ids is not None, seed is not None, None
+        self.eos_ids = self.key = self.draft_probs = None
         if eos_ids is not None:
-            self.padded_eos_ids[: eos_ids.shape[0]] = eos_ids
+            self.eos_ids = self.padded_eos_ids
+            self.eos_ids[: eos_ids.shape[0]] = eos_ids
         if seed is not None:
-            self.seed.copy_(seed)
+            self.key = self.seed.copy_(seed)
 
     @property
     def block(self) -> Tensor:
@@ -316,36 +317,24 @@ class DecodeState:
         """Tokens that each row has generated so far `[B]`."""
         return self.cursor - self.columns
 
-    @property
-    def eos_ids(self) -> Tensor | None:
-        """End-of-sequence ids `[N]`, if there are any; negative ones are none."""
-        return self.padded_eos_ids if self.has_eos else None
-
-    @property
-    def key(self) -> Tensor | None:
-        """Seed of the sampling noise; `None` is greedy."""
-        return self.seed if self.is_sampled else None
-
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keeps these rows alone; see [`kept_rows`]."""
-        if self.is_sampled:
+        if self.key is not None:
             # As `ops.exponential_noise` puts rows and positions together.
             places = (
                 torch.tensor([row ^ place for place, row in enumerate(rows)], device=self.ids.device) << ops.ROW_BITS
             )
             self.moved = places if self.moved is None else self.moved[list(rows)] ^ places
         dims = {"outcome": 1, "nodes": 1, "position_delta": self.position_delta.dim() - 1}
-        for name in self.__slots__:
-            if isinstance(tensor := getattr(self, name), Tensor) and name not in ("padded_eos_ids", "seed", "moved"):
+        for name, tensor in self.tensors().items():
+            if name not in ("padded_eos_ids", "seed"):
                 setattr(self, name, kept_rows(tensor, rows, dims.get(name, 0)))
 
-    def tensors(self) -> list[Tensor]:
-        """Returns every tensor that stays where it is from step to step."""
-        return [
-            value
-            for name in self.__slots__
-            if name not in ("draft_probs", "moved") and isinstance(value := getattr(self, name), Tensor)
-        ]
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns every tensor that stays where it is from step to step, by name."""
+        others = ("eos_ids", "key", "moved", "draft_probs")
+        values = ((name, getattr(self, name)) for name in self.__slots__ if name not in others)
+        return {name: value for name, value in values if isinstance(value, Tensor)}
 
 
 __all__ = ["NUM_REPORTED", "BufferShape", "DecodeState", "TreeReport"]

@@ -36,7 +36,7 @@ def step(run: Run) -> tuple[Tensor, list[int]]:
     """
     make_room(run)
     begin(run)
-    with run.ranks.forward():
+    with run.call.ranks.forward():
         outputs = forwards(run)
     return conclude(run, outputs)
 
@@ -47,7 +47,7 @@ def begin(run: Run) -> None:
     if chooser is not None:
         state.width, state.is_chain = chooser.next_width(), chooser.is_chain
     # One number says both: a chain's is negative.
-    number = run.ranks.meet(-state.width if state.is_chain else state.width)
+    number = run.call.ranks.meet(-state.width if state.is_chain else state.width)
     state.width, state.is_chain = abs(number), number < 0
     run.stats.num_target_forwards += 1
     run.stats.num_draft_forwards += state.width > 1
@@ -70,7 +70,7 @@ def forwards(run: Run, bound: int | None = None) -> CausalLMOutputWithPast:
     if width > 1:
         drafted = RaggedBlock(positions[:, :size], bound or run.longest + size, is_exact)
         run.generator.propose(state, block if width == size and block.tree is None else drafted)
-        run.ranks.share(state.proposals, state.nodes)
+        run.call.ranks.share(state.proposals, state.nodes)
     else:
         run.generator.pass_over(is_static=bound is not None)
     if bound is None:
@@ -94,7 +94,7 @@ def verify(run: Run, block: RaggedBlock) -> CausalLMOutputWithPast:
     Raises:
         RuntimeError: If a layer did not go over the ragged cache as it must.
     """
-    state, target = run.state, run.target
+    state, target = run.state, run.call.target
     with tapped(run) as taps:
         run.cache.begin(block)
         outputs = target.model(
@@ -116,7 +116,7 @@ def settle(run: Run, logits_BWV: Tensor) -> Tensor:
 
     Returns the scores `[B, W, V]` that a recorder is to have: processed if there is one.
     """
-    state, processors = run.state, run.processors
+    state, processors = run.state, run.call.processors
     if run.synchronized is not None:
         scores, num_accepted = run.synchronized.decide(state, logits_BWV)
     elif processors.is_stateless:
@@ -124,9 +124,9 @@ def settle(run: Run, logits_BWV: Tensor) -> Tensor:
         scores = processors.warp(state.along_path(logits_BWV)) if run.recorder.is_on else logits_BWV
     else:
         scores, num_accepted = decide_by_position(state, logits_BWV, processors), None
-    if run.criteria and run.synchronized is None:
-        stop_by_criteria(state, run.criteria, num_accepted)
-    num_accepted = run.ranks.decided(state, num_accepted, run.synchronized)
+    if run.call.own_criteria and run.synchronized is None:
+        stop_by_criteria(state, run.call.own_criteria, num_accepted)
+    num_accepted = run.call.ranks.decided(state, num_accepted, run.synchronized)
     if state.path is not None:
         state.report_nodes()
         path = state.path[:, : run.buffers.shape.path]
@@ -172,7 +172,7 @@ def finish(run: Run, outcome: Tensor, width: int) -> list[int]:
     """
     stats, tree, reported = run.stats, run.state.report_in(outcome, width), outcome[:NUM_REPORTED].tolist()
     committed, accepted = reported[:2]
-    put_tree = getattr(run.streamer, "put_tree", None)
+    put_tree = getattr(run.call.streamer, "put_tree", None)
     if tree is not None and put_tree is not None and run.synchronized is None and committed[0]:
         put_tree(**{name: part[0].tolist() for name, part in tree._asdict().items()})
     take_note(run, reported, outcome[NUM_REPORTED : NUM_REPORTED + width].T)
@@ -214,12 +214,12 @@ def take_note(run: Run, reported: list[list[int]], tokens: Tensor) -> None:
             # At the forward that plain decoding would fail in: nothing is made of positions that do not exist.
             if length > reach - (not has_ended):
                 raise ValueError(
-                    f"expected rows of at most {reach + 1} tokens (the target has learned positions, "
-                    f"{run.target.num_positions} of them), got a row that is longer or goes on; lower max_new_tokens"
+                    f"expected rows of at most {reach + 1} tokens (the target has {run.call.target.num_positions} "
+                    "learned positions), got a row that is longer or goes on; lower max_new_tokens"
                 )
-    if run.streamer is not None and run.synchronized is None and committed[0]:
+    if run.call.streamer is not None and run.synchronized is None and committed[0]:
         # A copy: the next step writes into the same memory, and a streamer may keep what it gets.
-        run.streamer.put(tokens[0, : committed[0]].to("cpu", copy=True))
+        run.call.streamer.put(tokens[0, : committed[0]].to("cpu", copy=True))
     run.reported = reported
     run.note_longest()
 
@@ -327,7 +327,7 @@ class StaticStep:
         """
         if self.compiles:
             try:
-                with compiled_layers(self.run.target, (self.run.state.ids.shape[0], self.run.state.width)):
+                with compiled_layers(self.run.call.target, (self.run.state.ids.shape[0], self.run.state.width)):
                     return forwards(self.run, bound)
             except compile_errors() as error:
                 self.compiles = False
