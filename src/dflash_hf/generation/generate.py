@@ -23,6 +23,7 @@ from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList, S
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.checkpoints import explain_foreign_draft
 from dflash_hf.devices import Inventory, eagerly, execution_devices
+from dflash_hf.errors import require
 from dflash_hf.generation.buffers import give_buffers
 from dflash_hf.generation.checks import Settings, check_images, check_inputs, check_settings, check_stock
 from dflash_hf.generation.cuda_graph import check_capturable, choose_engine, device_errors_explained, start_engine
@@ -112,23 +113,17 @@ def _prepare(
     arguments.pop("assistant_model", None)
     # Pipelines pass one on where they cannot see that a draft reads and writes the target's tokens.
     arguments.pop("assistant_tokenizer", None)
-    if arguments.get("custom_generate") is not None:
-        raise ValueError("expected no custom_generate beside a DFlash draft, got one; drop one of the two")
+    given = arguments.get("custom_generate")
+    require(given is None, "no custom_generate beside a DFlash draft", given, "drop one of the two")
     options: Any = draft.generation_config
-    if not isinstance(options, DFlashGenerationConfig):
-        raise ValueError(
-            f"expected draft.generation_config to be a DFlashGenerationConfig, got a "
-            f"{type(options).__name__}; assign dflash_hf.DFlashGenerationConfig(...)"
-        )
+    what, do = "a DFlashGenerationConfig as draft.generation_config", "assign dflash_hf.DFlashGenerationConfig(...)"
+    require(isinstance(options, DFlashGenerationConfig), what, type(options).__name__, do)
     target = find_target(model)
     check_target(target)
     check_pair(target, draft.config)
     draft_parts = Inventory.of(draft)
-    if len(devices := execution_devices(draft_parts)) > 1:
-        raise ValueError(
-            f"expected a draft on one device, got {sorted(str(device) for device in devices)}; load it with "
-            'device_map={"": device}'
-        )
+    devices = sorted(map(str, execution_devices(draft_parts)))
+    require(len(devices) < 2, "a draft on one device", devices, 'load it with device_map={"": device}')
     options.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
     check_capturable(target, draft)
     settings = Settings(model, arguments)
@@ -141,11 +136,7 @@ def _prepare(
         keep_new_images(target, ids, past, arguments)
     elif ids is not None and arguments.get("inputs_embeds") is None:
         check_images(target, ids, arguments)
-    if settings["token_healing"]:
-        _heal_tokens(model, arguments)
-    if settings["stop_strings"] is not None:
-        _add_stop_strings(settings["stop_strings"], arguments)
-    arguments.pop("tokenizer", None)
+    _use_tokenizer(model, settings, arguments)
     # The streamer goes both ways: `generate` puts the prompt into it, `decode` the rest. The cache goes as an argument
     # and says here that it is the caller's, not one that `generate` prepared.
     arguments["custom_generate"] = Call(
@@ -161,35 +152,24 @@ def _prepare(
     return arguments
 
 
-def _heal_tokens(model: Any, arguments: dict[str, Any]) -> None:
-    """Heals the prompts' last tokens here, by Transformers' own function: the tokenizer would not reach it.
+def _use_tokenizer(model: Any, settings: Settings, arguments: dict[str, Any]) -> None:
+    """Heals the prompts' last tokens and makes a criterion of stop strings: beyond here no tokenizer is handed on.
 
     Raises:
-        ValueError: If there is no tokenizer, or the prompts are embeddings.
+        ValueError: If one of the two is asked for without a tokenizer, or healing of embeddings.
     """
-    name = "inputs" if arguments.get("inputs") is not None else "input_ids"
-    if arguments.get("tokenizer") is None or arguments.get(name) is None:
-        raise ValueError(
-            "expected input_ids and tokenizer= with token_healing, got none; pass generate(..., tokenizer=tokenizer)"
-        )
-    arguments[name] = model.heal_tokens(arguments[name], arguments["tokenizer"])
-    # An explicit value outweighs the given config and the model's own.
-    arguments["token_healing"] = False
-
-
-def _add_stop_strings(stop_strings: str | list[str], arguments: dict[str, Any]) -> None:
-    """Turns `stop_strings` into a criterion here: `tokenizer` would not reach `decode`.
-
-    Raises:
-        ValueError: If there is no tokenizer to read them with.
-    """
-    tokenizer = arguments.get("tokenizer")
-    if tokenizer is None:
-        raise ValueError("expected tokenizer= with stop_strings, got none; pass generate(..., tokenizer=tokenizer)")
-    # An explicit None outweighs the given config and the model's own.
-    arguments["stop_strings"] = None
-    given = arguments.get("stopping_criteria") or []
-    arguments["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, stop_strings)])
+    tokenizer, stop_strings = arguments.pop("tokenizer", None), settings["stop_strings"]
+    do = "pass generate(..., tokenizer=tokenizer)"
+    # Explicit values outweigh the given config and the model's own.
+    if settings["token_healing"]:
+        name = "inputs" if arguments.get("inputs") is not None else "input_ids"
+        has_both = tokenizer is not None and arguments.get(name) is not None
+        require(has_both, "input_ids and tokenizer= with token_healing", None, do)
+        arguments |= {name: model.heal_tokens(arguments[name], tokenizer), "token_healing": False}
+    if stop_strings is not None:
+        require(tokenizer is not None, "tokenizer= with stop_strings", None, do)
+        criteria = [*(arguments.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stop_strings)]
+        arguments |= {"stopping_criteria": StoppingCriteriaList(criteria), "stop_strings": None}
 
 
 def decode(call: Call) -> DFlashGenerateOutput | torch.LongTensor:

@@ -7,6 +7,7 @@ held during a pause: no hook, no switched attention.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -163,41 +164,36 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
     # Looked up once: every part of both models has to be asked.
     compiled = [parts for parts in models if is_compiled(parts)]
     no_gradients = torch.inference_mode if run.call.target.takes_inference_mode else torch.no_grad
-    yield DFlashStep(
-        index=0,
-        anchor=state.ids[:, state.columns - 1].clone(),
-        proposals=state.proposals[:, :0].clone(),
-        tokens=state.ids[:, state.columns, None].clone(),
-        positions=state.lengths[:, None].clone(),
-        num_accepted=torch.zeros_like(state.num_accepted),
-        committed=_committed(run, [1] * state.ids.shape[0]),
-        done=state.done.clone(),
-    )
-    index = 0
-    while not run.finished:
-        index += 1
-        with run.call.ranks.together(), eagerly(*compiled), no_gradients():
-            run.watch.skip()
-            before = state.anchor.clone(), state.lengths.clone()
-            logits, counts = step(run)
+    # The prefill, as if it had verified the prompts' last tokens.
+    state.width, logits, counts = 1, None, run.reported[0]
+    before = state.ids[:, state.columns - 1], state.lengths - 1
+    for index in itertools.count():
+        if index:
+            with run.call.ranks.together(), eagerly(*compiled), no_gradients():
+                run.watch.skip()
+                before = state.anchor.clone(), state.lengths.clone()
+                logits, counts = step(run)
         # Outside inference mode, so that autograd takes the copies.
         anchor, lengths = (tensor.clone() for tensor in before)
         drafted, report = run.generator.logits, state.report
+        rule = run.accept if index else None
         yield DFlashStep(
             index=index,
             anchor=anchor,
             proposals=state.proposals.clone(),
-            tokens=(state.tokens if run.accept is None else cast(_Checked, run.accept).second).clone(),
+            tokens=(state.tokens if rule is None else cast(_Checked, rule).second).clone(),
             positions=lengths[:, None] + torch.arange(1, state.width + 1, device=lengths.device),
             num_accepted=state.num_accepted.masked_fill(torch.tensor(counts, device=lengths.device) == 0, 0),
             committed=_committed(run, counts),
             done=state.done.clone(),
-            logits=logits.clone() if output_logits else None,
+            logits=logits.clone() if output_logits and logits is not None else None,
             draft_logits=drafted.clone() if output_logits and drafted is not None else None,
-            hidden_states=run.generator.context_hidden_states.clone() if output_hidden_states else None,
+            hidden_states=run.generator.context_hidden_states.clone() if output_hidden_states and index else None,
             node_ids=None if report is None else report.node_ids.clone(),
             parents=None if report is None else report.parents.clone(),
         )
+        if run.finished:
+            break
     if run.call.streamer is not None:
         run.call.streamer.end()
 

@@ -44,10 +44,9 @@ def step(run: Run) -> tuple[Tensor, list[int]]:
 def begin(run: Run) -> None:
     """Sets the step's width and counts its two forwards; a block of one token is not drafted."""
     state, chooser = run.state, run.chooser
-    if chooser is not None:
-        state.width, state.is_chain = chooser.next_width(), chooser.is_chain
+    width = run.generator.verify_width if chooser is None else chooser.next_width()
     # One number says both: a chain's is negative.
-    number = run.call.ranks.meet(-state.width if state.is_chain else state.width)
+    number = run.call.ranks.meet(-width if chooser is not None and chooser.is_chain else width)
     state.width, state.is_chain = abs(number), number < 0
     run.stats.num_target_forwards += 1
     run.stats.num_draft_forwards += state.width > 1
