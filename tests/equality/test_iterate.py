@@ -316,7 +316,7 @@ def test_what_cannot_be_honoured_is_refused_before_any_forward(monkeypatch: pyte
 
     refused("num_beams=1", num_beams=2)
     refused("drop that keyword", assistant_model=draft)
-    refused("got a Qwen3ForCausalLM", assistant=target)
+    refused("got 'Qwen3ForCausalLM'", assistant=target)
     refused("never see what lies behind", accept=keep_all, repetition_penalty=1.2)
     refused("stop iterating instead", accept=keep_all, max_time=60.0)
     draft.generation_config.proposal = "sample"

@@ -263,7 +263,7 @@ def interrupted(target: PreTrainedModel) -> Cache:
 REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], int, str]] = {
     "tuple": (lambda target: ((torch.zeros(1), torch.zeros(1)),), 8, "DynamicCache or StaticCache"),
     "offloaded": (lambda target: DynamicCache(config=target.config, offloading=True), 8, "an offloaded cache"),
-    "other layers": (lambda target: quantised(), 8, "got Layer in layer 0"),
+    "other layers": (lambda target: quantised(), 8, "layer 0 in past_key_values, got 'Layer'"),
     "other window": (wrong_window, 8, "to keep all tokens"),
     "other depth": (
         lambda target: DynamicCache(config=tiny_target("qwen3", num_hidden_layers=6).config),

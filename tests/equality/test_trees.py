@@ -453,7 +453,7 @@ def test_rules_of_the_users_own_are_for_chains() -> None:
     draft = tiny_draft(target, 8)
     draft.generation_config.num_tree_nodes = 8
     for rule in ({"propose": lambda logits, anchor: logits.argmax(-1)}, {"accept": lambda *given: given[0][:, 0] * 0}):
-        with pytest.raises(ValueError, match="expected a chain beside a rule of your own, got num_tree_nodes"):
+        with pytest.raises(ValueError, match="expected a chain, no num_tree_nodes, beside a rule of your own, got"):
             iterate(target, draft, **prompts([4], 0), max_new_tokens=4, **rule)
 
 
@@ -462,6 +462,6 @@ def test_recurrent_targets_are_refused() -> None:
     draft = tiny_draft(target, 8)
     draft.generation_config.num_tree_nodes = 8
     with pytest.raises(
-        ValueError, match="expected a target of attention layers alone with num_tree_nodes, got Qwen3Next"
+        ValueError, match="expected a target of attention layers alone with num_tree_nodes, got 'Qwen3Next"
     ):
         target.generate(**prompts([4], 0), max_new_tokens=4, assistant_model=draft)

@@ -117,20 +117,14 @@ def check_inputs(target: Target, settings: Settings) -> None:
     mask, cache, columns = given.get("attention_mask"), given.get("past_key_values"), prompt.shape[1]
     if mask is not None and mask.dim() == 2:
         if not (isinstance(cache, Cache) and int(cache.get_seq_length())):
-            if mask.shape[1] > columns and bool((mask[:, columns:] == 0).any()):
-                raise ValueError(
-                    f"expected ones behind the {columns} columns of the prompt in attention_mask, got zeros, which "
-                    "hide tokens to come; leave these columns out"
-                )
+            what, do = f"ones behind the {columns} columns of the prompt in attention_mask", "they hide tokens to come"
+            require(bool(mask[:, columns:].all()), what, "zeros", f"{do}, leave these columns out")
             mask = mask[:, :columns]
         if not bool(mask.all()):
-            if bool((mask.sum(dim=-1) == 0).any()):
-                raise ValueError("expected a real token in every row, got an attention_mask row of zeros; fill it")
-            if bool((mask[:, -1] == 0).any()):
-                raise ValueError(
-                    "expected left-padded prompts, got an attention_mask with a zero in its last column; "
-                    "tokenize with padding_side='left'"
-                )
+            is_empty, got = bool((mask.sum(dim=-1) == 0).any()), "an attention_mask row of zeros"
+            require(not is_empty, "a real token in every row", got, "fill it")
+            is_left, got = bool(mask[:, -1].all()), "an attention_mask with a zero in its last column"
+            require(is_left, "left-padded prompts", got, "tokenize with padding_side='left'")
     if cache is not None:
         _check_cache(cache, target)
         _check_columns(cache, prompt.shape[0] * (settings["num_return_sequences"] or 1), columns, mask)
@@ -156,11 +150,8 @@ def check_images(target: Target, input_ids: Tensor, arguments: dict[str, Any]) -
     token = model.config.image_token_id
     num_patches, num_tokens = int(grids.prod(dim=-1).sum()), int((input_ids == token).sum())
     wanted = num_patches // model.config.vision_config.spatial_merge_size**2
-    if num_tokens != wanted:
-        raise ValueError(
-            f"expected {wanted} image tokens ({token}) for the {len(grids)} images of image_grid_thw, got "
-            f"{num_tokens} in input_ids; pass what the processor made of text and images together"
-        )
+    what = f"{wanted} image tokens ({token}) for the {len(grids)} images of image_grid_thw"
+    require(num_tokens == wanted, what, num_tokens, "pass what the processor made of text and images together")
     patches = None if pixels is None else pixels.shape[0]
     what = f"pixel_values of {num_patches} patches, as image_grid_thw says"
     require(patches == num_patches, what, patches, "pass what the processor made of the images")
@@ -183,11 +174,8 @@ def _check_cache(cache: object, target: Target) -> None:
     require(fits, f"past_key_values with {len(references)} layers (the target's)", num, make)
     for index, (layer, reference) in enumerate(zip(cache.layers, references, strict=False)):
         kind, wanted = type(layer).__name__, type(reference).__name__
-        if type(layer) not in _LAYERS:
-            raise ValueError(
-                f"expected dynamic or static layers in past_key_values, got {kind} in layer {index}; use a "
-                "DynamicCache or drop assistant_model"
-            )
+        what = f"a dynamic or static layer {index} in past_key_values"
+        require(type(layer) in _LAYERS, what, kind, "use a DynamicCache or drop assistant_model")
         recurrent = isinstance(layer, LinearAttentionLayer), isinstance(reference, LinearAttentionLayer)
         require(recurrent[0] == recurrent[1], f"a {wanted} in layer {index} of past_key_values", kind, make)
         if isinstance(layer, LinearAttentionLayer):

@@ -168,7 +168,8 @@ def _use_tokenizer(model: Any, settings: Settings, arguments: dict[str, Any]) ->
         arguments |= {name: model.heal_tokens(arguments[name], tokenizer), "token_healing": False}
     if stop_strings is not None:
         require(tokenizer is not None, "tokenizer= with stop_strings", None, do)
-        criteria = [*(arguments.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stop_strings)]
+        own = StopStringCriteria(cast(Any, tokenizer), stop_strings)
+        criteria = [*(arguments.get("stopping_criteria") or []), own]
         arguments |= {"stopping_criteria": StoppingCriteriaList(criteria), "stop_strings": None}
 
 

@@ -110,10 +110,8 @@ def iterate(
             that return another shape, dtype or range; for a cache in `past_key_values`.
     """
     draft = given = unwrapped(draft)
-    if not isinstance(given, DFlashDraftModel):
-        raise ValueError(f"expected a DFlashDraftModel as draft, got a {type(given).__name__}; use load_draft")
-    if "assistant_model" in kwargs:
-        raise ValueError("expected the draft as second argument, got assistant_model; drop that keyword")
+    require(isinstance(given, DFlashDraftModel), "a DFlashDraftModel as draft", type(given).__name__, "use load_draft")
+    require("assistant_model" not in kwargs, "the draft as second argument", "assistant_model", "drop that keyword")
     start = functools.partial(_start, propose=propose, accept=accept)
     run: Run = answer_with(start, cast(Any, model).generate, model, draft, kwargs)
     draft.last_stats = run.stats
@@ -125,13 +123,11 @@ def _start(call: Call, propose: Propose | None, accept: Accept | None) -> Run:
     """Stands where `decode` stands, and returns after the prefill."""
     options = call.draft.generation_config
     if propose is not None or accept is not None:
-        if options.proposal == "sample":
-            raise ValueError(
-                "expected proposal 'argmax' or 'shared_noise' beside a rule of your own, got 'sample', whose "
-                "acceptance needs the distribution of the proposals; change draft.generation_config.proposal"
-            )
-        if nodes := options.num_tree_nodes:
-            raise ValueError(f"expected a chain beside a rule of your own, got num_tree_nodes={nodes}; leave it out")
+        what, proposal = "proposal 'argmax' or 'shared_noise' beside a rule of your own", options.proposal
+        reason = "its acceptance needs the distribution of the proposals, change draft.generation_config.proposal"
+        require(proposal != "sample", what, proposal, reason)
+        nodes = options.num_tree_nodes
+        require(not nodes, "a chain, no num_tree_nodes, beside a rule of your own", nodes, "leave it out")
     if accept is not None:
         names = [type(processor).__name__ for processor in call.processors.processors]
         what = "only temperature, top-k, top-p and other warpers of single scores beside accept"
@@ -142,11 +138,8 @@ def _start(call: Call, propose: Propose | None, accept: Accept | None) -> Run:
             together.append(type(call.streamer).__name__)
         what = "no stopping criteria but length and end of sequence, and a streamer only with one row, beside accept"
         require(not together, what, together, "stop iterating instead")
-    if call.cache is not None:
-        raise ValueError(
-            "expected no past_key_values, got a cache: a run that may be left half-way cannot advance one; pass the "
-            "whole conversation instead"
-        )
+    reason = "a run that may be left half-way cannot advance one, pass the whole conversation instead"
+    require(call.cache is None, "no past_key_values", type(call.cache).__name__, reason)
     with eagerly(call.target.parts, call.draft_parts):
         run = prefill(call, is_looked_at=True)
     if options.verify_width is None:

@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dflash_hf import ops
 from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.errors import require
 from dflash_hf.generation.accept import SynchronizedRows
 from dflash_hf.generation.buffers import affordable_length, else_freed, num_choices, take_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
@@ -223,11 +224,9 @@ def _widths_and_rule(
     widest = draft.config.num_proposals(block_size) + 1
     width = widest if options.verify_width in (None, "auto") else int(options.verify_width)
     rule: Rule = "argmax" if options.proposal == "auto" else options.proposal
-    if rule == "sample" and generation_config.do_sample and not processors.is_stateless:
-        raise ValueError(
-            "expected only temperature, top-k, top-p and other warpers of single scores under proposal='sample', got "
-            f"{[type(p).__name__ for p in processors.processors]}; use proposal='shared_noise'"
-        )
+    what = "only temperature, top-k, top-p and other warpers of single scores under proposal='sample'"
+    is_fit = rule != "sample" or not generation_config.do_sample or processors.is_stateless
+    require(is_fit, what, [type(p).__name__ for p in processors.processors], "use proposal='shared_noise'")
     return block_size, width, rule
 
 
@@ -252,11 +251,8 @@ def _num_nodes(target: Target, draft: DFlashDraftModel, width: int, is_chain: bo
         return None
     if nodes == "auto":
         nodes = min(MOST_NODES * width, ops.num_paths(width - 1, num_choices(target, draft)) + 1, MAX_NODES)
-    if target.recurrences:
-        raise ValueError(
-            f"expected a target of attention layers alone with num_tree_nodes, got {type(target.model).__name__} with "
-            f"{len(target.recurrences)} recurrent layers, whose states follow one path; leave num_tree_nodes out"
-        )
+    what, got = "a target of attention layers alone with num_tree_nodes", type(target.model).__name__
+    require(not target.recurrences, what, got, "recurrent states follow one path, leave num_tree_nodes out")
     return nodes
 
 
@@ -389,11 +385,8 @@ def position_delta(call: Call, lengths: Tensor) -> Tensor:
         last = torch.zeros_like(lengths[:, None])
         step = model.prepare_inputs_for_generation(last, next_sequence_length=1, is_first_iteration=False, **kwargs)
         position_ids = step.get("position_ids")
-    if position_ids is None:
-        raise ValueError(
-            f"expected a target that takes its positions from generate, got {type(model).__name__}, which counts them "
-            "itself; drop assistant_model"
-        )
+    counts = f"{type(model).__name__}, which counts them itself"
+    require(position_ids is not None, "a target that takes its positions from generate", counts, "drop the draft")
     return position_ids[..., -1].to(lengths.device) - (lengths - 1)
 
 
@@ -434,34 +427,27 @@ def keep_new_images(target: Target, input_ids: Tensor, past: int, arguments: dic
             f"expected input_ids, mm_token_type_ids and attention_mask of the whole conversation, its {past} cached "
             f"columns too, beside image_grid_thw, got shapes {shapes}; pass what the processor made of all messages"
         )
-    if bool((types > 1).any()):
-        raise ValueError("expected no videos in a conversation with a cache, got some; leave out past_key_values")
+    highest = int(types.max())
+    require(highest < 2, "no videos in a conversation with a cache", highest, "leave out past_key_values")
     is_image = types.to(grids.device) == 1
     starts = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:, :-1]
     is_new = (torch.arange(types.shape[1], device=grids.device) >= past).expand_as(starts)[starts]
-    if len(grids) != len(is_new):
-        raise ValueError(
-            f"expected image_grid_thw of all {len(is_new)} images of the conversation (positions follow from them), "
-            f"got {len(grids)}; pass the whole conversation's, pixel_values may be those of the new images"
-        )
+    what = f"image_grid_thw of all {len(is_new)} images of the conversation (positions follow from them)"
+    require(len(grids) == len(is_new), what, len(grids), "pixel_values may be those of the new images")
     model: Any = target.model
     kwargs = {"attention_mask": mask, "mm_token_type_ids": types, "image_grid_thw": grids}
     if arguments.get("position_ids") is None:
         arguments["position_ids"] = model._prepare_position_ids_for_generation(input_ids, kwargs)
-    pixels = arguments.get("pixel_values")
-    sizes = grids.prod(dim=-1)
+    pixels, sizes = arguments.get("pixel_values"), grids.prod(dim=-1)
     num_all, num_new = int(sizes.sum()), int(sizes[is_new].sum())
-    if pixels is not None and pixels.shape[0] not in (num_all, num_new):
-        raise ValueError(
-            f"expected pixel_values of {num_all} patches (all images) or {num_new} (the new ones), got "
-            f"{pixels.shape[0]}; pass what the processor made of the conversation"
-        )
-    if pixels is not None and pixels.shape[0] == num_all:
-        pixels = pixels[is_new.repeat_interleave(sizes).to(pixels.device)]
+    if pixels is not None:
+        num, what = pixels.shape[0], f"pixel_values of {num_all} patches (all images) or {num_new} (the new ones)"
+        require(num in (num_all, num_new), what, num, "pass what the processor made of the conversation")
+        pixels = pixels[is_new.repeat_interleave(sizes).to(pixels.device)] if num == num_all else pixels
     if num_new:
-        arguments["image_grid_thw"], arguments["pixel_values"] = grids[is_new], pixels
+        arguments |= {"image_grid_thw": grids[is_new], "pixel_values": pixels}
     else:
-        arguments.pop("image_grid_thw")
+        del arguments["image_grid_thw"]
         arguments.pop("pixel_values", None)
 
 
