@@ -44,12 +44,7 @@ class BareForwards:
             pair.target(input_ids=ids, past_key_values=filled, use_cache=True, logits_to_keep=1)
             self._cache = RaggedCache.take_prefill(filled, positions, self._bound, width)
             self._draft_cache = RaggedCache(
-                draft.cache_shapes(),
-                batch=self.batch,
-                max_length=self._bound,
-                block=width,
-                dtype=draft.dtype,
-                device=device,
+                draft.cache_shapes(), batch=self.batch, max_length=self._bound, block=width
             )
             taps = torch.randn(self.batch, self.context, draft.fc.in_features, device=device).to(draft.dtype)
             draft.write_prompt(taps, positions, self._draft_cache)

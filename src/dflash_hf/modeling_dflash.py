@@ -242,10 +242,11 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             module.reset_parameters()
 
     def cache_shapes(self) -> list[LayerShape]:
-        """Returns the shape of each layer of the draft's cache."""
+        """Returns what each layer of the draft's cache is."""
         heads, size = self.config.num_key_value_heads, self.config.head_dim
         windows = [self.config.attention_kind(index)[0] for index in range(self.config.num_hidden_layers)]
-        return [LayerShape(num_heads=heads, key_size=size, value_size=size, window=window) for window in windows]
+        where = self.dtype, self.dtype, execution_device(self)
+        return [LayerShape(heads, size, size, window, *where) for window in windows]
 
     def project_context(self, context_hidden_states: Tensor) -> Tensor:
         """Projects tapped states `[B, C, L * D]` to context features `[B, C, D]`."""

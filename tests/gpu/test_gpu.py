@@ -352,9 +352,7 @@ def test_draft_over_the_ragged_cache_equals_the_combined_forward(device: str, ex
     together = run_blocks(draft, found, batch, taps, anchors)
     lengths = anchors.indices[:, 0]
     columns = torch.arange(batch.input_ids.shape[1], device=device).expand(batch.input_ids.shape)
-    cache = RaggedCache(
-        draft.cache_shapes(), batch=3, max_length=40, block=6, dtype=taps.dtype, device=torch.device(device)
-    )
+    cache = RaggedCache(draft.cache_shapes(), batch=3, max_length=40, block=6)
     draft.write_prompt(taps, torch.where(columns < lengths[:, None], columns, -1), cache)
     cache.begin(RaggedBlock.at(lengths, 6))
     ids = torch.full((3, 6), draft.config.mask_token_id, device=device)

@@ -168,7 +168,7 @@ def draft_and_states() -> tuple[DFlashDraftModel, Tensor, RaggedBlock, RaggedCac
 
 def empty_cache(shapes: list[LayerShape]) -> RaggedCache:
     """A cache of three rows of 24 tokens."""
-    return RaggedCache(shapes, batch=3, max_length=24, block=6, dtype=torch.bfloat16, device=torch.device("cpu"))
+    return RaggedCache(shapes, batch=3, max_length=24, block=6)
 
 
 def assert_same_caches(ours: RaggedCache, wanted: RaggedCache) -> None:

@@ -75,9 +75,7 @@ def test_combined_forward(draft: DFlashDraftModel, calls: Calls) -> None:
 def test_ragged_cache(draft: DFlashDraftModel, calls: Calls) -> None:
     """The decode loop's entry points, twice in one batch; rejected rows of the context lie behind accepted ones."""
     width = draft.config.block_size
-    cache = RaggedCache(
-        draft.cache_shapes(), batch=2, max_length=24, block=width, dtype=draft.dtype, device=draft.device
-    )
+    cache = RaggedCache(draft.cache_shapes(), batch=2, max_length=24, block=width)
     lengths = torch.zeros(2, dtype=torch.long)
     context = None
     for index, golden in enumerate(calls):

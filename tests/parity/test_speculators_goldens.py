@@ -99,9 +99,7 @@ def test_combined_forward(variant: str, draft: DFlashDraftModel, golden: dict[st
 def test_ragged_cache(variant: str, draft: DFlashDraftModel, golden: dict[str, Tensor], max_length: int) -> None:
     """The decode loop's entry points: the prompt, then what blocks committed, in rings that wrap."""
     width = draft.config.block_size
-    cache = RaggedCache(
-        draft.cache_shapes(), batch=1, max_length=max_length, block=width, dtype=draft.dtype, device=draft.device
-    )
+    cache = RaggedCache(draft.cache_shapes(), batch=1, max_length=max_length, block=width)
     taps, seen = golden["taps"], ANCHORS[0]
     draft.write_prompt(taps[:, :seen], torch.arange(seen)[None], cache)
     for anchor in ANCHORS:

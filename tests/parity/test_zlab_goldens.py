@@ -115,9 +115,7 @@ def test_scales_of_embeddings_and_logits(tmp_path: Path) -> None:
 def test_ragged_cache(draft: DFlashDraftModel, calls: list[dict[str, Tensor]]) -> None:
     """The decode loop's entry points: the prompt, then whole blocks of which only the first rows were accepted."""
     width = draft.config.block_size
-    cache = RaggedCache(
-        draft.cache_shapes(), batch=1, max_length=24, block=width, dtype=draft.dtype, device=draft.device
-    )
+    cache = RaggedCache(draft.cache_shapes(), batch=1, max_length=24, block=width)
     lengths = torch.zeros(1, dtype=torch.long)
     for index, golden in enumerate(calls):
         taps = golden["taps"]

@@ -54,9 +54,7 @@ def decode_block(
     blocks = []
     for number in range(num_anchors):
         lengths = anchors.indices[:, number]
-        cache = RaggedCache(
-            draft.cache_shapes(), batch=batch_size, max_length=64, block=width, dtype=taps.dtype, device=taps.device
-        )
+        cache = RaggedCache(draft.cache_shapes(), batch=batch_size, max_length=64, block=width)
         draft.write_prompt(taps, torch.where(columns < lengths[:, None], columns, -1), cache)
         cache.begin(RaggedBlock.at(lengths, width))
         blocks.append(draft.forward_block(draft.embed(ids[:, number], target.embedding), cache))

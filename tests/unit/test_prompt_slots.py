@@ -33,8 +33,8 @@ def indices(*rows: tuple[int, int], columns: int) -> torch.Tensor:
 def test_columns_go_where_each_token_belongs(
     positions: torch.Tensor, is_a_run: bool | None, ring: int, num_columns: int
 ) -> None:
-    shape = LayerShape(num_heads=2, key_size=3, value_size=5, window=None)
-    layer = RaggedLayer(shape, len(positions), ring, 0, torch.float64, CPU)
+    shape = LayerShape(2, 3, 5, None, torch.float64, torch.float64, CPU)
+    layer = RaggedLayer(shape, len(positions), ring, 0)
     keys = torch.randn(len(positions), num_columns, 2, 3, dtype=torch.float64)
     values = torch.randn(len(positions), num_columns, 2, 5, dtype=torch.float64)
     expected = [torch.zeros_like(layer.key_buffer), torch.zeros_like(layer.value_buffer)]

@@ -8,8 +8,9 @@ instead of keys and values, are in `recurrent`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from dflash_hf.cache.recurrent import Members, RecurrentGroup, RecurrentLayer, p
 from dflash_hf.cache.rows import kept_rows
 from dflash_hf.cache.size import LayerShape, check_memory
 from dflash_hf.devices import plain_tensors
+from dflash_hf.errors import require
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -35,23 +37,14 @@ class RaggedLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
 
-    def __init__(
-        self,
-        shape: LayerShape,
-        batch: int,
-        max_length: int,
-        block: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        value_dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, shape: LayerShape, batch: int, max_length: int, block: int) -> None:
         super().__init__()
         self.shape = shape
         self.ring = shape.ring(max_length, block)
         rows = (batch, self.ring, shape.num_heads)
         with plain_tensors():
-            self.key_buffer = torch.zeros(*rows, shape.key_size, dtype=dtype, device=device)
-            self.value_buffer = torch.zeros(*rows, shape.value_size, dtype=value_dtype or dtype, device=device)
+            self.key_buffer = torch.zeros(*rows, shape.key_size, dtype=shape.dtype, device=shape.device)
+            self.value_buffer = torch.zeros(*rows, shape.value_size, dtype=shape.value_dtype, device=shape.device)
         # Views, made once and not for every write and read.
         self._rows: tuple[Tensor, Tensor] | None = None
         self._all: tuple[Tensor, Tensor] | None = None
@@ -164,46 +157,6 @@ class RaggedLayer(CacheLayerMixin):
         return self.ring
 
 
-class _LayerPlan(NamedTuple):
-    """What a layer of a prefill's cache will be moved into."""
-
-    shape: LayerShape
-    dtype: torch.dtype
-    value_dtype: torch.dtype
-    device: torch.device
-    num_bytes: int
-
-    @classmethod
-    def of(cls, source: Any, index: int, num_columns: int) -> _LayerPlan:
-        """Reads it off a filled layer; raises ValueError if that has no keys and values of the prompt's columns."""
-        keys, values = getattr(source, "keys", None), getattr(source, "values", None)
-        if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
-            raise ValueError(
-                f"expected keys and values in every layer of the prefill cache, got {type(source).__name__} in "
-                f"layer {index}; this target has a layer without its own K/V and is not supported"
-            )
-        num_bytes = keys.nbytes + values.nbytes
-        keys, values = stored_columns(source)
-        if keys.shape[2] > num_columns:
-            raise ValueError(
-                f"expected keys of {num_columns} prompt tokens in layer {index} of the prefill cache, "
-                f"got {keys.shape[2]}; something adds tokens to the prompt, drop assistant_model"
-            )
-        # One that records its past wants all of it back.
-        window = None if getattr(source, "record_past", False) else layer_window(source)
-        shape = LayerShape(num_heads=keys.shape[1], key_size=keys.shape[3], value_size=values.shape[3], window=window)
-        return cls(shape=shape, dtype=keys.dtype, value_dtype=values.dtype, device=keys.device, num_bytes=num_bytes)
-
-    def allocate(self, batch: int, max_length: int, block: int) -> RaggedLayer:
-        """Allocates it."""
-        return RaggedLayer(self.shape, batch, max_length, block, self.dtype, self.device, self.value_dtype)
-
-    def is_met_by(self, layer: RaggedLayer, batch: int) -> bool:
-        """Returns True if a layer is what `allocate` returns, but for its length."""
-        keys, values = layer.key_buffer, layer.value_buffer
-        return keys.shape[0] == batch and (layer.shape, keys.dtype, values.dtype, keys.device) == self[:4]
-
-
 class RaggedCache(Cache):
     """One [`RaggedLayer`] or [`RecurrentLayer`] per layer, and the block that is being written.
 
@@ -212,20 +165,10 @@ class RaggedCache(Cache):
         batch (`int`): Rows.
         max_length (`int`): Longest row in tokens, a rejected block at its end included.
         block (`int`): Longest block that will be written at once.
-        dtype, device: Of the buffers.
     """
 
-    def __init__(
-        self,
-        shapes: list[LayerShape],
-        *,
-        batch: int,
-        max_length: int,
-        block: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        super().__init__(layers=[RaggedLayer(shape, batch, max_length, block, dtype, device) for shape in shapes])
+    def __init__(self, shapes: list[LayerShape], *, batch: int, max_length: int, block: int) -> None:
+        super().__init__(layers=[RaggedLayer(shape, batch, max_length, block) for shape in shapes])
         self.longest_block = block
         self.block: RaggedBlock | None = None
         self._window: int | None = None
@@ -259,20 +202,21 @@ class RaggedCache(Cache):
                 buffers are larger than what is free of the device's memory.
         """
         recurrent, batch = plan_groups(prefill, recurrences or {}, block), positions_BS.shape[0]
-        plans = {
-            index: _LayerPlan.of(layer, index, positions_BS.shape[1])
-            for index, layer in enumerate(prefill.layers)
-            if index not in (recurrences or {})
-        }
-        if not plans:
+        shapes, freed = dict[int, LayerShape](), defaultdict[torch.device, int](int)
+        for index, layer in enumerate(list[Any](prefill.layers)):
+            if index not in (recurrences or {}):
+                shapes[index] = shape = _shape_of(layer, index, positions_BS.shape[1])
+                freed[shape.device] += 0 if keep else layer.keys.nbytes + layer.values.nbytes
+        if not shapes:
             raise ValueError(
                 "expected a prefill cache with attention layers, got none; does the target use its cache?"
             )
-        if into is None or not into.has_shapes(plans, recurrent, batch):
-            _check_plans(list(plans.values()), recurrent, batch, max_length, block, emptied=not keep)
+        if into is None or not into.has_shapes(shapes, recurrent, batch):
+            for plan, members in recurrent:
+                freed[plan.device] -= plan.num_bytes() * len(members)
+            check_memory([*shapes.values()], batch, max_length, block, freed)
             into = None
-        dtype, device = next((plan.dtype, plan.device) for plan in plans.values())
-        cache = cls([], batch=batch, max_length=0, block=block, dtype=dtype, device=device)
+        cache = cls([], batch=batch, max_length=0, block=block)
         prompts = PromptSlots(positions_BS)
         cache.groups = [RecurrentGroup(*members) for members in recurrent] if into is None else into.groups
         states = {index: layer for group in cache.groups for index, layer in group.layers().items()}
@@ -282,7 +226,7 @@ class RaggedCache(Cache):
             if index in states:
                 cache.layers.append(states[index])
                 continue
-            layer = plans[index].allocate(batch, max_length, block) if into is None else into.layers[index]
+            layer = RaggedLayer(shapes[index], batch, max_length, block) if into is None else into.layers[index]
             assert isinstance(layer, RaggedLayer)
             # A sliding layer kept only its newest columns: they are the last ones of the prompt.
             keys, values = stored_columns(source)
@@ -295,12 +239,12 @@ class RaggedCache(Cache):
             del keys, values
         return cache if into is None else into
 
-    def has_shapes(self, plans: Mapping[int, _LayerPlan], recurrent: Sequence[Members], batch: int) -> bool:
-        """Returns True if the layers are what these plans would allocate, whatever their length."""
+    def has_shapes(self, shapes: Mapping[int, LayerShape], recurrent: Sequence[Members], batch: int) -> bool:
+        """Returns True if the layers are what would be allocated for these, whatever their length."""
         attention = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, RaggedLayer)}
         return (
-            attention.keys() == plans.keys()
-            and all(plan.is_met_by(attention[index], batch) for index, plan in plans.items())
+            {index: layer.shape for index, layer in attention.items()} == shapes
+            and all(layer.key_buffer.shape[0] == batch for layer in attention.values())
             and len(self.groups) == len(recurrent)
             and all(group.is_for(*members) for group, members in zip(self.groups, recurrent, strict=True))
         )
@@ -329,12 +273,10 @@ class RaggedCache(Cache):
         """
         layers = [layer for layer in self.layers if isinstance(layer, RaggedLayer)]
         longer = [layer for layer in layers if layer.ring < layer.shape.ring(max_length, self.longest_block)]
-        for device in {layer.key_buffer.device for layer in longer}:
-            here = [(layer.shape, layer.key_buffer, layer.value_buffer) for layer in longer]
-            here = [(shape, keys, values) for shape, keys, values in here if keys.device == device]
-            shapes = [(shape, keys.dtype.itemsize, values.dtype.itemsize) for shape, keys, values in here]
-            freed = sum(keys.nbytes + values.nbytes for _, keys, values in here)
-            check_memory(shapes, device, here[0][1].shape[0], max_length, self.longest_block, freed)
+        freed, batch = defaultdict[torch.device, int](int), layers[0].key_buffer.shape[0]
+        for layer in longer:
+            freed[layer.shape.device] += layer.key_buffer.nbytes + layer.value_buffer.nbytes
+        check_memory([layer.shape for layer in longer], batch, max_length, self.longest_block, freed)
         for layer in longer:
             layer.grow(layer.shape.ring(max_length, self.longest_block))
 
@@ -437,21 +379,21 @@ class RaggedCache(Cache):
         return sum(buffer.nbytes for buffer in self.buffers())
 
 
-def _check_plans(
-    plans: list[_LayerPlan],
-    recurrent: Sequence[Members],
-    batch: int,
-    max_length: int,
-    block: int,
-    emptied: bool,
-) -> None:
-    """`check_memory` for what a prefill's cache is moved into, on each device; `emptied` as it goes along or kept."""
-    for device in {plan.device for plan in plans}:
-        here = [plan for plan in plans if plan.device == device]
-        shapes = [(plan.shape, plan.dtype.itemsize, plan.value_dtype.itemsize) for plan in here]
-        freed = sum(plan.num_bytes for plan in here) if emptied else 0
-        fixed = sum(plan.num_bytes() * len(members) for plan, members in recurrent if plan.device == device)
-        check_memory(shapes, device, batch, max_length, block, freed, fixed)
+def _shape_of(source: Any, index: int, num_columns: int) -> LayerShape:
+    """What a filled layer will be moved into; refuses one without keys and values of the prompt's columns."""
+    keys, values = getattr(source, "keys", None), getattr(source, "values", None)
+    if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
+        raise ValueError(
+            f"expected keys and values in every layer of the prefill cache, got {type(source).__name__} in "
+            f"layer {index}; this target has a layer without its own K/V and is not supported"
+        )
+    keys, values = stored_columns(source)
+    what = f"keys of {num_columns} prompt tokens in layer {index} of the prefill cache"
+    action = "something adds tokens to the prompt, drop assistant_model"
+    require(keys.shape[2] <= num_columns, what, keys.shape[2], action)
+    # One that records its past wants all of it back.
+    window = None if getattr(source, "record_past", False) else layer_window(source)
+    return LayerShape(keys.shape[1], keys.shape[3], values.shape[3], window, keys.dtype, values.dtype, keys.device)
 
 
 def stored_columns(layer: Any) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from dflash_hf.cache.context import ContextWeights
 from dflash_hf.cache.ragged import RaggedCache, RaggedLayer
 from dflash_hf.cache.recurrent import RecurrentGroup
 from dflash_hf.cache.rows import kept_rows
-from dflash_hf.cache.size import OutOfRoomError, buffer_bytes, check_memory
+from dflash_hf.cache.size import OutOfRoomError, check_memory
 from dflash_hf.devices import free_memory, total_memory
 from dflash_hf.generation.state import BufferShape, DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -92,22 +92,14 @@ class FixedBuffers:
         Raises:
             OutOfRoomError: If the draft's context is larger than what is free of the device's memory.
         """
-        itemsize, device, batch = shape.draft_dtype.itemsize, shape.draft_device, shape.batch
-        features, config = draft.fc.in_features, draft.config
+        device, batch, features, config = shape.draft_device, shape.batch, draft.fc.in_features, draft.config
         layers = draft.cache_shapes()
-        check_memory([(layer, itemsize, itemsize) for layer in layers], device, batch, capacity, shape.block)
+        check_memory(layers, batch, capacity, shape.block)
         return cls(
             shape=shape,
             capacity=capacity,
             state=DecodeState.allocate(shape, num_columns),
-            draft_cache=RaggedCache(
-                layers,
-                batch=batch,
-                max_length=capacity,
-                block=shape.block,
-                dtype=shape.draft_dtype,
-                device=device,
-            ),
+            draft_cache=RaggedCache(layers, batch=batch, max_length=capacity, block=shape.block),
             context_states=torch.zeros(batch, shape.path, features, dtype=shape.draft_dtype, device=device),
             node_states=(
                 torch.zeros(batch, shape.width, features, dtype=shape.draft_dtype, device=device)
@@ -195,8 +187,7 @@ def affordable_length(target: Target, draft: DFlashDraftModel, batch: int) -> in
         return 0
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     groups = getattr(config, "num_key_value_heads", None) or heads
-    itemsize = draft.dtype.itemsize
-    token = buffer_bytes([(shape, itemsize, itemsize) for shape in draft.cache_shapes()], batch, 1, 0)
+    token = sum(shape.num_bytes(batch, 1, 0) for shape in draft.cache_shapes())
     token += 2 * batch * config.num_hidden_layers * groups * size * target.model.dtype.itemsize
     return int(min(KEPT_SHARE * total, free / 2) / token)
 

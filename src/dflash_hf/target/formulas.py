@@ -232,8 +232,8 @@ def over_caches(
     hidden, angles = draw(2, width, HIDDEN), (draw(2, width, size), draw(2, width, size))
     lengths, found = torch.tensor([3, 7], device=device), list[tuple[Any, ...]]()
     for run in runs:
-        shapes = [LayerShape(num_heads=2, key_size=size, value_size=size, window=None)]
-        cache = RaggedCache(shapes, batch=2, max_length=12, block=width, dtype=hidden.dtype, device=device)
+        shape = LayerShape(2, size, size, None, hidden.dtype, hidden.dtype, device)
+        cache = RaggedCache([shape], batch=2, max_length=12, block=width)
         cache.begin(RaggedBlock(lengths[:, None] + torch.arange(width, device=device)))
         given: dict[str, Any] = {"attention_mask": None, "past_key_values": cache, KEYWORD: cache}
         out = run(hidden, cache, given | {"position_embeddings": angles, "use_cache": True})
