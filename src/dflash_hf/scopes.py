@@ -99,10 +99,24 @@ class Hook(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
 
 
+def _here(function: Callable[..., None]) -> Callable[..., None]:
+    """A hook that this thread alone calls: another one's forward of the same module is not ours to see.
+
+    That one may call a hook without the keywords, too: torch notes that it wants them after it has registered it.
+    """
+    thread = threading.get_ident()
+
+    def hook(*args: Any) -> None:
+        if threading.get_ident() == thread:
+            function(*args)
+
+    return hook
+
+
 @contextmanager
 def hooked(*hooks: Hook) -> Generator[None]:
-    """Registers forward hooks, in order, for as long as it is open."""
-    functions = [hook.function for hook in hooks]
+    """Registers forward hooks, in order, for as long as it is open; they are called in this thread only."""
+    functions = [_here(hook.function) for hook in hooks]
 
     def remove() -> None:
         # By what they are: an interrupt may have come before anybody knew their ids.
@@ -114,7 +128,7 @@ def hooked(*hooks: Hook) -> Generator[None]:
                             getattr(module, name).pop(number, None)
 
     with undoing(remove):
-        for module, function, before, options in hooks:
+        for (module, _, before, options), function in zip(hooks, functions, strict=True):
             register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
             register(function, **options)
         yield

@@ -13,7 +13,6 @@ Shapes: `L` layers of a group, `B` rows, `C` channels, `k` of the window, `W` to
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,25 +71,22 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
     def hooks(self, layers: Sequence[object]) -> list[Hook]:
         """Returns the forward hooks that note the projections.
 
-        They listen to the thread that asks for them, and in it to calls over a cache of these layers: another thread
-        may run the same module at the same time, and a hook of the user's inside a verify.
+        They listen to calls over a cache of these layers: a hook of the user's may run the module inside a verify.
         """
-        thread, module = threading.get_ident(), self.module()
+        module = self.module()
         assert module is not None, "a run keeps its target alive"
         self._calls = []
 
-        def enter(module: nn.Module, args: tuple[Any, ...], *rest: dict[str, Any]) -> None:
-            if threading.get_ident() == thread:  # another one may call it without the keywords, see `Taps`
-                given = (*args, *rest[0].values())
-                self._calls.append(any(getattr(value, "layers", None) is layers for value in given))
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = (*args, *kwargs.values())
+            self._calls.append(any(getattr(value, "layers", None) is layers for value in given))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if threading.get_ident() == thread:
-                self._calls.pop()
+            self._calls.pop()
 
         def hook(name: str, place: slice) -> Callable[[nn.Module, Any, Any], None]:
             def note(module: nn.Module, args: Any, output: Tensor) -> None:
-                if threading.get_ident() == thread and self._calls and self._calls[-1]:
+                if self._calls and self._calls[-1]:
                     self._noted[:, : output.shape[1], place].copy_(output[..., place.start - place.stop :])
                     self._waiting.discard(name)
 

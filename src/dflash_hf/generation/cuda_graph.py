@@ -56,7 +56,7 @@ _uncaptured: weakref.WeakSet[DFlashDraftModel] = weakref.WeakSet()
 # Of experts that torch itself multiplies; those of quantised ones have functions of their own.
 _GROUPED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Transformers' own hooks do nothing unless a forward is asked for hidden states, ours listen to their thread's run.
-_HARMLESS = ("transformers.utils.output_capturing", "dflash_hf.target.hidden_states", "dflash_hf.cache.recurrent")
+_HARMLESS = ("transformers.utils.output_capturing", "dflash_hf.scopes")
 
 
 class NotCapturableError(RuntimeError):

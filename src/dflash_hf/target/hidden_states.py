@@ -8,7 +8,6 @@ DeepStack adds features of images between two layers: a tap after it is what the
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -50,15 +49,13 @@ class Taps:
         self.after_deepstack = after_deepstack
         self.counts = counts
         self._states: dict[int, Tensor] = {}
-        self._thread = 0
 
     @contextmanager
     def open(self) -> Generator[Taps]:
         """Records in this thread until it is left."""
-        self._thread = threading.get_ident()
         by_input = {i for i in self.layer_ids if i < 0 or (self.after_deepstack and i + 1 < len(self.layers))}
         hooks = [
-            Hook(self.layers[i + 1], self._input_hook(i), before=True, options={"with_kwargs": True})
+            Hook(self.layers[i + 1], self._hook(i), before=True, options={"with_kwargs": True})
             if i in by_input
             else Hook(self.layers[i], self._hook(i), options={"with_kwargs": True})
             for i in sorted(set(self.layer_ids))
@@ -84,28 +81,16 @@ class Taps:
         self._states = {}
         return joined
 
-    def _record(self, layer_id: int, states: Tensor, kwargs: dict[str, Any]) -> None:
-        if self.counts is not None and not self.counts(kwargs):
-            return
-        self._states[layer_id] = states
-        if layer_id == max(self.layer_ids) and self.sink is not None:
-            self.sink(self.take())
-
-    # Another thread's forward of the same model is not ours to record. It may also call a hook without the keywords:
-    # torch notes that one wants them after it has registered it, and forgets it before.
     def _hook(self, layer_id: int) -> Callable[..., None]:
-        def record(module: nn.Module, args: Any, *rest: Any) -> None:
-            if threading.get_ident() == self._thread:
-                kwargs, output = rest
-                self._record(layer_id, output[0] if isinstance(output, tuple) else output, kwargs)
+        """Records what a layer gives, or, before its forward, what it is given."""
 
-        return record
-
-    def _input_hook(self, layer_id: int) -> Callable[..., None]:
-        def record(module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-            if threading.get_ident() == self._thread:
-                (kwargs,) = rest
-                self._record(layer_id, args[0] if args else kwargs["hidden_states"], kwargs)
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
+            if self.counts is not None and not self.counts(kwargs):
+                return
+            states = output[0] if output else args[0] if args else kwargs["hidden_states"]
+            self._states[layer_id] = states[0] if isinstance(states, tuple) else states
+            if layer_id == max(self.layer_ids) and self.sink is not None:
+                self.sink(self.take())
 
         return record
 

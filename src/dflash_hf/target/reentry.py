@@ -104,23 +104,19 @@ def outermost(*modules: nn.Module) -> Generator[Callable[[], bool]]:
 
     Hooks around a module's forward do not count as its running: what the user's call there is not ours either.
     """
-    running, thread = {module: list[bool]() for module in modules}, threading.get_ident()
+    running = {module: list[bool]() for module in modules}
 
     def begin(module: nn.Module, args: Any) -> None:
-        if threading.get_ident() == thread:
-            running[module].append(False)
+        running[module].append(False)
 
     def run(module: nn.Module, args: Any) -> None:
-        if threading.get_ident() == thread:
-            running[module][-1] = True
+        running[module][-1] = True
 
     def stop(module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() == thread:
-            running[module][-1] = False
+        running[module][-1] = False
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() == thread:
-            running[module].pop()
+        running[module].pop()
 
     hooks: list[Hook] = []
     for module in running:  # the user's own hooks come between
