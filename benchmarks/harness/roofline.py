@@ -91,7 +91,7 @@ def step_work(pair: Pair, context: int, batch: int, width: int) -> Work:
     head = sum(weight.numel() for weight in _head(pair).parameters())
     own = [weight for weight in draft.parameters() if weight.dim() > 1]
     projection = draft.fc.weight.numel()
-    cached = sum(2 * shape.num_heads * shape.key_size for shape in draft.cache_shapes())
+    cached = 2 * len(draft.layers) * draft.config.num_key_value_heads * draft.config.head_dim
     # Context and block go through the key and value projections together; the projection of taps is the context's.
     kv = sum(
         weight.numel()
@@ -145,7 +145,7 @@ def memory_needed(pair: Pair, batch: int, context: int, new_tokens: int) -> int:
     weights = sum(w.numel() * w.element_size() for m in (pair.target, draft) for w in m.parameters())
     length = context + new_tokens + pair.block_size
     cached = 2 * _attention_layers(config) * config.num_key_value_heads * config.head_dim
-    cached += sum(2 * shape.num_heads * shape.key_size for shape in draft.cache_shapes())
+    cached += 2 * len(draft.layers) * draft.config.num_key_value_heads * draft.config.head_dim
     mlp = max(config.intermediate_size, getattr(config, "moe_intermediate_size", 0) * _chosen(config))
     states = draft.fc.in_features + 3 * mlp + 6 * config.hidden_size
     return weights + itemsize * (batch * length * cached * 5 // 4 + batch * context * states)

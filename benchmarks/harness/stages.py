@@ -161,7 +161,7 @@ def _time(run: Run, samples: int) -> Stages:
 def _timed(run: Run, step: _GraphPart | _PlainPart, samples: int, prefill: float, reason: str | None) -> Stages:
     bound = step.bound(0)
     until: dict[str, list[float]] = {}
-    with step.on_device():
+    with torch.cuda.device_of(run.state.ids):
         launches: dict[str, Callable[[], Any]] = {}
         seconds = 0.0
         for name in (*ENDS, "step"):

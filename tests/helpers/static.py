@@ -137,10 +137,6 @@ class TapeStep(GraphStep):
         """Costs as on a device that is bound by computing."""
         return 1.0 + captured.graph.width
 
-    def on_device(self) -> Any:
-        """Needs nothing to be entered."""
-        return torch.no_grad()
-
 
 def use_tapes(monkeypatch: pytest.MonkeyPatch, smallest_bucket: int = 8) -> None:
     """Makes `"cuda_graph"` run from tapes, on any device, with short buckets; counters begin at 0."""

@@ -18,7 +18,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,6 +29,7 @@ from transformers.utils import logging
 
 from dflash_hf import ops
 from dflash_hf.devices import Inventory, execution_devices, is_offloaded
+from dflash_hf.errors import require
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads, counts_groups
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.step import StaticStep
@@ -117,15 +118,10 @@ def check_capturable(target: Target, draft: DFlashDraftModel) -> None:
     """
     if draft.generation_config.engine != "cuda_graph" or draft in _uncaptured:
         return
-    if target.device.type != "cuda":
-        raise ValueError(
-            f"expected a target on CUDA under engine='cuda_graph', got one on {target.device}; leave engine at 'auto'"
-        )
-    if counted := _counted_experts(target):
-        raise ValueError(
-            f"expected experts that need no host under engine='cuda_graph', got {counted}; call "
-            "target.set_experts_implementation('batched_mm'), or leave engine at 'auto'"
-        )
+    device, counted = target.device, _counted_experts(target)
+    require(device.type == "cuda", "a target on CUDA under engine='cuda_graph'", str(device), "leave engine at 'auto'")
+    action = "call target.set_experts_implementation('batched_mm'), or leave engine at 'auto'"
+    require(counted is None, "experts that need no host under engine='cuda_graph'", counted, action)
 
 
 def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
@@ -171,8 +167,7 @@ def start_engine(run: Run, engine: Engine) -> StaticStep | None:
         return StaticStep(run)
     step = GraphStep(run)
     try:
-        with step.on_device():
-            step.capture()
+        step.capture()
     except NotCapturableError as reason:
         _log_eager(str(reason))
         run.stats.engine = "eager"
@@ -296,10 +291,6 @@ class GraphStep(StaticStep):
                 raise NotCapturableError(f"a step of {name} needs the host ({error})") from error
         if is_known or self.compiles:
             self.body(bound)
-
-    def on_device(self) -> AbstractContextManager[Any]:
-        """Makes the buffers' device the current one: replays go to its stream."""
-        return torch.cuda.device(self.buffers.shape.device)
 
 
 def _settings(run: Run, decides: bool) -> Settings:

@@ -227,10 +227,10 @@ def advance(run: Run, engine: Engine = "eager") -> None:
     outside it.
     """
     with device_errors_explained():
-        # Nothing is captured for an answer of one token.
-        captured = None if run.finished else start_engine(run, engine)
-        if captured is not None:
-            with captured.on_device():
+        # Nothing is captured for an answer of one token. Replays go to the stream of the device that ids are on.
+        with torch.cuda.device_of(run.state.ids) if engine != "eager" else nullcontext():
+            captured = None if run.finished else start_engine(run, engine)
+            if captured is not None:
                 captured.advance()
         if run.finished:
             return

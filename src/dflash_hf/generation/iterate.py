@@ -177,7 +177,10 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
             tokens=(state.tokens if rule is None else cast(_Checked, rule).second).clone(),
             positions=lengths[:, None] + torch.arange(1, state.width + 1, device=lengths.device),
             num_accepted=state.num_accepted.masked_fill(torch.tensor(counts, device=lengths.device) == 0, 0),
-            committed=_committed(run, counts),
+            committed=[
+                state.ids[row, end - count : end].clone()
+                for row, (end, count) in enumerate(zip(state.cursor.tolist(), counts, strict=True))
+            ],
             done=state.done.clone(),
             logits=logits.clone() if output_logits and logits is not None else None,
             draft_logits=drafted.clone() if output_logits and drafted is not None else None,
@@ -189,15 +192,6 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
             break
     if run.call.streamer is not None:
         run.call.streamer.end()
-
-
-def _committed(run: Run, counts: list[int]) -> list[Tensor]:
-    """Copies of the last `counts` tokens of every row."""
-    ends = run.state.cursor.tolist()
-    return [
-        run.state.ids[row, end - count : end].clone()
-        for row, (end, count) in enumerate(zip(ends, counts, strict=True))
-    ]
 
 
 class _Checked:

@@ -112,6 +112,7 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
         longest=longest,
         room=room,
         keeps_buffers=keeps_buffers,
+        rows=list(range(len(input_ids))),
     )
     _commit_first(run, outputs)
     return run

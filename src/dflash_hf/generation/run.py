@@ -152,15 +152,12 @@ class Run:
     longest: int
     room: int
     keeps_buffers: bool
+    rows: list[int]
     accept: Accept | None = None
     num_new: int = 0
-    rows: list[int] = field(init=False)
     reported: list[list[int]] = field(default_factory=list[list[int]])
     ended: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     taps: Taps | None = None
-
-    def __post_init__(self) -> None:
-        self.rows = list(range(self.state.ids.shape[0]))
 
     @property
     def finished(self) -> bool:

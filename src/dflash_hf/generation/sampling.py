@@ -12,9 +12,7 @@ Shapes: `B` rows, `W` verified tokens (anchor first), `V` vocabulary; of trees `
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,11 +53,6 @@ TARGET_STREAM, DRAFT_STREAM, REJECT_STREAM, RESIDUAL_STREAM = 0, 1, 2, 3
 TRUST = 0.2
 # Below this float32 has no room for a ratio.
 TINY = 1e-30
-
-
-def _ask(function: Callable[[int, Tensor], list[int]], numbers: list[int], index: int, ids: Tensor) -> list[int]:
-    """Calls a prefix function for the `index`-th of some rows, with that row's number in the batch."""
-    return function(numbers[index], ids)
 
 
 def _temperature_and_top_k(warpers: LogitsProcessorList) -> tuple[float, int | None] | None:
@@ -111,8 +104,11 @@ class BlockProcessors:
             if type(processor) is PrefixConstrainedLogitsProcessor:
                 # It may know nothing about the prefixes that rows standing elsewhere are shown with. It is told the
                 # row's number in the whole batch.
-                numbers: list[int] = rows.nonzero()[:, 0].tolist()
-                allowed = functools.partial(_ask, processor._prefix_allowed_tokens_fn, numbers)
+                numbers, ask = rows.nonzero()[:, 0].tolist(), processor._prefix_allowed_tokens_fn
+
+                def allowed(row: int, prefix: Tensor, ask: Any = ask, numbers: list[int] = numbers) -> list[int]:
+                    return ask(numbers[row], prefix)
+
                 one: Any = PrefixConstrainedLogitsProcessor(allowed, 1)
                 scores[rows] = one(ids[rows], scores[rows])
             else:

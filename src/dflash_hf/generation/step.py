@@ -7,7 +7,6 @@ up, so that they are the same operations on the same addresses whatever is accep
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -301,10 +300,6 @@ class StaticStep:
             run.watch.lap("verify")
             finish(run, outcome, slot.width)
             index += 1
-
-    def on_device(self) -> AbstractContextManager[Any]:
-        """What has to be entered before a step is launched."""
-        return nullcontext()
 
     def launch(self, bound: int) -> CausalLMOutputWithPast | None:
         """Runs a step, or its forwards alone, over the first `bound` slots of every row."""
