@@ -10,7 +10,7 @@ Symbols: `N` context tokens of a batch, `Q` slots of its blocks, `D` hidden, `I`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -255,33 +255,15 @@ def weights_of(config: PreTrainedConfig, model: nn.Module, width: int) -> int:
     return int(sum(linear.values()) * bits / 8 * 1.1 + width * sum(v for k, v in counts.items() if k not in linear))
 
 
-Step = Callable[[Sizes], Sizes | None]
-
-
-def _changed(name: str, value: object) -> Step:
-    return lambda sizes: None if getattr(sizes, name) == value else replace(sizes, **{name: value})
-
-
-def _halved(name: str, least: int, **others: Callable[[Sizes], int]) -> Step:
-    def halved(sizes: Sizes) -> Sizes | None:
-        found: int = getattr(sizes, name)
-        changed = {name: found // 2, **{other: value(sizes) for other, value in others.items()}}
-        return replace(sizes, **changed) if found > least else None
-
-    return halved
-
-
-# What can be lowered, in the order in which it costs least: how it is said, and the next value, `None` at the end.
-LOWER: tuple[tuple[str, Step], ...] = (
-    (f"--{KINDS_OF_CHECKPOINTING[0]}-checkpointing true", _changed("checkpointing", True)),
-    (
-        "--per-device-train-batch-size {batch_size} --gradient-accumulation-steps {accumulation}",
-        _halved("batch_size", 1, accumulation=lambda sizes: sizes.accumulation * 2),
-    ),
-    ("--chunk-blocks {chunk_blocks}", _halved("chunk_blocks", 16)),
-    ("--num-anchors {num_anchors}", _halved("num_anchors", 64)),
-    ("--optim muon", _changed("optimizer", "muon")),
-    ("--max-length {max_length}", _halved("max_length", 1024)),
+# What can be lowered, in the order in which it costs least: how it is said, its name, and the number down to which it
+# is halved, or the one value that takes less.
+LOWER: tuple[tuple[str, str, Any], ...] = (
+    (f"--{KINDS_OF_CHECKPOINTING[0]}-checkpointing true", "checkpointing", True),
+    ("--per-device-train-batch-size {batch_size} --gradient-accumulation-steps {accumulation}", "batch_size", 1),
+    ("--chunk-blocks {chunk_blocks}", "chunk_blocks", 16),
+    ("--num-anchors {num_anchors}", "num_anchors", 64),
+    ("--optim muon", "optimizer", "muon"),
+    ("--max-length {max_length}", "max_length", 1024),
 )
 
 
@@ -311,9 +293,12 @@ def check_fits(found: Plan, device_bytes: int) -> None:
 def _lowered(sizes: Sizes) -> Iterator[tuple[Sizes, str]]:
     """Options that take less and less, each with the words that ask for them."""
     said: dict[str, str] = {}
-    for words, lower in LOWER:
-        while (lowered := lower(sizes)) is not None:
-            sizes = lowered
+    for words, name, last in LOWER:
+        is_halved, value = type(last) is int, getattr(sizes, name)
+        while value > last if is_halved else value != last:
+            value = value // 2 if is_halved else last
+            more = {"accumulation": 2 * sizes.accumulation} if name == "batch_size" else {}
+            sizes = replace(sizes, **{name: value, **more})
             said[words] = words.format(**asdict(sizes))
             yield sizes, " ".join(said.values())
 
