@@ -150,15 +150,6 @@ def _server_acceptance(turns: list[Turn]) -> dict[str, Any] | None:
     }
 
 
-# What no server says.
-_UNTOLD: dict[str, Any] = {
-    **dict.fromkeys(
-        ("acceptance_length", "acceptance_length_zlab", "num_verifies", "draft_seconds", "verify_seconds")
-    ),
-    **{"histogram": [], "along_text": []},
-}
-
-
 def draft_counts(turns: Iterable[Turn]) -> Any:
     """Returns accepted and proposed tokens of every verify that had a proposal, as an int array of `(drafts, 2)`."""
     pairs = [
