@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_hf.bench.answers import Answer
-from dflash_hf.bench.counting import first_difference, per_question, ratios
+from dflash_hf.bench.counting import first_difference, mean_scores, per_question, ratios
 from dflash_hf.bench.intervals import interval, mcnemar, resample
 from dflash_hf.bench.questions import Key
 from dflash_hf.bench.run_files import Run, read_run
@@ -123,7 +123,11 @@ def _changes(
     verifies = [np.array([_verifies(answers[key]) for key in keys], dtype=np.float64) for answers in mine]
     if all(part[:, 1].any() for part in verifies):
         yield _change(of, "acceptance length", keys, verifies)
-    means = [_means(run, found, name, asked) for run, found in zip(runs, scores, strict=True)]
+    # Failed answers have a score too: they are not right.
+    means = [
+        mean_scores((key, score) for (model_id, (key, _)), score in found.items() if model_id == name and key in asked)
+        for found in scores
+    ]
     if scored := [key for key in means[0] if key in means[1]]:
         change = _change(of, "accuracy", scored, [np.array([(mean[key], 1.0) for key in scored]) for mean in means])
         lost, won = (sum(sign * (means[1][key] - means[0][key]) > 0 for key in scored) for sign in (-1, 1))
@@ -146,16 +150,6 @@ def _answers(run: Run, name: str, keys: set[Key]) -> dict[Key, list[Answer]]:
         if key in keys and answer.error is None:
             found.setdefault(key, []).append(answer)
     return found
-
-
-def _means(run: Run, scores: Scores, name: str, keys: set[Key]) -> dict[Key, float]:
-    """The mean score of each question over its repeats, failed answers too: they are not right."""
-    found: dict[Key, list[float]] = {}
-    for key, repeat in run.answers[name]:
-        score = scores.get((name, (key, repeat)))
-        if key in keys and score is not None:
-            found.setdefault(key, []).append(score)
-    return {key: float(np.mean(every)) for key, every in found.items()}
 
 
 def _change(
