@@ -34,18 +34,15 @@ def draft(make_draft) -> DFlashDraftModel:
 
 
 @pytest.fixture
-def written(
-    found: Target, draft: DFlashDraftModel, examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> FeatureCache:
-    """The three examples in two shards."""
-    monkeypatch.setattr(module, "SHARD_BYTES", 12000)
+def written(found: Target, draft: DFlashDraftModel, examples: list[Example], tmp_path: Path) -> FeatureCache:
+    """The three examples, a file each."""
     cache = FeatureCache(tmp_path / "features")
     cache.write(found, draft.config, examples, num_likely=64)
-    assert len(shards(cache)) == 2
+    assert len(files(cache)) == 3
     return cache
 
 
-def shards(cache: FeatureCache) -> list[Path]:
+def files(cache: FeatureCache) -> list[Path]:
     return sorted(cache.folder.glob("*.safetensors"))
 
 
@@ -89,7 +86,7 @@ def test_a_step_from_the_disk_is_the_step(
 def test_what_is_there_is_not_written_again(
     found: Target, draft: DFlashDraftModel, examples: list[Example], written: FeatureCache, monkeypatch
 ) -> None:
-    before = {path: path.stat().st_mtime_ns for path in shards(written)}
+    before = {path: path.stat().st_mtime_ns for path in files(written)}
     calls: list[Example] = []
     monkeypatch.setattr(module, "features_alone", lambda *args: calls.append(args[2]) or features_alone(*args))
     FeatureCache(written.folder).write(found, draft.config, examples, num_likely=64)
@@ -106,8 +103,6 @@ def test_what_is_there_is_not_written_again(
 def test_an_interrupted_write_goes_on(
     found: Target, draft: DFlashDraftModel, examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SHARD_BYTES", 1)
-
     def stop(*args: Any) -> Features:
         if args[2] is examples[2]:
             raise KeyboardInterrupt
@@ -124,20 +119,22 @@ def test_an_interrupted_write_goes_on(
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, -1])
-def test_a_truncated_shard_is_named(written: FeatureCache, examples: list[Example], keep: int) -> None:
-    path = shards(written)[1]
+def test_a_truncated_file_is_named(written: FeatureCache, examples: list[Example], keep: int) -> None:
+    path = files(written)[1]
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"expected a whole shard of features in .*; delete the file") as error:
+    with pytest.raises(ValueError, match=r"expected whole features in .*; delete the file") as error:
         FeatureCache(written.folder).read(examples, collate(examples))
     assert str(path) in str(error.value)
 
 
-def test_a_changed_shard_is_named(written: FeatureCache, examples: list[Example]) -> None:
-    path = shards(written)[0]
+def test_a_changed_file_is_named(written: FeatureCache, examples: list[Example]) -> None:
+    path = files(written)[0]
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"got other bytes than were written; delete the file") as error:
+    with pytest.raises(
+        ValueError, match=r"expected whole features in .*, got 'other bytes than were written'; delete the file"
+    ) as error:
         FeatureCache(written.folder).read(examples, collate(examples))
     assert str(path) in str(error.value)
 
@@ -228,8 +225,7 @@ def test_a_full_disk_is_said_before_and_when_it_happens(
     assert all(example in FeatureCache(folder) for example in examples)
 
 
-def test_a_shard_is_plain_safetensors(written: FeatureCache) -> None:
+def test_a_file_is_plain_safetensors(written: FeatureCache) -> None:
     assert json.loads((written.folder / "features.json").read_text())["target_layer_ids"] == [0, 2]
-    with safe_open(shards(written)[0], framework="pt") as shard:
-        names = {name.split(".")[1] for name in shard.keys()}  # noqa: SIM118  (not a dictionary)
-    assert names == {"taps", "next_ids", "next_log_probs"}
+    with safe_open(files(written)[0], framework="pt") as file:
+        assert set(file.keys()) == {"taps", "next_ids", "next_log_probs"}

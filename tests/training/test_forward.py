@@ -17,13 +17,13 @@ from dflash_hf.training.anchors import Anchors, BlockMaskRule, all_anchors, samp
 from dflash_hf.training.collators import Batch
 from dflash_hf.training.forward import (
     attention_kinds,
+    batch_labels,
     batch_loss,
-    batch_weight,
     block_inputs,
     run_blocks,
     target_features,
 )
-from dflash_hf.training.loss import OBJECTIVES, Objective, block_labels, block_loss, decay_weights
+from dflash_hf.training.loss import OBJECTIVES, Objective, block_labels, block_loss, decay_weights, loss_weight
 from tiny import DFLASH2
 
 SLIDING = {
@@ -113,7 +113,9 @@ def test_the_targets_forward_ends_behind_the_last_tapped_layer(
     hooks = {
         name: len(module._forward_hooks) + len(module._forward_pre_hooks) for name, module in target.named_modules()
     }
-    options = {"after_deepstack": after_deepstack, "top_level": top_level}
+    options = {"after_deepstack": after_deepstack}
+    if top_level:  # other inputs than tokens are the model's own
+        batch = replace(batch, model_inputs={"position_ids": batch.position_ids})
     whole = target_features(found, layer_ids, batch, **options, num_likely=1)
     logits = target(batch.input_ids).logits
     last = max(layer_ids)
@@ -181,7 +183,7 @@ def test_draft_and_target_may_be_of_different_dtypes(
     result.loss.backward()
     assert all(p.grad is not None and p.grad.dtype == dtypes[1] for p in draft.parameters())
     assert abs(result.loss.item() / wanted.loss.item() - 1) < 0.05
-    assert result.weight == wanted.weight == batch_weight(draft, batch, anchors, weights, objective)
+    assert result.weight == wanted.weight == loss_weight(batch_labels(draft, batch, anchors), weights, objective)
 
 
 def test_distillation_compares_with_the_targets_own_distribution(
@@ -249,8 +251,9 @@ def test_features_are_the_hidden_states_after_each_layer(target: Qwen3ForCausalL
     found = find_target(target)
     states = target(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long(), output_hidden_states=True)
     expected = torch.cat([states.hidden_states[1], states.hidden_states[3]], dim=-1)[batch.attention_mask]
-    for options in ({}, {"num_likely": 1}, {"top_level": True}):
-        features = target_features(found, [0, 2], batch, **options)
+    through_model = replace(batch, model_inputs={"position_ids": batch.position_ids})
+    for given, num_likely in ((batch, 1), (through_model, 0), (batch, 0)):
+        features = target_features(found, [0, 2], given, num_likely=num_likely)
         torch.testing.assert_close(features.taps[batch.attention_mask], expected, rtol=0, atol=1e-6)
     assert features.next_ids is None
     features = target_features(found, [0, 2], batch, num_likely=3)

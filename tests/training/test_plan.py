@@ -63,16 +63,16 @@ def draft_for(target: Any, layers: int, block_size: int) -> DFlashConfig:
 
 
 CASES: dict[str, tuple[PreTrainedConfig, int, Sizes]] = {
-    "8B": (QWEN3_8B, 5, Sizes(batch_size=1, max_length=4096)),
+    "8B": (QWEN3_8B, 5, Sizes(per_device_train_batch_size=1, max_length=4096)),
     "2B, four rows, checkpointed, Muon": (
         QWEN3_2B,
         5,
-        Sizes(batch_size=4, max_length=2048, num_anchors=256, checkpointing=True, optimizer="muon"),
+        Sizes(per_device_train_batch_size=4, max_length=2048, num_anchors=256, checkpointing=True, optim="muon"),
     ),
     "135M, eight rows of few blocks": (
         SMOLLM2,
         3,
-        Sizes(batch_size=8, max_length=1024, num_anchors=32, block_size=8, chunk_blocks=64),
+        Sizes(per_device_train_batch_size=8, max_length=1024, num_anchors=32, block_size=8, chunk_blocks=64),
     ),
 }
 
@@ -85,12 +85,12 @@ def test_planned_memory_is_what_a_step_takes(case: str) -> None:
     counted = peak_memory(
         target,
         draft,
-        batch_size=sizes.batch_size,
+        batch_size=sizes.per_device_train_batch_size,
         length=sizes.max_length,
         num_anchors=sizes.num_anchors,
         chunk_blocks=sizes.chunk_blocks,
         checkpointing=sizes.checkpointing,
-        optimizer="muon" if sizes.optimizer == "muon" else "adamw",
+        optimizer="muon" if sizes.optim == "muon" else "adamw",
     )
     told = {name: round(value / GB, 2) for name, value in (counted | found.bytes_by_part).items()}
     assert found.peak_bytes == pytest.approx(counted["peak"], rel=0.1), told

@@ -250,11 +250,6 @@ def test_the_old_order_and_other_kinds_are_told_apart(target, make_draft, tmp_pa
         DFlashTrainer(draft, target, args, draws(3))
 
 
-def test_the_old_options_are_named_in_a_sentence() -> None:
-    with pytest.raises(ImportError, match="expected DFlashTrainingArguments, got DFlashTrainingConfig; "):
-        from dflash_hf.training import DFlashTrainingConfig  # noqa: F401
-
-
 @needs_muon
 def test_muon_leaves_codebooks_to_adamw(make_draft, tmp_path: Path) -> None:
     draft = make_draft(**DFLASH2)

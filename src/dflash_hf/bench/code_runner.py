@@ -101,8 +101,9 @@ def failure(program: str, *, seconds: float = SECONDS, memory: int = MEMORY) -> 
     command = [sys.executable, "-I", "-B", str(Path(__file__).with_name("code_child.py"))]
     if _has_namespaces():
         command = [str(shutil.which("unshare")), *_NAMESPACES, *command]
-    with tempfile.TemporaryDirectory(prefix="dflash-hf-code-") as folder:
-        process = subprocess.Popen(
+    with (
+        tempfile.TemporaryDirectory(prefix="dflash-hf-code-") as folder,
+        subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -111,7 +112,8 @@ def failure(program: str, *, seconds: float = SECONDS, memory: int = MEMORY) -> 
             env={"HOME": folder, "TMPDIR": folder, "PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
             start_new_session=True,
             text=True,
-        )
+        ) as process,
+    ):
         try:
             output = process.communicate(request, timeout=seconds)[0]
         except subprocess.TimeoutExpired:
@@ -119,10 +121,6 @@ def failure(program: str, *, seconds: float = SECONDS, memory: int = MEMORY) -> 
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
     try:
         result = json.loads(output)
     except json.JSONDecodeError:  # nothing is said where the kernel, or the program itself, has ended the child

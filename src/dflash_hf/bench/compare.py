@@ -8,7 +8,7 @@ method, is moved less by that, acceptance, accuracy and texts not at all.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_hf.bench.answers import Answer
-from dflash_hf.bench.counting import first_difference, per_question, ratios
+from dflash_hf.bench.counting import first_difference, mean_scores, per_question, ratios
 from dflash_hf.bench.intervals import interval, mcnemar, resample
 from dflash_hf.bench.questions import Key
 from dflash_hf.bench.run_files import Run, read_run
@@ -94,7 +94,7 @@ def compare(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Co
     for dataset in [*datasets, *([ALL] if len(datasets) > 1 else [])]:
         keys = {key for key in shared if dataset in (ALL, key[0])}
         for name in methods:
-            changes += _Pairing(runs, scores, name, keys, dataset).changes()
+            changes += _changes(runs, scores, name, keys, dataset)
     return Comparison(
         folders=(runs[0].folder, runs[1].folder),
         changes=changes,
@@ -103,122 +103,80 @@ def compare(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Co
     )
 
 
-class _Pairing:
-    """One method in two runs, on the questions of a set that both answered."""
-
-    def __init__(
-        self, runs: tuple[Run, Run], scores: tuple[Scores, Scores], name: str, keys: set[Key], dataset: str
-    ) -> None:
-        self.runs, self.scores, self.name, self.dataset, self.asked = runs, scores, name, dataset, keys
-        self.answers = [self._of(run, name, keys) for run in runs]
-        self.keys = [key for key in self.answers[0] if key in self.answers[1]]
-
-    @staticmethod
-    def _of(run: Run, name: str, keys: set[Key]) -> dict[Key, list[Answer]]:
-        """Answers of a method by question, all repeats."""
-        found: dict[Key, list[Answer]] = {}
-        for (key, _), answer in run.answers.get(name, {}).items():
-            if key in keys and answer.error is None:
-                found.setdefault(key, []).append(answer)
-        return found
-
-    def changes(self) -> list[Change]:
-        """All numbers that both runs have."""
-        if not self.keys:
-            return []
-        rates = np.stack([_rates(self.answers[run], self.keys) for run in (0, 1)], axis=1)
-        found = [self._change("tokens/s", self.keys, rates.reshape(len(self.keys), 4), _speed, is_ratio=True)]
-        found += self._speedup()
-        verifies = [[_verifies(self.answers[run][key]) for run in (0, 1)] for key in self.keys]
-        sums = np.array(verifies, dtype=np.float64).reshape(len(self.keys), 4)
-        if sums[:, 1].any() and sums[:, 3].any():
-            found.append(self._change("acceptance length", self.keys, sums, _speed, is_ratio=False))
-        return [*found, *self._accuracy(), *self._texts()]
-
-    def _change(
-        self,
-        quantity: str,
-        keys: Sequence[Key],
-        values: Any,
-        numbers: Callable[[Any], tuple[Any, Any]],
-        is_ratio: bool,
-    ) -> Change:
-        """A change with its interval, from what is summed of each question."""
-        before, after = (float(number) for number in numbers(values.sum(axis=0)))
-        sets = [dataset for dataset, _ in keys]
-        drawn = numbers(resample(values, sets))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            low, high = interval(drawn[1] / drawn[0] if is_ratio else drawn[1] - drawn[0], CERTAIN)
-        same = 1.0 if is_ratio else 0.0
-        is_beyond = low is not None and high is not None and not low <= same <= high
-        ends = {"low": low, "high": high}
-        return self._named(quantity, before, after, count=len(values), is_beyond_noise=is_beyond, **ends)
-
-    def _named(self, quantity: str, before: float, after: float, **more: Any) -> Change:
-        named = {"dataset": self.dataset, "model_id": self.name, "quantity": quantity}
-        return Change(**named, before=before, after=after, **more)
-
-    def _speedup(self) -> list[Change]:
-        baselines = [next(c.baseline for c in run.cells if c.model_id == self.name) for run in self.runs]
-        if None in baselines or self.name in baselines:
-            return []
-        theirs = [self._of(run, str(name), set(self.keys)) for run, name in zip(self.runs, baselines, strict=True)]
-        keys = [key for key in self.keys if key in theirs[0] and key in theirs[1]]
-        if not keys:
-            return []
-        parts = [_rates(answers[run], keys) for run in (0, 1) for answers in (self.answers, theirs)]
-        values = np.concatenate(parts, axis=1)
-        return [
-            self._change("speed-up", keys, values, lambda s: (ratios(s[..., :4]), ratios(s[..., 4:])), is_ratio=True)
-        ]
-
-    def _accuracy(self) -> list[Change]:
-        """By McNemar's test on questions, whose repeats are averaged."""
-        means = [self._means(run) for run in (0, 1)]
-        keys = [key for key in means[0] if key in means[1]]
-        if not keys:
-            return []
-        values = np.array([[means[0][key], means[1][key], 1.0] for key in keys])
-        change = self._change(
-            "accuracy", keys, values, lambda s: (s[..., 0] / s[..., 2], s[..., 1] / s[..., 2]), False
+def _changes(
+    runs: tuple[Run, Run], scores: tuple[Scores, Scores], name: str, asked: set[Key], dataset: str
+) -> Iterator[Change]:
+    """All numbers of a method that both runs have, on the questions of a set that both answered."""
+    of: dict[str, Any] = {"dataset": dataset, "model_id": name}
+    mine = [_answers(run, name, asked) for run in runs]
+    keys = [key for key in mine[0] if key in mine[1]]
+    if not keys:
+        return
+    yield _change(of, "tokens/s", keys, [_rates(answers, keys) for answers in mine], is_ratio=True)
+    cells = [next(cell for cell in run.cells if cell.model_id == name) for run in runs]
+    baselines = [cell.baseline for cell in cells]
+    if None not in baselines and name not in baselines:
+        theirs = [_answers(run, str(baseline), asked) for run, baseline in zip(runs, baselines, strict=True)]
+        if both := [key for key in keys if key in theirs[0] and key in theirs[1]]:
+            parts = [np.hstack([_rates(answers, both) for answers in each]) for each in zip(mine, theirs, strict=True)]
+            yield _change(of, "speed-up", both, parts, is_ratio=True)
+    verifies = [np.array([_verifies(answers[key]) for key in keys], dtype=np.float64) for answers in mine]
+    if all(part[:, 1].any() for part in verifies):
+        yield _change(of, "acceptance length", keys, verifies)
+    # Failed answers have a score too: they are not right.
+    means = [
+        mean_scores((key, score) for (model_id, (key, _)), score in found.items() if model_id == name and key in asked)
+        for found in scores
+    ]
+    if scored := [key for key in means[0] if key in means[1]]:
+        change = _change(of, "accuracy", scored, [np.array([(mean[key], 1.0) for key in scored]) for mean in means])
+        lost, won = (sum(sign * (means[1][key] - means[0][key]) > 0 for key in scored) for sign in (-1, 1))
+        yield replace(change, is_beyond_noise=mcnemar(lost, won) < 1 - CERTAIN)
+    # Of drawn texts, which may differ, nothing is said.
+    others = {(key, answer.repeat): answer for key in keys for answer in mine[1][key]}
+    pairs = [(answer, others.get((key, answer.repeat))) for key in keys for answer in mine[0][key]]
+    same = [first_difference(one, other) is None for one, other in pairs if other is not None]
+    if same and not any(cell.is_sampled for cell in cells):
+        share = sum(same) / len(same)
+        yield Change(
+            **of, quantity="same text", before=1.0, after=share, count=len(same), is_beyond_noise=not all(same)
         )
-        won = int((values[:, 1] > values[:, 0]).sum())
-        lost = int((values[:, 1] < values[:, 0]).sum())
-        return [replace(change, is_beyond_noise=mcnemar(lost, won) < 1 - CERTAIN)]
 
-    def _means(self, run: int) -> dict[Key, float]:
-        """The mean score of each question, failed answers too: they are not right."""
-        found: dict[Key, list[float]] = {}
-        for key, repeat in self.runs[run].answers[self.name]:
-            score = self.scores[run].get((self.name, (key, repeat)))
-            if key in self.asked and score is not None:
-                found.setdefault(key, []).append(score)
-        return {key: float(np.mean(scores)) for key, scores in found.items()}
 
-    def _texts(self) -> list[Change]:
-        """How many answers are the other run's; of drawn ones, which may differ, nothing is said."""
-        if any(cell.is_sampled for run in self.runs for cell in run.cells if cell.model_id == self.name):
-            return []
-        others = {(key, a.repeat): a for key in self.keys for a in self.answers[1][key]}
-        pairs = [
-            (a, others[key, a.repeat]) for key in self.keys for a in self.answers[0][key] if (key, a.repeat) in others
-        ]
-        if not pairs:
-            return []
-        same = sum(first_difference(*pair) is None for pair in pairs) / len(pairs)
-        return [self._named("same text", 1.0, same, count=len(pairs), is_beyond_noise=same < 1)]
+def _answers(run: Run, name: str, keys: set[Key]) -> dict[Key, list[Answer]]:
+    """Answers of a method by question, all repeats; failed ones left out."""
+    found: dict[Key, list[Answer]] = {}
+    for (key, _), answer in run.answers.get(name, {}).items():
+        if key in keys and answer.error is None:
+            found.setdefault(key, []).append(answer)
+    return found
+
+
+def _change(
+    of: Mapping[str, Any], quantity: str, keys: Sequence[Key], parts: Sequence[Any], is_ratio: bool = False
+) -> Change:
+    """A change with its interval, from what each run's number is the ratio of, summed of each question."""
+    values = np.hstack(parts)
+    before, after = (float(number) for number in _numbers(values.sum(axis=0)))
+    drawn = _numbers(resample(values, [dataset for dataset, _ in keys]))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        low, high = interval(drawn[1] / drawn[0] if is_ratio else drawn[1] - drawn[0], CERTAIN)
+    is_beyond = low is not None and high is not None and not low <= (1.0 if is_ratio else 0.0) <= high
+    ends: dict[str, Any] = {"before": before, "after": after, "low": low, "high": high}
+    return Change(**of, quantity=quantity, **ends, count=len(values), is_beyond_noise=is_beyond)
+
+
+def _numbers(sums: Any) -> list[Any]:
+    """Both runs' numbers: of `(..., 4)` sums one over the other, of `(..., 8)` their [`ratios`]."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        halves = np.split(sums, 2, axis=-1)
+        return [ratios(half) if half.shape[-1] == 4 else half[..., 0] / half[..., 1] for half in halves]
 
 
 def _rates(answers: Mapping[Key, Sequence[Answer]], keys: Sequence[Key]) -> Any:
     """Tokens and seconds of each question, a float array of `(questions, 2)`."""
     pairs = [(answer, answer) for key in keys for answer in answers[key]]
     return per_question(pairs)[:, :2]
-
-
-def _speed(sums: Any) -> tuple[Any, Any]:
-    """Both runs' ratios, of `(..., 4)` sums."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return sums[..., 0] / sums[..., 1], sums[..., 2] / sums[..., 3]
 
 
 def _verifies(answers: Sequence[Answer]) -> tuple[int, int]:

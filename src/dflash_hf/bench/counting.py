@@ -150,15 +150,6 @@ def _server_acceptance(turns: list[Turn]) -> dict[str, Any] | None:
     }
 
 
-# What no server says.
-_UNTOLD: dict[str, Any] = {
-    **dict.fromkeys(
-        ("acceptance_length", "acceptance_length_zlab", "num_verifies", "draft_seconds", "verify_seconds")
-    ),
-    **{"histogram": [], "along_text": []},
-}
-
-
 def draft_counts(turns: Iterable[Turn]) -> Any:
     """Returns accepted and proposed tokens of every verify that had a proposal, as an int array of `(drafts, 2)`."""
     pairs = [
@@ -251,13 +242,19 @@ def accuracy(scored: Sequence[tuple[Key, float]]) -> dict[str, Any] | None:
     """
     if not scored:
         return None
-    per_key: dict[Key, list[float]] = {}
+    means = mean_scores(scored)
+    mean = float(np.mean(list(means.values())))
+    low, high = wilson(mean, len(means))
+    return {"questions": len(means), "mean": mean, "low": low, "high": high}
+
+
+def mean_scores(scored: Iterable[tuple[Key, float]]) -> dict[Key, float]:
+    """Returns the mean score of each question over its repeats."""
+    found: dict[Key, list[float]] = {}
     for key, score in scored:
-        per_key.setdefault(key, []).append(score)
-    mean = float(np.mean([np.mean(scores) for scores in per_key.values()]))
-    low, high = wilson(mean, len(per_key))
-    return {"questions": len(per_key), "mean": mean, "low": low, "high": high}
+        found.setdefault(key, []).append(score)
+    return {key: float(np.mean(scores)) for key, scores in found.items()}
 
 
-__all__ = ["DEFINITIONS", "Pair", "accuracy", "first_difference", "measure", "per_question"]
+__all__ = ["DEFINITIONS", "Pair", "accuracy", "first_difference", "mean_scores", "measure", "per_question"]
 __all__ += ["ratio", "ratios", "speedup"]

@@ -17,7 +17,7 @@ DRAWS = 2000
 Z = 1.959963984540054  # of the normal distribution, two-sided 95 %
 
 
-def resample(values: Array, sets: Sequence[str], draws: int = DRAWS, seed: int = 0) -> Array:
+def resample(values: Array, sets: Sequence[str]) -> Array:
     """Draws as many questions of each set as there are, with replacement, many times, and returns the sums.
 
     What is compared stands in one row of `values`, so that a question that is drawn is drawn for both.
@@ -25,23 +25,21 @@ def resample(values: Array, sets: Sequence[str], draws: int = DRAWS, seed: int =
     Args:
         values (array of `(questions, n)`): What is summed of each question.
         sets (sequence of `str`): The set of each: its share of a sum over several sets is no matter of chance.
-        draws (`int`): How often.
-        seed (`int`): Of the draws.
 
     Returns:
-        array of `(draws, n)`; no draws of fewer than two questions, which say nothing about a choice of them.
+        array of `(DRAWS, n)`; no draws of fewer than two questions, which say nothing about a choice of them.
     """
     if len(values) < 2:
         return np.empty((0, values.shape[1]))
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     names = np.asarray(sets)
-    total = np.zeros((draws, values.shape[1]))
+    total = np.zeros((DRAWS, values.shape[1]))
     for name in dict.fromkeys(sets):
         part = values[names == name]
         count = len(part)
         step = max(1, 2**15 // count)  # draws at a time: memory stays small whatever the set
-        for start in range(0, draws, step):
-            size = min(step, draws - start)
+        for start in range(0, DRAWS, step):
+            size = min(step, DRAWS - start)
             chosen = rng.integers(count, size=(size, count)) + np.arange(size)[:, None] * count
             times = np.bincount(chosen.ravel(), minlength=size * count).reshape(size, count)
             total[start : start + size] += times @ part

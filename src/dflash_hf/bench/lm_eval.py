@@ -53,12 +53,9 @@ class StopTexts(StoppingCriteria):
         return cast(torch.BoolTensor, torch.tensor(stops, device=input_ids.device))
 
     def _is_said(self, ids: list[int]) -> bool:
-        # The last tokens alone may be decoded otherwise than behind what comes before them.
-        return self._has_text(ids[-self.num_last :]) and self._has_text(ids)
-
-    def _has_text(self, ids: list[int]) -> bool:
-        decoded = self.tokenizer.decode(ids)
-        return any(text in decoded for text in self.texts)
+        # The last tokens alone may be decoded otherwise than behind what comes before them, and save decoding all.
+        decoded = (self.tokenizer.decode(part) for part in (ids[-self.num_last :], ids))
+        return all(any(text in said for text in self.texts) for said in decoded)
 
 
 class DFlashLM(HFLM):

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from dflash_hf.bench.answers import Answer
 from dflash_hf.bench.counting import first_difference
+from dflash_hf.bench.methods import Models
 from dflash_hf.bench.questions import Key, Question
 from dflash_hf.bench.run_files import MARGINS, read_run
 from dflash_hf.bench.summary import baseline_pairs
 from dflash_hf.evaluation.agreement import agreement, reference_for
-from dflash_hf.evaluation.prompt_files import Message
 from dflash_hf.evaluation.row_files import write_rows
 
 
-class Encodes(Protocol):
-    """A target and what its prompts were encoded with, as a run has them."""
-
-    @property
-    def target(self) -> PreTrainedModel:
-        """The target that wrote the answers."""
-        ...
-
-    def encode(self, conversations: Sequence[Sequence[Message]]) -> dict[str, Tensor]:
-        """Returns the inputs of conversations, one per row."""
-        ...
-
-
-def write_margins(folder: Path, models: Mapping[str, Encodes]) -> Path:
+def write_margins(folder: Path, models: Mapping[str, Models]) -> Path:
     """Writes `margins.jsonl`, whole or not at all, for a run whose answers are all there.
 
     Sampled answers have other noise than their baseline's and are left out.
@@ -52,7 +38,7 @@ def write_margins(folder: Path, models: Mapping[str, Encodes]) -> Path:
 def margins(
     pairs: Iterable[tuple[Answer, Answer]],
     questions: Mapping[Key, Question],
-    models: Encodes,
+    models: Models,
     system: str | None = None,
 ) -> list[dict[str, Any]]:
     """Measures by how little greedy answers differ from their baseline's.
@@ -62,7 +48,7 @@ def margins(
 
     Args:
         pairs (iterable of two `Answer`): A method's answer and its baseline's, to the same question and repeat.
-        models (`Encodes`): What wrote them, in one dtype.
+        models (`Models`): What wrote them, in one dtype.
         system (`str`, *optional*): What every conversation began with.
 
     Returns:
@@ -87,4 +73,4 @@ def margins(
     return rows
 
 
-__all__ = ["Encodes", "margins", "write_margins"]
+__all__ = ["margins", "write_margins"]

@@ -7,12 +7,13 @@ comes by and how long the text is by then. Ours is told by its statistics, which
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,21 +32,9 @@ LOOKUP_TOKENS = 15  # as many as a block of 16 proposes
 
 Conversation = Sequence[Message]
 Inputs = dict[str, Tensor]
-
-
-class Method(Protocol):
-    """A way of decoding, ready to be asked."""
-
-    def __call__(self, conversations: Sequence[Conversation], options: Options, seed: int) -> list[Turn]:
-        """Answers conversations, whose last message is the user's, as one batch.
-
-        Args:
-            seed (`int`): Of the call, when sampling.
-
-        Raises:
-            One of [`dflash_hf.bench.run.FAILURES`].
-        """
-        ...
+# A way of decoding, ready to be asked: answers conversations, whose last message is the user's, as one batch, with the
+# seed of the call when sampling; it raises one of `dflash_hf.bench.run.FAILURES`.
+Method = Callable[[Sequence[Conversation], Options, int], list[Turn]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +116,6 @@ def plain(models: Models, inputs: Inputs, options: Options, **more: Any) -> Raw:
     return Raw(sequences=out, ttft=recorder.ttft)
 
 
-def plain_static(models: Models, inputs: Inputs, options: Options) -> Raw:
-    """Runs plain `generate` with a static cache, for which Transformers compiles the forward on an accelerator."""
-    return plain(models, inputs, options, cache_implementation="static")
-
-
 def dflash(models: Models, inputs: Inputs, options: Options) -> Raw:
     """Runs `generate(..., assistant_model=draft)`, this package's way; every row has its own steps."""
     draft = models.draft
@@ -185,7 +169,8 @@ def lookup(models: Models, inputs: Inputs, options: Options) -> Raw:
 # The ways that need no more than the models; z-lab's package and servers have files of their own.
 WAYS: dict[str, Way] = {
     "plain": plain,
-    "plain-static": plain_static,
+    # With a static cache, for which Transformers compiles the forward on an accelerator.
+    "plain-static": functools.partial(plain, cache_implementation="static"),
     "dflash": dflash,
     "stock": stock,
     "assistant": assistant,

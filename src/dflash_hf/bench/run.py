@@ -195,7 +195,14 @@ def _make_methods(settings: RunSettings, cells: Sequence[Cell], models: Mapping[
 
     @functools.cache
     def make(name: str, dtype: str) -> Method:
-        return _make_method(settings, name, models.get(dtype))
+        if name == "server":
+            assert settings.server is not None
+            return Server(url=settings.server, model=settings.server_model, template_options=settings.template_options)
+        if name != "zlab":
+            return local_method(WAYS[name], models[dtype])
+        from dflash_hf.bench.zlab import zlab_way
+
+        return local_method(zlab_way(models[dtype]), models[dtype])
 
     for cell in cells:
         if cell.failed is None:
@@ -205,18 +212,6 @@ def _make_methods(settings: RunSettings, cells: Sequence[Cell], models: Mapping[
             except ValueError as error:
                 cell.failed = one_line(error)
     return methods
-
-
-def _make_method(settings: RunSettings, name: str, models: Models | None) -> Method:
-    if name == "server":
-        assert settings.server is not None
-        return Server(url=settings.server, model=settings.server_model, template_options=settings.template_options)
-    assert models is not None
-    if name == "zlab":
-        from dflash_hf.bench.zlab import zlab_way
-
-        return local_method(zlab_way(models), models)
-    return local_method(WAYS[name], models)
 
 
 def _check_draft(cell: Cell, models: Mapping[str, Models]) -> None:

@@ -46,7 +46,7 @@ class QuestionSet:
         hub (`tuple`): Its id on the Hub, configuration and split.
         question (callable): Returns fields of the question that an upstream row is; `None` of a row that is not in
             the set. By default a question's id is the number of its row, its category the set's name.
-        columns (`tuple[str, ...]`): What that reads; a Hub set's other columns are not.
+        columns (`tuple[str, ...]`): What is read of its rows, where other columns are large; by default all.
         files (`tuple[str, ...]`): Patterns of its upstream files below `--data-dir`.
         hub_files (`tuple[str, ...]`): Addresses of its files, where `datasets` does not find them by the id.
     """
@@ -170,8 +170,6 @@ def mmstar(row: Row) -> Fields:
     }
 
 
-_MATH_COLUMNS: Final = ("problem", "answer", "subject", "level", "unique_id", "id", "problem_idx")
-_TURN_COLUMNS: Final = ("question_id", "prompt_id", "category", "sub_category", "turns", "prompt")
 _LCB: Final = "hf://datasets/livecodebench/code_generation_lite/"
 _SPEC_BENCH: Final = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
 
@@ -182,7 +180,6 @@ def _speed_bench(size: str) -> QuestionSet:
         name=f"speed-bench-{size}" if size else "speed-bench",
         hub=("nvidia/SPEED-Bench", config, "test"),
         question=normalised,
-        columns=_TURN_COLUMNS,
         files=tuple(f"speed{part}/{config}{end}" for part in ("_bench", "-bench", "") for end in FILES)
         + tuple(f"speed{part}/{config}/*.parquet" for part in ("_bench", "-bench", "")),
     )
@@ -193,49 +190,42 @@ SETS: Final = (
         name="gsm8k",
         hub=("openai/gsm8k", "main", "test"),
         question=gsm8k,
-        columns=("question", "answer"),
         files=("gsm8k/test.jsonl",),
     ),
     QuestionSet(
         name="gsm8k-train",
         hub=("openai/gsm8k", "main", "train"),
         question=gsm8k,
-        columns=("question", "answer"),
         files=("gsm8k/train.jsonl", "gsm8k/main/train*.parquet"),
     ),
     QuestionSet(
         name="math500",
         hub=("HuggingFaceH4/MATH-500", None, "test"),
         question=mathematics,
-        columns=_MATH_COLUMNS,
         files=("math500/test.jsonl", "MATH-500/test.jsonl"),
     ),
     QuestionSet(
         name="aime24",
         hub=("HuggingFaceH4/aime_2024", None, "train"),
         question=mathematics,
-        columns=_MATH_COLUMNS,
         files=("aime24/*.jsonl", "aime_2024/data/train*.parquet"),
     ),
     QuestionSet(
         name="aime25",
         hub=("MathArena/aime_2025", None, "train"),
         question=mathematics,
-        columns=_MATH_COLUMNS,
         files=("aime25/*.jsonl", "aime_2025/data/train*.parquet"),
     ),
     QuestionSet(
         name="humaneval",
         hub=("openai/openai_humaneval", "openai_humaneval", "test"),
         question=humaneval,
-        columns=("task_id", "prompt", "test", "entry_point", "canonical_solution"),
         files=("humaneval/HumanEval.jsonl",),
     ),
     QuestionSet(
         name="mbpp",
         hub=("google-research-datasets/mbpp", "sanitized", "test"),
         question=mbpp,
-        columns=("task_id", "prompt", "text", "code", "test_list", "test_imports", "test_setup_code"),
         files=("mbpp/sanitized-mbpp.json", "mbpp/mbpp.jsonl"),
     ),
     QuestionSet(
@@ -250,14 +240,12 @@ SETS: Final = (
         name="mt-bench",
         hub=("HuggingFaceH4/mt_bench_prompts", None, "train"),
         question=normalised,
-        columns=_TURN_COLUMNS,
         files=("mt_bench/question.jsonl", "mt-bench/question.jsonl"),
     ),
     QuestionSet(
         name="spec-bench",
         hub=("hemingkx/Spec-Bench", None, "test"),
         question=normalised,
-        columns=_TURN_COLUMNS,
         files=("spec_bench/question.jsonl", "spec-bench/question.jsonl"),
         hub_files=(_SPEC_BENCH,),
     ),
@@ -265,14 +253,12 @@ SETS: Final = (
         name="alpaca",
         hub=("tatsu-lab/alpaca", None, "train"),
         question=alpaca,
-        columns=("instruction", "input"),
         files=("alpaca/alpaca_data.json", "alpaca/*.jsonl"),
     ),
     QuestionSet(
         name="mmstar",
         hub=("Lin-Chen/MMStar", "val", "val"),
         question=mmstar,
-        columns=("index", "question", "image", "answer", "category", "l2_category"),
         files=("mmstar/*.jsonl", "mmstar/mmstar.parquet", "MMStar/mmstar.parquet"),
     ),
     *map(_speed_bench, ("", "1k", "2k", "8k", "16k", "32k")),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.utils.benchmark import Timer
 from transformers import AutoConfig
 
 from dflash_hf.checkpoints import detect_format, make_config
@@ -109,15 +109,13 @@ def matmul_rate(dtype: Any) -> float:
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     size = 512 if device.type == "cpu" else 4096
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    torch.mm(left, right)
-    count, began = 0, time.perf_counter()
-    while time.perf_counter() - began < MATMUL_SECONDS:
-        for _ in range(8):
-            torch.mm(left, right)
-        count += 8
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-    return 2 * size**3 * count / (time.perf_counter() - began)
+    wait = "" if device.type == "cpu" else "; torch.accelerator.synchronize()"
+    timer = Timer(
+        f"torch.mm(left, right){wait}",
+        globals={"torch": torch, "left": left, "right": right},
+        num_threads=torch.get_num_threads(),
+    )
+    return 2 * size**3 / timer.blocked_autorange(min_run_time=MATMUL_SECONDS).median
 
 
 def accelerator_memory() -> int | None:

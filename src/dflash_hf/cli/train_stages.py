@@ -32,7 +32,7 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.training.answering import RegenerateSettings, regenerate
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.conversations import resolved
-from dflash_hf.training.export import CARD, CardFacts, Measured, card, export
+from dflash_hf.training.export import CARD, CardFacts, card, export
 from dflash_hf.training.messages import prepare_multimodal_messages
 from dflash_hf.training.prepare import PrepareSettings, prepare, read_examples
 from dflash_hf.training.prompts import PromptSettings, write_prompts
@@ -110,12 +110,8 @@ def _prepare(settings: TrainSettings, state: RunState) -> dict[str, Any]:
             datasets=datasets,
             output=folder / EVERY,
             turns="none" if settings.answers == "target" else settings.turns,
-            max_length=settings.max_length,
             num_rows=settings.num_prompts,
-            template=settings.template,
-            streaming=settings.streaming,
-            skip_bad_rows=settings.skip_bad_rows,
-            chat_template_kwargs=settings.chat_template_kwargs,
+            **_same(settings, "max_length", "template", "streaming", "skip_bad_rows", "chat_template_kwargs"),
         ),
         load_processor(settings.target),
     )
@@ -129,6 +125,11 @@ def _prepare(settings: TrainSettings, state: RunState) -> dict[str, Any]:
     left_out = sum(count for count, _ in found.left_out.values())
     facts: dict[str, Any] = {"conversations": len(lines) - most, "held_out": most}
     return facts | ({"left_out": left_out} if left_out else {})
+
+
+def _same(settings: TrainSettings, *names: str) -> dict[str, Any]:
+    """Settings that a stage has under the same names."""
+    return {name: getattr(settings, name) for name in names}
 
 
 def load_processor(target: str) -> Any:
@@ -157,12 +158,8 @@ def _regenerate(settings: TrainSettings, state: RunState) -> dict[str, Any]:
             RegenerateSettings(
                 prompts=prompts,
                 output=state.folder("regenerate") / name,
-                max_new_tokens=settings.max_new_tokens,
-                max_length=settings.max_length,
                 batch_size=settings.answer_batch,
-                temperature=settings.temperature,
-                top_p=settings.top_p,
-                turns=settings.turns,
+                **_same(settings, "max_new_tokens", "max_length", "temperature", "top_p", "turns"),
             ),
             target,
             processor,
@@ -320,19 +317,11 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 def _card_facts(settings: TrainSettings, state: RunState) -> Any:
     """What the model card tells of the run."""
-    measured: list[Measured] = []
-    conditions = ""
+    measured, conditions = dict[str, Any](), ""
     if (state.folder("bench") / "summary.json").is_file():
         summary = _summary(state.folder("bench"))
         plain, drafted = (next(m for m in summary["methods"] if m["method"] == name) for name in ("plain", "dflash"))
-        for name, block in drafted["sets"].items():
-            if block["acceptance"]:
-                length = block["acceptance"]["acceptance_length"]
-                speed = block["speedup"]["ratio"] if block["speedup"] else None
-                told = Measured(
-                    dataset=Path(name).name, questions=block["questions"], acceptance_length=length, speedup=speed
-                )
-                measured.append(told)
+        measured = drafted["sets"]
         machine = summary["provenance"]["machine"]
         where = ", ".join(machine["gpus"]) or f"{machine['cpu']}, {summary['provenance']['threads']} threads"
         models = next(iter(summary["provenance"]["models"].values()))

@@ -35,12 +35,3 @@ __all__ = [
     "walked_acceptance",
     "write_prompts",
 ]
-
-
-def __getattr__(name: str) -> object:
-    if name == "DFlashTrainingConfig":
-        raise ImportError(
-            "expected DFlashTrainingArguments, got DFlashTrainingConfig; its options are now those of "
-            "transformers.TrainingArguments (warmup_steps=0.04, bf16=True, eval_strategy='steps')"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

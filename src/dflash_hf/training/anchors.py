@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,12 +20,13 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from dflash_hf.configuration_dflash import AttentionKind
 from dflash_hf.positions import visible
+from dflash_hf.training.collators import Movable
 
 Mask = Tensor | BlockMask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Anchors:
+class Anchors(Movable):
     """The blocks of a batch.
 
     Args:
@@ -52,10 +53,6 @@ class Anchors:
         indices, keep = self.indices[:, start:stop], self.keep[:, start:stop]
         reach = int(indices.max()) if indices.device.type == "cpu" and indices.numel() else self.reach
         return Anchors(indices=indices, keep=keep, block_size=self.block_size, reach=reach)
-
-    def to(self, device: torch.device) -> Anchors:
-        """Returns the same anchors on another device."""
-        return replace(self, indices=self.indices.to(device), keep=self.keep.to(device))
 
 
 def valid_anchors(loss_mask_BS: Tensor, starts_BS: Tensor | None = None) -> Tensor:

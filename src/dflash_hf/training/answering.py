@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +99,7 @@ class Regenerated:
         num_unfinished (`int`): Answers among all that the limit cut.
         num_tokens (`int`): Tokens of all answers.
         seconds (`float`): That this took.
-        left_out (`dict[str, int]`): Reason -> how many prompts.
+        left_out (`Counter[str]`): Reason -> how many prompts.
     """
 
     num_prompts: int = 0
@@ -107,7 +108,7 @@ class Regenerated:
     num_unfinished: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
-    left_out: dict[str, int] = field(default_factory=dict[str, int])
+    left_out: Counter[str] = field(default_factory=Counter[str])
 
 
 def regenerate(
@@ -252,14 +253,10 @@ class _Run:
         question = {"messages": messages, **{name: row[name] for name in names}}
         name = content_id(question)
         if name in self.seen:
-            self.leave_out("duplicates")
+            self.report.left_out["duplicates"] += 1
             return
         self.seen.add(name)
         asked.append((at, {"id": name, **question}))
-
-    def leave_out(self, reason: str) -> None:
-        """Counts a prompt that is not answered."""
-        self.report.left_out[reason] = self.report.left_out.get(reason, 0) + 1
 
     def answer(self, questions: Sequence[dict[str, Any]]) -> None:
         """Answers questions, batches of similar length out of pools of some batches, and writes each batch."""
@@ -272,8 +269,8 @@ class _Run:
             prompts = ChatDataset(placed, self.processing_class, answers=[[]] * len(part))
             limit = self.settings.max_length
             fitting = [at for at, size in enumerate(prompts.lengths) if limit is None or size < limit]
-            for _ in range(len(part) - len(fitting)):
-                self.leave_out("prompts longer than the greatest length")
+            if len(fitting) < len(part):
+                self.report.left_out["prompts longer than the greatest length"] += len(part) - len(fitting)
             for chosen in sorted_batches(fitting, prompts.lengths, self.settings.batch_size):
                 if any(part[at]["id"] not in self.done for at in chosen):
                     self._answer_batch(part, prompts, chosen)
@@ -293,7 +290,7 @@ class _Run:
         lines: list[dict[str, Any]] = []
         for row, (ids, finished), length in zip(rows, written, lengths, strict=True):
             if not ids:
-                self.leave_out("empty answers")
+                self.report.left_out["empty answers"] += 1
             elif row["id"] not in self.done:
                 row = resolved(row, self.settings.prompts.parent, self.settings.output.parent)
                 lines.append({**row, "answer_ids": ids, "finished": finished, "num_tokens": length + len(ids)})

@@ -6,26 +6,33 @@ import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, Self
 
 import torch
 from accelerate.utils import send_to_device
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from dflash_hf.errors import require
 from dflash_hf.training.data import Example
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Moved = TypeVar("Moved", bound="DataclassInstance")
 # A batch is cut from a sorted pool of this many batches: similar lengths, and still a different mix every epoch.
 POOL_BATCHES = 8
 
 
+class Movable:
+    """A dataclass that can be moved with its tensors."""
+
+    __slots__ = ()
+
+    def to(self, device: torch.device) -> Self:
+        """Returns the same on another device."""
+        this: Any = self
+        return replace(this, **{item.name: send_to_device(getattr(self, item.name), device) for item in fields(this)})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class Batch(Movable):
     """Padded examples; `B` rows, `S` tokens.
 
     Args:
@@ -44,10 +51,6 @@ class Batch:
     model_inputs: dict[str, Tensor] = field(default_factory=dict)
     starts: Tensor | None = None
 
-    def to(self, device: torch.device) -> Batch:
-        """Returns the same batch on another device."""
-        return moved(self, device)
-
     def row(self, number: int) -> Batch:
         """Returns a row of text as a batch."""
         parts: dict[str, Any] = {name: getattr(self, name) for name in ("input_ids", "attention_mask", "loss_mask")}
@@ -59,12 +62,6 @@ class Batch:
         """Index of each token in its example: int64 of shape `[B, S]`."""
         columns = torch.arange(self.input_ids.shape[1], device=self.input_ids.device).expand(self.input_ids.shape)
         return columns if self.starts is None else columns - self.starts
-
-
-def moved(batch: Moved, device: torch.device) -> Moved:
-    """Returns a dataclass with its tensors on another device."""
-    parts: dict[str, Any] = {item.name: send_to_device(getattr(batch, item.name), device) for item in fields(batch)}
-    return replace(batch, **parts)
 
 
 def collate(
@@ -152,16 +149,13 @@ def best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
 
 def _concatenate(values: list[Tensor]) -> Tensor:
     """Joins along the first dimension, padding the others with zeros at their ends."""
-    sizes = [max(value.shape[dim] for value in values) for dim in range(1, values[0].ndim)]
-    if all(list(value.shape[1:]) == sizes for value in values):
-        return torch.cat(values)
-    joined = values[0].new_zeros(sum(len(value) for value in values), *sizes)
-    start = 0
-    for value in values:
-        rows = slice(start, start + len(value))
-        joined[(rows, *(slice(0, size) for size in value.shape[1:]))] = value
-        start += len(value)
-    return joined
+    sizes = [max(size) for size in zip(*(value.shape[1:] for value in values), strict=True)]
+
+    def widened(value: Tensor) -> Tensor:
+        missing = [size - have for size, have in zip(sizes, value.shape[1:], strict=True)]
+        return nn.functional.pad(value, [part for size in reversed(missing) for part in (0, size)])
+
+    return torch.cat([widened(value) for value in values])
 
 
 def epoch_batches(
@@ -207,11 +201,11 @@ def cuts(values: Sequence[Any], size: int) -> list[Any]:
 __all__ = [
     "POOL_BATCHES",
     "Batch",
+    "Movable",
     "best_fit",
     "collate",
     "collate_packed",
     "cuts",
     "epoch_batches",
-    "moved",
     "sorted_batches",
 ]

@@ -60,26 +60,12 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What was measured on one set of questions.
-
-    Args:
-        acceptance_length (`float`): Mean number of tokens that a verify commits, the bonus token included.
-        speedup (`float`, *optional*): Tokens per second over plain `generate`.
-    """
-
-    dataset: str
-    questions: int
-    acceptance_length: float
-    speedup: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CardFacts:
     """What a card says beside what the draft itself does.
 
     Args:
         datasets (sequence of `str`): Where the prompts are from.
+        measured (mapping): What a bench's summary has of the draft, by set: `questions`, `acceptance`, `speedup`.
         conditions (`str`): Under what it was measured: machine, dtype, batch.
         training (mapping): What the training was, line by line: names and values as they are to be read.
         versions (mapping): Versions of the packages that trained it.
@@ -88,7 +74,7 @@ class CardFacts:
     target: str
     license: str | None = None
     datasets: Sequence[str] = ()
-    measured: Sequence[Measured] = ()
+    measured: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     conditions: str = ""
     training: Mapping[str, object] = field(default_factory=dict[str, object])
     versions: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
@@ -189,7 +175,8 @@ def is_hub_id(name: str) -> bool:
 
 
 def _acceptance(facts: CardFacts) -> list[str]:
-    if not facts.measured:
+    measured = {name: block for name, block in facts.measured.items() if block["acceptance"]}
+    if not measured:
         return ["Not measured. `dflash-hf bench` does it."]
     rows = [
         "Mean number of tokens that a verify commits, the target's own token included; tokens per second over plain "
@@ -198,9 +185,10 @@ def _acceptance(facts: CardFacts) -> list[str]:
         "| set | questions | acceptance length | speed |",
         "| --- | ---: | ---: | ---: |",
     ]
-    for one in facts.measured:
-        speed = "" if one.speedup is None else f"{one.speedup:.2f}x"
-        rows.append(f"| {one.dataset} | {one.questions} | {one.acceptance_length:.2f} | {speed} |")
+    for name, block in measured.items():
+        ratio = (block["speedup"] or {}).get("ratio")
+        length, speed = block["acceptance"]["acceptance_length"], "" if ratio is None else f"{ratio:.2f}x"
+        rows.append(f"| {Path(name).name} | {block['questions']} | {length:.2f} | {speed} |")
     return rows
 
 
@@ -208,4 +196,4 @@ def _table(values: Mapping[str, object]) -> list[str]:
     return ["| | |", "| --- | --- |", *(f"| {name} | {one_line(value)} |" for name, value in values.items())]
 
 
-__all__ = ["CARD", "TAGS", "UNPLACED", "CardFacts", "Measured", "card", "export", "is_hub_id"]
+__all__ = ["CARD", "TAGS", "UNPLACED", "CardFacts", "card", "export", "is_hub_id"]

@@ -4,8 +4,8 @@ Each example's features are what the target gives to that example alone: one row
 same bit for bit; those of a padded batch differ from them by rounding, because a product of other shapes is summed in
 another order.
 
-A folder holds `features.json`, which says of which target and how, and shards `features-<digest>.safetensors`. An
-example is found by its content, so the same folder serves any order of the examples, and whatever is missing of them.
+A folder holds `features.json`, which says of which target and how, and a file of safetensors for each example, named
+by its content: so the same folder serves any order of the examples, and whatever is missing of them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +36,7 @@ from dflash_hf.training.identity import target_identity
 logger: Any = logging.get_logger(__name__)
 
 SETTINGS_FILE = "features.json"
-SHARD_BYTES = 2**28
 PARTS = ("taps", "next_ids", "next_log_probs")
-DAMAGED = "expected a whole shard of features in {path}, got {got}; delete the file and write it again"
 
 
 def bytes_per_token(config: DFlashConfig, dtype: torch.dtype, num_likely: int = 0) -> int:
@@ -73,8 +69,8 @@ class FeatureCache:
                 them: see `batch_loss`. A folder that has more goes on with as many.
 
         Raises:
-            ValueError: If the folder holds features of another target or others taps, a shard is damaged, or the disk
-                has too little room for all of them.
+            ValueError: If the folder holds features of another target or others taps, or the disk has too little room
+                for all of them.
             OSError: If the disk is full after all.
         """
         settings = _settings(target, config, num_likely)
@@ -95,19 +91,9 @@ class FeatureCache:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not is_old:
             self._save(SETTINGS_FILE, lambda path: path.write_text(json.dumps(settings, indent=2), encoding="utf-8"))
-        known, pending = set(self._shards), dict[str, Features]()
-        waiting = 0
         for example in examples:
-            key = example_key(example)
-            if key not in known:
-                known.add(key)
-                pending[key] = features_alone(target, config, example, num_likely).to(torch.device("cpu"))
-                waiting += len(example.input_ids) * size
-            if waiting >= SHARD_BYTES:
-                self._save_shard(pending)
-                pending, waiting = {}, 0
-        if pending:
-            self._save_shard(pending)
+            if not (path := self._path(example)).exists():
+                self._save_features(path, features_alone(target, config, example, num_likely))
 
     def check(self, target: Target, config: DFlashConfig, *, num_likely: int = 0) -> None:
         """Refuses a folder that was written of another target, with other taps or with too few next tokens.
@@ -137,7 +123,7 @@ class FeatureCache:
             batch ([`Batch`]): Padded on the right, or packed.
 
         Raises:
-            ValueError: If an example is missing, or a shard is truncated or changed; names the file.
+            ValueError: If an example is missing, or its file is truncated or changed; names it.
         """
         starts = torch.zeros_like(batch.input_ids) if batch.starts is None else batch.starts
         places = [
@@ -156,46 +142,36 @@ class FeatureCache:
         return Features(**parts)
 
     def __contains__(self, example: Example) -> bool:
-        return example_key(example) in self._shards
+        return self._path(example).exists()
+
+    def _path(self, example: Example) -> Path:
+        return self.folder / f"{example_key(example)}.safetensors"
 
     def _read(self, example: Example) -> dict[str, Tensor]:
         """One example's tensors, compared with their checksum the first time they are read."""
-        key = example_key(example)
-        got = f"none of an example of {len(example.input_ids)} tokens"
-        require(key in self._shards, f"features of every example in {self.folder}", got, "write them first")
-        path = self._shards[key]
-        with _opened(path) as shard:
-            names = set(shard.keys())
-            found = {part: shard.get_tensor(f"{key}.{part}") for part in PARTS if f"{key}.{part}" in names}
-            wanted = (shard.metadata() or {}).get(key)
-        if key not in self._checked:
-            if wanted != _checksum(found.values()):
-                raise ValueError(DAMAGED.format(path=path, got="other bytes than were written"))
-            self._checked.add(key)
+        path, got = self._path(example), f"none of an example of {len(example.input_ids)} tokens"
+        require(path.exists(), f"features of every example in {self.folder}", got, "write them first")
+        what, action = f"whole features in {path}", "delete the file and write it again"
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = set(file.keys())
+                found = {part: file.get_tensor(part) for part in PARTS if part in names}
+                wanted = (file.metadata() or {}).get("checksum")
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"expected {what}, got {one_line(error)}; {action}") from error
+        if path.name not in self._checked:
+            require(wanted == _checksum(found.values()), what, "other bytes than were written", action)
+            self._checked.add(path.name)
         return found
 
-    @cached_property
-    def _shards(self) -> dict[str, Path]:
-        """Which shard holds which example."""
-        shards: dict[str, Path] = {}
-        for path in sorted(self.folder.glob("features-*.safetensors")):
-            with _opened(path) as shard:
-                shards |= dict.fromkeys(shard.metadata() or {}, path)
-        return shards
-
-    def _save_shard(self, pending: dict[str, Features]) -> None:
-        tensors: dict[str, Tensor] = {}
-        checksums: dict[str, str] = {}
-        for key, features in pending.items():
-            parts = {"taps": features.taps[0].contiguous()}
-            if features.next_ids is not None and features.next_log_probs is not None:
-                parts["next_ids"] = features.next_ids[0].to(torch.int32)
-                parts["next_log_probs"] = features.next_log_probs[0].contiguous()
-            tensors |= {f"{key}.{name}": value for name, value in parts.items()}
-            checksums[key] = _checksum(parts.values())
-        name = f"features-{hashlib.sha256(''.join(pending).encode()).hexdigest()[:16]}.safetensors"
-        self._save(name, lambda path: save_file(tensors, path, metadata=checksums))
-        self._shards.update(dict.fromkeys(pending, self.folder / name))
+    def _save_features(self, path: Path, features: Features) -> None:
+        features = features.to(torch.device("cpu"))
+        parts = {"taps": features.taps[0].contiguous()}
+        if features.next_ids is not None and features.next_log_probs is not None:
+            parts["next_ids"] = features.next_ids[0].to(torch.int32)
+            parts["next_log_probs"] = features.next_log_probs[0].contiguous()
+        metadata = {"checksum": _checksum(parts.values())}
+        self._save(path.name, lambda partial: save_file(parts, partial, metadata=metadata))
 
     def _save(self, name: str, write: Callable[[Path], object]) -> None:
         """Writes a file whole or not at all."""
@@ -260,16 +236,6 @@ def _checksum(tensors: Iterable[Tensor]) -> str:
 def _bytes(tensor: Tensor) -> Any:
     """A tensor's bytes as they are in memory."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy()
-
-
-@contextmanager
-def _opened(path: Path) -> Generator[Any]:
-    """A shard to read, and a sentence where it is damaged."""
-    try:
-        with safe_open(path, framework="pt") as shard:
-            yield shard
-    except (OSError, SafetensorError) as error:
-        raise ValueError(DAMAGED.format(path=path, got=one_line(error))) from error
 
 
 __all__ = ["FeatureCache", "bytes_per_token", "example_key", "features_alone"]

@@ -24,8 +24,8 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
 from dflash_hf.training.anchors import Anchors, BlockMaskRule
-from dflash_hf.training.collators import Batch, moved
-from dflash_hf.training.loss import BlockLabels, BlockLoss, Objective, block_labels, block_loss, loss_weight
+from dflash_hf.training.collators import Batch, Movable
+from dflash_hf.training.loss import BlockLabels, BlockLoss, Objective, block_labels, block_loss
 
 logger: Any = logging.get_logger(__name__)
 
@@ -35,7 +35,7 @@ ROWS_OF_LOGITS = 1024  # that are float32 at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Features:
+class Features(Movable):
     """What the target says about a batch.
 
     Args:
@@ -48,10 +48,6 @@ class Features:
     taps: Tensor
     next_ids: Tensor | None = None
     next_log_probs: Tensor | None = None
-
-    def to(self, device: torch.device) -> Features:
-        """Returns the same features on another device."""
-        return moved(self, device)
 
 
 class _Passed(Exception):
@@ -87,7 +83,6 @@ def target_features(
     after_deepstack: bool = False,
     num_likely: int = 0,
     columns: Tensor | None = None,
-    top_level: bool = False,
 ) -> Features:
     """Runs the frozen target over a batch and records the tapped layers; sets no mode, keeps no gradient.
 
@@ -100,7 +95,6 @@ def target_features(
         num_likely (`int`): How many of the target's most likely next tokens to return.
         columns (`torch.Tensor`, int64, *optional*): The columns whose next tokens are needed, ascending; by default
             all. The head sees no others; what is returned of others is 0.
-        top_level (`bool`): Call the model itself even where its decoder alone would do, as with images.
 
     Returns:
         [`Features`] on the device of the first tapped layer.
@@ -110,12 +104,11 @@ def target_features(
         # Each row by itself: some attention knows one packed row and no more.
         options: dict[str, Any] = {"after_deepstack": after_deepstack, "num_likely": num_likely, "columns": columns}
         found = [
-            target_features(target, layer_ids, batch.row(number), **options, top_level=top_level)
-            for number in range(len(batch.input_ids))
+            target_features(target, layer_ids, batch.row(number), **options) for number in range(len(batch.input_ids))
         ]
         names = ("taps", "next_ids", "next_log_probs") if num_likely else ("taps",)
         return Features(**{name: torch.cat([getattr(row, name) for row in found]) for name in names})
-    through_model = top_level or num_likely > 0 or bool(batch.model_inputs)
+    through_model = num_likely > 0 or bool(batch.model_inputs)
     decoder = None if through_model else target.model.get_decoder()
     module = target.model if decoder is None else decoder
     inputs = forward_inputs(target.model, batch)
@@ -292,13 +285,6 @@ def logits_of(draft: DFlashDraftModel, target: Target) -> Callable[[Tensor], Ten
     return logits
 
 
-def batch_weight(
-    draft: DFlashDraftModel, batch: Batch, anchors: Anchors, weights_K: Tensor, objective: Objective
-) -> Tensor:
-    """Returns what the losses of a batch are divided by, before any forward: see `loss_weight`; arguments as below."""
-    return loss_weight(_labels(draft, batch, anchors), weights_K, objective)
-
-
 def batch_loss(
     draft: DFlashDraftModel,
     target: Target,
@@ -350,7 +336,7 @@ def batch_loss(
         assert features.next_log_probs is not None
         likely = (_one_later(features.next_ids), _one_later(features.next_log_probs))
         ids = likely[0][..., 0] if target_labels else ids
-    labels = _labels(draft, batch, anchors, ids, likely if objective == "kl" else None)
+    labels = batch_labels(draft, batch, anchors, ids, likely if objective == "kl" else None)
     known = None if draft.d2t is None else _known_tokens(draft)
 
     def sums_of(hidden: Tensor) -> dict[str, Tensor]:
@@ -368,14 +354,14 @@ def batch_loss(
     return BlockLoss(**run_blocks(draft, target, batch, features.taps, anchors, attention, module, sums_of))
 
 
-def _labels(
+def batch_labels(
     draft: DFlashDraftModel,
     batch: Batch,
     anchors: Anchors,
     ids: Tensor | None = None,
     likely: tuple[Tensor, Tensor] | None = None,
 ) -> BlockLabels:
-    """The labels of a batch for this draft; `ids` are the right ones where the tokens of the batch are not."""
+    """Returns the labels of a batch for this draft; `ids` are the right ones where the tokens of the batch are not."""
     ahead = int(draft.config.sample_from_anchor)
     ids = batch.input_ids if ids is None else ids
     return block_labels(ids, batch.loss_mask, anchors, batch.input_ids, batch.starts, ahead, likely)
@@ -384,7 +370,7 @@ def _labels(
 def _columns_before_labels(draft: DFlashDraftModel, batch: Batch, anchors: Anchors) -> Tensor:
     """The columns behind which some slot's token stands, ascending."""
     anchors, num_columns = anchors.to(batch.input_ids.device), batch.input_ids.shape[1]
-    mask = _labels(draft, batch, anchors).mask.flatten()
+    mask = batch_labels(draft, batch, anchors).mask.flatten()
     columns = (anchors.positions + int(draft.config.sample_from_anchor) - 1).flatten().clamp(0, num_columns - 1)
     return torch.zeros(num_columns, device=mask.device).index_add_(0, columns, mask.float()).nonzero()[:, 0]
 
@@ -406,8 +392,8 @@ __all__ = [
     "Attention",
     "Features",
     "attention_kinds",
+    "batch_labels",
     "batch_loss",
-    "batch_weight",
     "block_inputs",
     "check_packing",
     "forward_inputs",

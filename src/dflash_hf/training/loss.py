@@ -21,7 +21,7 @@ Shapes: `B` rows, `A` anchors, `K` block, `N` slots with a loss, `V` vocabulary,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -44,21 +44,19 @@ class BlockLabels:
         ids (`torch.Tensor` of shape `[B, A, K]`, int64): The token that the slot should propose.
         mask (`torch.Tensor` of shape `[B, A, K]`, bool): Slots with a label: after the anchor, in the same answer.
         before (`torch.Tensor` of shape `[B, A, K]`, int64): Token in front of that one, as the target was shown it.
-        likely_ids (`torch.Tensor` of shape `[B, A, K, P]`, int64, *optional*): The target's most likely tokens there.
-        likely_log_probs (`torch.Tensor` of shape `[B, A, K, P]`, *optional*): Their log-probabilities.
+        likely (`tuple` of two `torch.Tensor` of shape `[B, A, K, P]`, *optional*): The target's most likely tokens
+            there, int64, and their log-probabilities.
     """
 
     ids: Tensor
     mask: Tensor
     before: Tensor
-    likely_ids: Tensor | None = None
-    likely_log_probs: Tensor | None = None
+    likely: tuple[Tensor, Tensor] | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> BlockLabels:
         """Returns labels of which each tensor is changed."""
-        every = {item.name: getattr(self, item.name) for item in fields(self)}
-        changed: dict[str, Any] = {name: change(value) for name, value in every.items() if value is not None}
-        return replace(self, **changed)
+        likely = None if self.likely is None else (change(self.likely[0]), change(self.likely[1]))
+        return BlockLabels(ids=change(self.ids), mask=change(self.mask), before=change(self.before), likely=likely)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,20 +132,17 @@ def block_labels(
     wanted = wanted.cumprod(dim=-1).bool()
     wanted[:, :, : 1 - ahead] = False
     shown = token_ids_BS if input_ids_BS is None else input_ids_BS
-    likely = [None, None] if likely_BSP is None else [_at(states, columns, positions) for states in likely_BSP]
+
+    def at(states_BSP: Tensor) -> Tensor:
+        size = states_BSP.shape[-1]
+        return states_BSP.gather(1, columns[:, :, None].expand(-1, -1, size)).view(*positions.shape, size)
+
     return BlockLabels(
         ids=token_ids_BS.gather(1, columns).view_as(positions),
         mask=wanted,
         before=shown.gather(1, (columns - 1).clamp_min(0)).view_as(positions),
-        likely_ids=likely[0],
-        likely_log_probs=likely[1],
+        likely=None if likely_BSP is None else (at(likely_BSP[0]), at(likely_BSP[1])),
     )
-
-
-def _at(states_BSP: Tensor, columns: Tensor, like_BAK: Tensor) -> Tensor:
-    """What stands in these columns of each row: `[B, A, K, P]`."""
-    size = states_BSP.shape[-1]
-    return states_BSP.gather(1, columns[:, :, None].expand(-1, -1, size)).view(*like_BAK.shape, size)
 
 
 def loss_weight(labels: BlockLabels, weights_K: Tensor, objective: Objective = "cross_entropy") -> Tensor:
@@ -187,12 +182,13 @@ def _slot_losses(
     logits = logits_of(hidden_ND)
     slots = slots.map(lambda value: value[rows].to(logits.device))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if slots.likely_ids is None or slots.likely_log_probs is None:
+    if slots.likely is None:
         losses = nn.functional.cross_entropy(logits, slots.ids, reduction="none")
     else:
-        own = logits.gather(1, slots.likely_ids) - logits.logsumexp(dim=-1, keepdim=True)
+        likely_ids, log_probs = slots.likely
+        own = logits.gather(1, likely_ids) - logits.logsumexp(dim=-1, keepdim=True)
         known = own.detach() > -torch.inf  # what a reduced vocabulary leaves out is no part of p
-        theirs = slots.likely_log_probs.to(logits.dtype).masked_fill(~known, -torch.inf).log_softmax(dim=-1)
+        theirs = log_probs.to(logits.dtype).masked_fill(~known, -torch.inf).log_softmax(dim=-1)
         known = theirs > -torch.inf
         theirs, own = theirs.masked_fill(~known, 0), own.masked_fill(~known, 0)
         losses = (theirs.exp() * (theirs - own) * known).sum(dim=-1)
@@ -293,11 +289,11 @@ def block_loss(
         ValueError: For `"kl"` without likely tokens among the labels.
     """
     block_size, device = labels.ids.shape[2], hidden_BQD.device
-    if objective == "kl" and labels.likely_ids is None:
+    if objective == "kl" and labels.likely is None:
         raise ValueError("expected labels with likely tokens for objective='kl', got none; take them of the target")
     scored = labels.mask if known_V is None else labels.mask & known_V[labels.ids]
     places = scored.flatten().nonzero()[:, 0]  # the one time that the host waits for the device
-    slots = labels if objective == "kl" else replace(labels, likely_ids=None, likely_log_probs=None)
+    slots = labels if objective == "kl" else replace(labels, likely=None)
     slots = slots.map(lambda value: value.flatten(0, 2)[places])
     hidden_ND = hidden_BQD.flatten(0, 1)[places]
     # An empty batch still has to give a loss that can be differentiated.

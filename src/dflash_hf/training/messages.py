@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from dflash_hf.errors import require, shown
@@ -201,32 +200,22 @@ def encode_messages(
     chosen = every if turns is None else list(turns)
     is_good = bool(chosen) and chosen == [turn for turn in every if turn in chosen]
     require(is_good, "turns of the assistant's", chosen, "leave the row out, or name others")
-    if not template.is_marked:
+    if template.is_marked:
+        plain = template.tokenizer.apply_chat_template(
+            prepared,
+            chat_template=template.text,
+            return_assistant_tokens_mask=True,
+            return_dict=True,
+            **template.options,
+        )
+        mask = _chosen(_checked(list(plain["assistant_masks"])), every, chosen)
+    else:
         prepared = prepared[: chosen[-1] + 1]
-        plain = _located(template, prepared, chosen)
-        if not template.is_processor:
-            return plain
-        encoded = template.encode(prepared, return_tensors="pt")
-        return encoded, _laid(template, encoded["input_ids"][0].tolist(), *plain)
+        plain, mask = _located(template, prepared, chosen)
     if not template.is_processor:
-        encoded = template.encode(prepared, return_assistant_tokens_mask=True)
-        return encoded, _chosen(_checked(list(encoded["assistant_masks"])), every, chosen)
-    # The text before the images are expanded.
-    plain = template.tokenizer.apply_chat_template(
-        prepared,
-        chat_template=template.text,
-        return_assistant_tokens_mask=True,
-        return_dict=True,
-        **template.options,
-    )
-    marked = _checked(plain["assistant_masks"])
-    encoded = template.encode(prepared, return_tensors="pt", return_assistant_tokens_mask=True)
-    ids: list[int] = encoded["input_ids"][0].tolist()
-    mask: list[int] = torch.as_tensor(encoded["assistant_masks"], device="cpu")[0].tolist()
-    if _answers(ids, mask) == _answers(plain["input_ids"], marked):
-        return encoded, _chosen(mask, every, chosen)
-    # Older Transformers shift the mask by what the images added.
-    return encoded, _chosen(_laid(template, ids, plain, marked), every, chosen)
+        return plain, mask
+    encoded = template.encode(prepared, return_tensors="pt")
+    return encoded, _laid(template, encoded["input_ids"][0].tolist(), plain, mask)
 
 
 def _located(
@@ -240,19 +229,6 @@ def _located(
         template.render(messages), add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )
     return encoded, _checked(token_mask(encoded["offset_mapping"], spans))
-
-
-def _laid(template: ChatTemplate, ids: list[int], plain: Mapping[str, Any], mask: Sequence[int]) -> list[int]:
-    """The mask of a text before its images are expanded, laid over the tokens after that."""
-    name = type(template.processing_class).__name__
-    place = template.tokenizer.convert_tokens_to_ids(getattr(template.processing_class, "image_token", None))
-    aligned = _aligned(ids, list(plain["input_ids"]), list(mask), place)
-    if aligned is None:
-        raise ValueError(
-            f"expected {name} to keep the answers' tokens where it expands images, got a "
-            "text in which they cannot be found; build the example with Example.from_pair"
-        )
-    return aligned
 
 
 def _chosen(mask: list[int], every: Sequence[int], turns: Sequence[int]) -> list[int]:
@@ -280,30 +256,24 @@ def _checked(mask: list[int]) -> list[int]:
     return mask
 
 
-def _answers(ids: Sequence[int], mask: Sequence[int]) -> list[list[int]]:
-    """The tokens of each run of ones."""
-    runs: list[list[int]] = []
-    for at, (token, marked) in enumerate(zip(ids, mask, strict=True)):
-        if marked and (at == 0 or not mask[at - 1]):
-            runs.append([])
-        if marked:
-            runs[-1].append(token)
-    return runs
-
-
-def _aligned(ids: list[int], plain: list[int], mask: list[int], place: int | None) -> list[int] | None:
-    """The mask of `plain` laid over `ids`, which is `plain` with each `place` replaced by an image's tokens.
+def _laid(template: ChatTemplate, ids: list[int], plain: Mapping[str, Any], mask: Sequence[int]) -> list[int]:
+    """The mask of a text's tokens laid over `ids`, which are the same with each image's place expanded.
 
     The pieces of text between images are found from the last one to the first, each as far right as it fits.
     """
+    name, tokens = type(template.processing_class).__name__, list(plain["input_ids"])
+    place = template.tokenizer.convert_tokens_to_ids(getattr(template.processing_class, "image_token", None))
     aligned = [0] * len(ids)
     stop = len(ids)
-    places = [at for at, token in enumerate(plain) if token == place]
-    for start, end in reversed(list(zip([0, *(at + 1 for at in places)], [*places, len(plain)], strict=True))):
-        piece = plain[start:end]
+    places = [at for at, token in enumerate(tokens) if token == place]
+    for start, end in reversed(list(zip([0, *(at + 1 for at in places)], [*places, len(tokens)], strict=True))):
+        piece = tokens[start:end]
         at = next((at for at in range(stop - len(piece), -1, -1) if ids[at : at + len(piece)] == piece), None)
         if at is None:
-            return None
+            raise ValueError(
+                f"expected {name} to keep the answers' tokens where it expands images, got a "
+                "text in which they cannot be found; build the example with Example.from_pair"
+            )
         aligned[at : at + len(piece)] = mask[start:end]
         stop = at
     return aligned

@@ -10,8 +10,8 @@ Symbols: `N` context tokens of a batch, `Q` slots of its blocks, `D` hidden, `I`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -43,21 +43,17 @@ class Sizes:
     """What of a training's options and data decides what it takes.
 
     Args:
-        batch_size (`int`): Sequences per forward and device.
-        accumulation (`int`): Forwards per step.
+        per_device_train_batch_size, gradient_accumulation_steps, num_anchors, chunk_blocks, optim, num_train_epochs,
+            max_steps: As in the training arguments.
         world_size (`int`): Devices that train together, each with all of the draft.
-        num_anchors (`int`): Most blocks per sequence.
         block_size (`int`): Slots per block.
         max_length (`int`): Tokens of the longest sequence.
-        chunk_blocks (`int`): Blocks per application of the head.
         checkpointing (`bool`): Whether the draft's layers are computed again in the backward pass.
         mixed_precision (`bool`): Whether the draft computes in bfloat16, with weights in float32.
-        optimizer (`str`): `"muon"` or one of Transformers' AdamWs.
-        num_epochs (`float`), max_steps (`int`): As in the training arguments.
     """
 
-    batch_size: int = 4
-    accumulation: int = 1
+    per_device_train_batch_size: int = 4
+    gradient_accumulation_steps: int = 1
     world_size: int = 1
     num_anchors: int = 512
     block_size: int = 16
@@ -65,28 +61,19 @@ class Sizes:
     chunk_blocks: int = 128
     checkpointing: bool = False
     mixed_precision: bool = True
-    optimizer: str = "adamw_torch_fused"
-    num_epochs: float = 6.0
+    optim: str = "adamw_torch_fused"
+    num_train_epochs: float = 6.0
     max_steps: int = -1
 
     @classmethod
     def of(cls, args: Any, max_length: int, block_size: int) -> Sizes:
         """Reads them out of `DFlashTrainingArguments`."""
-        optim = getattr(args.optim, "value", args.optim)
-        return cls(
-            batch_size=args.per_device_train_batch_size,
-            accumulation=args.gradient_accumulation_steps,
-            world_size=getattr(args, "world_size", 1),
-            num_anchors=args.num_anchors,
-            block_size=args.block_size or block_size,
-            max_length=max_length,
-            chunk_blocks=args.chunk_blocks,
-            checkpointing=any(bool(getattr(args, f"{name}_checkpointing", False)) for name in KINDS_OF_CHECKPOINTING),
-            mixed_precision=bool(getattr(args, "bf16", False)) or getattr(args, "mixed_precision", "no") == "bf16",
-            optimizer=str(optim),
-            num_epochs=args.num_train_epochs,
-            max_steps=args.max_steps,
-        )
+        found: dict[str, Any] = {item.name: getattr(args, item.name, None) for item in fields(cls)}
+        found |= {"max_length": max_length, "block_size": args.block_size or block_size}
+        found["checkpointing"] = any(getattr(args, f"{name}_checkpointing", False) for name in KINDS_OF_CHECKPOINTING)
+        found["mixed_precision"] = getattr(args, "bf16", False) or getattr(args, "mixed_precision", "no") == "bf16"
+        found["optim"] = str(getattr(args.optim, "value", args.optim))
+        return cls(**found)
 
 
 class Plan:
@@ -125,8 +112,9 @@ class Plan:
         self.width = bytes_of(target, target_dtype)
         self.steps = sizes.max_steps if sizes.max_steps > 0 else None
         if self.steps is None and num_examples is not None:
-            batches = math.ceil(math.ceil(num_examples / sizes.batch_size) / sizes.world_size)
-            self.steps = math.ceil(sizes.num_epochs * max(1, math.ceil(batches / sizes.accumulation)))
+            batches = math.ceil(math.ceil(num_examples / sizes.per_device_train_batch_size) / sizes.world_size)
+            steps = max(1, math.ceil(batches / sizes.gradient_accumulation_steps))
+            self.steps = math.ceil(sizes.num_train_epochs * steps)
         self.bytes_by_part = self.memory(sizes)
         self.peak_bytes = sum(self.bytes_by_part.values())
         self.target_flops, self.draft_flops = self._flops(mean_length or sizes.max_length)
@@ -143,16 +131,16 @@ class Plan:
         draft, drafted, width = self.draft, self.drafted, self.width
         weights = sum(p.numel() for p in drafted.parameters())
         matrices = sum(p.numel() for p in drafted.parameters() if p.ndim == 2)
-        tokens = sizes.batch_size * sizes.max_length
-        blocks = sizes.batch_size * min(sizes.num_anchors, max(1, sizes.max_length - 1))
+        tokens = sizes.per_device_train_batch_size * sizes.max_length
+        blocks = sizes.per_device_train_batch_size * min(sizes.num_anchors, max(1, sizes.max_length - 1))
         slots, depth = blocks * sizes.block_size, draft.num_hidden_layers
         kept = {
             "target": weights_of(self.target, self.model, width),
             "draft in float32": 4 * weights,
-            "optimizer": 4 * matrices + 8 * (weights - matrices) if sizes.optimizer == "muon" else 8 * weights,
+            "optimizer": 4 * matrices + 8 * (weights - matrices) if sizes.optim == "muon" else 8 * weights,
         }
         gradients = {"gradients": 4 * weights}
-        kept |= gradients if sizes.accumulation > 1 else {}
+        kept |= gradients if sizes.gradient_accumulation_steps > 1 else {}
         kept |= {"gradients being sent": 4 * weights} if sizes.world_size > 1 else {}
         features, context = tokens * len(draft.target_layer_ids) * draft.target_hidden_size, tokens * draft.hidden_size
         copies = {"bfloat16 copies of the draft": 2 * weights} if sizes.mixed_precision else {}
@@ -173,9 +161,9 @@ class Plan:
             if sizes.checkpointing
             else {},
             # AdamW that is not fused makes a list of its denominators.
-            {**gradients, "update": 4 * weights if sizes.optimizer == "adamw_torch" else 0},
+            {**gradients, "update": 4 * weights if sizes.optim == "adamw_torch" else 0},
         ]
-        if sizes.accumulation > 1:
+        if sizes.gradient_accumulation_steps > 1:
             moments = [{name: size for name, size in moment.items() if name != "gradients"} for moment in moments]
         fullest = max(moments, key=lambda moment: sum(moment.values()))
         return {name: size for name, size in (kept | fullest).items() if size}
@@ -188,7 +176,7 @@ class Plan:
         """
         text: Any = self.target.get_text_config(decoder=True)
         sizes, draft, model = self.sizes, self.draft, self.model
-        rows = sizes.batch_size * sizes.accumulation
+        rows = sizes.per_device_train_batch_size * sizes.gradient_accumulation_steps
         tokens = rows * mean_length
         blocks = rows * min(sizes.num_anchors, max(1.0, mean_length - 1))
         slots = blocks * sizes.block_size
@@ -255,34 +243,16 @@ def weights_of(config: PreTrainedConfig, model: nn.Module, width: int) -> int:
     return int(sum(linear.values()) * bits / 8 * 1.1 + width * sum(v for k, v in counts.items() if k not in linear))
 
 
-Step = Callable[[Sizes], Sizes | None]
-
-
-def _changed(name: str, value: object) -> Step:
-    return lambda sizes: None if getattr(sizes, name) == value else replace(sizes, **{name: value})
-
-
-def _halved(name: str, least: int, **others: Callable[[Sizes], int]) -> Step:
-    def halved(sizes: Sizes) -> Sizes | None:
-        found: int = getattr(sizes, name)
-        changed = {name: found // 2, **{other: value(sizes) for other, value in others.items()}}
-        return replace(sizes, **changed) if found > least else None
-
-    return halved
-
-
-# What can be lowered, in the order in which it costs least: how it is said, and the next value, `None` at the end.
-LOWER: tuple[tuple[str, Step], ...] = (
-    (f"--{KINDS_OF_CHECKPOINTING[0]}-checkpointing true", _changed("checkpointing", True)),
-    (
-        "--per-device-train-batch-size {batch_size} --gradient-accumulation-steps {accumulation}",
-        _halved("batch_size", 1, accumulation=lambda sizes: sizes.accumulation * 2),
-    ),
-    ("--chunk-blocks {chunk_blocks}", _halved("chunk_blocks", 16)),
-    ("--num-anchors {num_anchors}", _halved("num_anchors", 64)),
-    ("--optim muon", _changed("optimizer", "muon")),
-    ("--max-length {max_length}", _halved("max_length", 1024)),
-)
+# What can be lowered, in the order in which it costs least: down to which number it is halved, or the one value that
+# takes less.
+LOWER: dict[str, Any] = {
+    "checkpointing": True,
+    "per_device_train_batch_size": 1,
+    "chunk_blocks": 16,
+    "num_anchors": 64,
+    "optim": "muon",
+    "max_length": 1024,
+}
 
 
 def check_fits(found: Plan, device_bytes: int) -> None:
@@ -310,12 +280,17 @@ def check_fits(found: Plan, device_bytes: int) -> None:
 
 def _lowered(sizes: Sizes) -> Iterator[tuple[Sizes, str]]:
     """Options that take less and less, each with the words that ask for them."""
-    said: dict[str, str] = {}
-    for words, lower in LOWER:
-        while (lowered := lower(sizes)) is not None:
-            sizes = lowered
-            said[words] = words.format(**asdict(sizes))
-            yield sizes, " ".join(said.values())
+    said: dict[str, Any] = {}
+    for name, last in LOWER.items():
+        is_halved, value = type(last) is int, getattr(sizes, name)
+        while value > last if is_halved else value != last:
+            value = value // 2 if is_halved else last
+            changed = {name: value}
+            if name == "per_device_train_batch_size":
+                changed["gradient_accumulation_steps"] = 2 * sizes.gradient_accumulation_steps
+            sizes = replace(sizes, **changed)
+            said |= {f"{KINDS_OF_CHECKPOINTING[0]}_checkpointing": "true"} if name == "checkpointing" else changed
+            yield sizes, " ".join(f"--{option.replace('_', '-')} {value}" for option, value in said.items())
 
 
 __all__ = ["GB", "Plan", "Sizes", "check_fits", "meta_model"]

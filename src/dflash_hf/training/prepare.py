@@ -304,20 +304,15 @@ def read_examples(path: str | Path, processing_class: Processing, max_length: in
     Raises:
         ValueError: If there is no such file, a row is malformed (naming it), or no example is left.
     """
-    path = Path(path)
-    rows = RowFile(path)
-    chosen, lengths = list[tuple[int, int]](), list[int | None]()
-    num_prompts = 0
-    for at, row in enumerate(rows):
-        found = _lengths_in(row, rows.where(at))
-        num_prompts += not found
-        chosen += [(at, number) for number, _ in found]
-        lengths += [length for _, length in found]
+    file = RowFile(path := Path(path))
+    found = [(at, *each) for at, row in enumerate(file) for each in _lengths_in(row, file.where(at))]
+    rows = _Sequences(file, [(at, number) for at, number, _ in found])
+    lengths: Sequence[int | None] = [length for *_, length in found]
     if None in lengths:  # written by somebody else: their texts are counted
-        lengths = list(ChatDataset(_Sequences(rows, chosen), processing_class).lengths)
+        lengths = ChatDataset(rows, processing_class).lengths
     known = [length or 0 for length in lengths]
     if max_length is not None and any(length > max_length for length in known):
-        whole = ChatDataset(_Sequences(rows, chosen), processing_class)
+        whole = ChatDataset(rows, processing_class)
         kept = [at for at, n in enumerate(known) if n <= max_length or _can_be_cut(whole, at, max_length)]
         if len(kept) < len(known):
             logger.warning(
@@ -327,11 +322,12 @@ def read_examples(path: str | Path, processing_class: Processing, max_length: in
                 path,
                 max_length,
             )
-        chosen, known = [chosen[at] for at in kept], [min(known[at], max_length) for at in kept]
+        rows, known = _Sequences(file, [rows.chosen[at] for at in kept]), [min(known[at], max_length) for at in kept]
+    num_prompts = len(file) - len({at for at, *_ in found})
     got = f"{num_prompts} prompts without one" if num_prompts else "none"
     action = "let the target answer them (`regenerate`)" if num_prompts else "take other data, or a greater length"
-    require(bool(chosen), f"answers to train on in {path}", got, action)
-    return ChatDataset(_Sequences(rows, chosen), processing_class, lengths=known, max_length=max_length)
+    require(len(rows) > 0, f"answers to train on in {path}", got, action)
+    return ChatDataset(rows, processing_class, lengths=known, max_length=max_length)
 
 
 def _can_be_cut(examples: ChatDataset, at: int, max_length: int) -> bool:

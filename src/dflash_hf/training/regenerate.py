@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,15 +99,9 @@ def generated(
         **options,
     )
     ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
-    return [list(_until(row, ends)) for row in output[:, batch.input_ids.shape[1] :].tolist()]
-
-
-def _until(row: Sequence[int], ends: set[int]) -> Iterator[int]:
-    """The tokens of a row up to the first that ends it."""
-    for token in row:
-        yield token
-        if token in ends:
-            return
+    rows: list[list[int]] = output[:, batch.input_ids.shape[1] :].tolist()
+    lengths = [next((at + 1 for at, token in enumerate(row) if token in ends), len(row)) for row in rows]
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 def as_prompt(prompt: Prompt) -> Example:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler, Subset
 
-from dflash_hf.training.collators import collate, collate_packed, epoch_batches
+from dflash_hf.training.collators import collate, collate_packed
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.features import FeatureCache
 
@@ -23,9 +23,7 @@ class EpochBatches(Sampler[list[int]]):
     labels (`~i` for row `i`): every process takes part in every step, and no row counts twice.
 
     Args:
-        lengths (sequence of `int`): Tokens of each example.
-        batch_size (`int`): Examples per batch, or packed rows.
-        packing_length (`int`, *optional*): Tokens of a row that examples are packed into.
+        batches_of (callable): From an epoch to all processes' batches, as many in every one: see [`epoch_batches`].
         rank, world_size (`int`): Which process this is, and of how many.
         batches_per_step (`int`): Batches that a process accumulates.
         next_step (callable): The number of steps done, from which the epoch follows; so a resumed run asks for the
@@ -34,32 +32,25 @@ class EpochBatches(Sampler[list[int]]):
 
     def __init__(
         self,
-        lengths: Sequence[int],
-        batch_size: int,
-        seed: int,
-        packing_length: int | None = None,
+        batches_of: Callable[[int], list[list[int]]],
         *,
         rank: int,
         world_size: int,
         batches_per_step: int,
         next_step: Callable[[], int],
     ) -> None:
-        self.lengths, self.batch_size, self.seed, self.packing_length = lengths, batch_size, seed, packing_length
+        self.batches_of = batches_of
         self.rank, self.world_size = rank, world_size
         self.batches_per_step, self.next_step = batches_per_step, next_step
-        self.num_batches = len(self._epoch(0))  # in every one
+        self.num_batches = len(batches_of(0))
 
     def __len__(self) -> int:
         return math.ceil(self.num_batches / self.world_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        batches = self._epoch(self.next_step() // math.ceil(len(self) / self.batches_per_step))
+        batches = self.batches_of(self.next_step() // math.ceil(len(self) / self.batches_per_step))
         for at in range(self.rank, len(self) * self.world_size, self.world_size):
             yield batches[at] if at < len(batches) else [~index for index in batches[0]]
-
-    def _epoch(self, epoch: int) -> list[list[int]]:
-        """All processes' batches."""
-        return epoch_batches(self.lengths, self.batch_size, self.seed, epoch, self.packing_length)
 
 
 class Rows:

@@ -35,11 +35,11 @@ from dflash_hf.target.support import check_pair
 from dflash_hf.training.anchors import Anchors, sample_anchors
 from dflash_hf.training.arguments import MUON, DFlashTrainingArguments, default_gamma
 from dflash_hf.training.checkpoints import STATE_FILE, Records, whole_checkpoint
-from dflash_hf.training.collators import Batch
+from dflash_hf.training.collators import Batch, epoch_batches
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.features import FeatureCache
-from dflash_hf.training.forward import LIKELY_TOKENS, batch_loss, batch_weight, check_packing
-from dflash_hf.training.loss import decay_weights
+from dflash_hf.training.forward import LIKELY_TOKENS, batch_labels, batch_loss, check_packing
+from dflash_hf.training.loss import decay_weights, loss_weight
 from dflash_hf.training.optimizer import MuonAndAdamW, matrix_names
 from dflash_hf.training.steps import Collator, EpochBatches, Rows, share_of
 from dflash_hf.training.walking import walked_acceptance
@@ -169,11 +169,12 @@ class DFlashTrainer(Trainer):
         if args.packing_length is not None:
             check_packing(self.target)
         seed = args.seed if args.data_seed is None else args.data_seed
+
+        def batches_of(epoch: int) -> list[list[int]]:
+            return epoch_batches(self.lengths, self._train_batch_size, seed, epoch, args.packing_length)
+
         sampler = EpochBatches(
-            self.lengths,
-            self._train_batch_size,
-            seed,
-            args.packing_length,
+            batches_of,
             rank=args.process_index,
             world_size=args.world_size,
             batches_per_step=args.gradient_accumulation_steps,
@@ -223,7 +224,8 @@ class DFlashTrainer(Trainer):
         weight = torch.zeros((), dtype=torch.float64, device="cpu")
         for micro, inputs in enumerate(batches):
             inputs["anchors"] = anchors = self._anchors(inputs["batch"], micro)
-            weight += batch_weight(self.draft, inputs["batch"], anchors, self.weights.double(), self.args.loss)
+            labels = batch_labels(self.draft, inputs["batch"], anchors)
+            weight += loss_weight(labels, self.weights.double(), self.args.loss)
         # Gradients are averaged over processes, hence the mean of the weights and not their sum.
         alone = self.args.world_size == 1
         total: Any = weight if alone else self.accelerator.reduce(weight.to(device), reduction="mean")
