@@ -114,6 +114,7 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
         keeps_buffers=keeps_buffers,
         rows=list(range(len(input_ids))),
     )
+    call.inputs = {}  # images may be large, and a run that is looked at long
     _commit_first(run, outputs)
     return run
 
