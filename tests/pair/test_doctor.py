@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,6 +202,17 @@ def test_each_damage_is_the_one_finding(damage: str) -> None:
     diagnosis = examine(break_it(copy.deepcopy(pair()[1])), num=num)
     assert names(diagnosis) == [name], [check.sentence for check in diagnosis.findings]
     assert words in f"{diagnosis.findings[0].sentence}; {diagnosis.findings[0].advice}"
+
+
+def test_the_rope_of_a_target_with_axes_for_images_is_one_that_a_draft_can_have() -> None:
+    draft = pair()[1]
+    axes = {"mrope_section": [8, 4, 4], "mrope_interleaved": True}
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    text = SimpleNamespace(rope_parameters={**rope, **axes})
+    probe: Any = SimpleNamespace(draft=draft, target=SimpleNamespace(config=text))
+    trials = list(doctor_module._rope_trials(probe))
+    assert [trial.label for trial in trials] == ["the target's yarn RoPE"]
+    assert variant(draft, trials[0].change).config.rope_parameters == rope
 
 
 def test_two_mistakes_are_two_findings() -> None:

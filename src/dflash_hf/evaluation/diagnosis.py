@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dflash_hf.configuration_dflash import ROPE_TYPES
 from dflash_hf.evaluation.harness import Processor, encode_prompt, end_tokens, tokenizer_of
 from dflash_hf.evaluation.probe import Measurement, Probe, Setup
 from dflash_hf.evaluation.prompt_files import Prompt, image_names
+from dflash_hf.fresh import rope_of
 from dflash_hf.modeling_dflash import DFlashDraftModel, DFlashRMSNorm
 from dflash_hf.target.parts import Target, find_target
 from dflash_hf.target.support import check_pair, check_target
@@ -264,19 +264,15 @@ def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> Iterator[Trial]
 
 def _rope_trials(probe: Probe) -> Iterator[Trial]:
     """The target's RoPE, whole and with the draft's type kept, where it differs from the draft's."""
-    own = probe.draft.config.rope_parameters
-    theirs: dict[str, Any] = dict(getattr(probe.target.config, "rope_parameters", None) or {})
-    if "full_attention" in theirs:  # one entry per kind of layer
-        theirs = dict(theirs["full_attention"])
-    theta = theirs.get("rope_theta")
-    if theta is None:
+    own, theirs = probe.draft.config.rope_parameters, rope_of(probe.target.config)
+    if theirs is None:
         return
-    if theta != own.get("rope_theta"):
+    theta, kind = theirs["rope_theta"], theirs["rope_type"]
+    if theta != own["rope_theta"]:
         advice = f"set rope_parameters['rope_theta'] to {theta:g}, the target's"
         yield Trial("rope", f"theta {theta:g}", advice, {"rope_parameters": {**own, "rope_theta": theta}})
-    kind = theirs.get("rope_type", "default")
-    if kind != own.get("rope_type", "default") and kind in ROPE_TYPES:
-        advice = f"set rope_parameters to the target's, {theirs}"
+    if kind != own["rope_type"]:
+        advice = f"set rope_parameters to {theirs}, the target's"
         yield Trial("rope", f"the target's {kind} RoPE", advice, {"rope_parameters": theirs})
 
 
