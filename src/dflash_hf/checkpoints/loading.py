@@ -30,7 +30,7 @@ from dflash_hf.checkpoints.files import (
     stored_tensors,
 )
 from dflash_hf.configuration_dflash import DFlashConfig
-from dflash_hf.errors import listed, one_line, require
+from dflash_hf.errors import listed, one_line
 from dflash_hf.fresh import Tokenizer, fresh_config, set_first_values
 from dflash_hf.generation_config import DFlashGenerationConfig
 
@@ -139,7 +139,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
                     name = re.sub(pattern, replacement, name)
                 if name not in form.dropped:
                     found[form.our_name(name)] = tensor
-            config = _draft_config(form.read_config(raw, frozenset(found)), raw, given, kwargs)
+            config = _draft_config(form.read_config(raw, frozenset(found)), given, kwargs)
         except ValueError as error:
             raise ValueError(f"{error} (in config.json of {source})") from error
         _check_weights(found, cls._shapes(config, model_args), form, path)
@@ -221,21 +221,14 @@ class DFlashPreTrainedModel(PreTrainedModel):
 
 
 def _draft_config(
-    values: dict[str, Any], raw: Mapping[str, Any], given: PreTrainedConfig | PathOrRepo | None, kwargs: dict[str, Any]
+    values: dict[str, Any], given: PreTrainedConfig | PathOrRepo | None, kwargs: dict[str, Any]
 ) -> DFlashConfig:
     """Returns the draft's config, of what its format read; takes overrides of config fields out of `kwargs`."""
     if isinstance(given, PreTrainedConfig):
         if not isinstance(given, DFlashConfig):
             raise ValueError(f"expected a DFlashConfig as config, got a {type(given).__name__}; leave it out")
         return copy.deepcopy(given)
-    # Not the draft's function, and still needed: what "auto" means.
-    dtypes = {raw[name] for name in ("dtype", "torch_dtype") if isinstance(raw.get(name), str)}
-    require(len(dtypes) <= 1, "one value as dtype and torch_dtype", sorted(dtypes), "fix one of them")
-    dtype = raw.get("dtype", raw.get("torch_dtype"))
-    dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype  # which Transformers does not know
-    floats = [str(known).removeprefix("torch.") for known in FLOAT_DTYPES.values()]
-    require(dtype is None or dtype in floats, f"dtype in {floats}", dtype, "fix it")
-    return make_config({**values, "dtype": dtype, **{name: kwargs.pop(name) for name in FIELDS if name in kwargs}})
+    return make_config(values | {name: kwargs.pop(name) for name in FIELDS if name in kwargs})
 
 
 def _check_weights(
