@@ -30,7 +30,7 @@ from dflash_hf.checkpoints.files import (
     stored_tensors,
 )
 from dflash_hf.configuration_dflash import DFlashConfig
-from dflash_hf.errors import listed, one_line
+from dflash_hf.errors import listed, one_line, require
 from dflash_hf.fresh import Tokenizer, fresh_config, set_first_values
 from dflash_hf.generation_config import DFlashGenerationConfig
 
@@ -101,11 +101,9 @@ class DFlashPreTrainedModel(PreTrainedModel):
             raise ValueError("expected use_safetensors=True or nothing, got False; only safetensors are loaded")
         for ours in ("trust_remote_code", "ignore_mismatched_sizes"):
             kwargs.pop(ours, None)
-        if find_file(path, ADAPTER_CONFIG_NAME, hub) is not None:  # Transformers would load it too, unchecked
-            raise ValueError(
-                f"expected a draft without an adapter in {path}, got {ADAPTER_CONFIG_NAME}; merge the adapter into "
-                "the draft's weights, or take its files away"
-            )
+        is_bare = find_file(path, ADAPTER_CONFIG_NAME, hub) is None  # Transformers would load it too, unchecked
+        advice = "merge the adapter into the draft's weights, or take its files away"
+        require(is_bare, f"a draft without an adapter in {path}", ADAPTER_CONFIG_NAME, advice)
         checkpoint = cls._checked(path, hub, kwargs, model_args)
         generation_config = kwargs.pop("generation_config", None)
         renamed = {f"^{re.escape(one.name)}$": name for name, one in checkpoint.found.items() if one.name != name}
