@@ -96,7 +96,7 @@ def attention_case(
             "key": cache[0].transpose(1, 2),
             "value": cache[1].transpose(1, 2),
             "lengths": lengths,
-            "mask": block.mask(ring, None, causal, repeats, dtype),
+            "mask": block.mask(ring, (None, causal, False), repeats, dtype),
         }
 
     def states(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:

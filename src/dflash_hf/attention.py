@@ -12,13 +12,14 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from dflash_hf import ops
+from dflash_hf.configuration_dflash import AttentionKind
 from dflash_hf.positions import slot_positions, visible
 from dflash_hf.tree import DraftTree
 
@@ -86,15 +87,7 @@ class RaggedBlock:
             self._slots[ring] = (rows + self.positions % ring).reshape(-1)
         return self._slots[ring]
 
-    def mask(
-        self,
-        num_slots: int,
-        window: int | None,
-        causal: bool,
-        repeats: int,
-        dtype: torch.dtype,
-        from_anchor: bool = False,
-    ) -> Tensor | None:
+    def mask(self, num_slots: int, kind: AttentionKind, repeats: int, dtype: torch.dtype) -> Tensor | None:
         """Returns the additive mask `[B, 1, repeats * width, num_slots]` (0 or -inf) of a layer of this kind.
 
         `None` where nothing has to be hidden.
@@ -102,16 +95,16 @@ class RaggedBlock:
         Args:
             num_slots (`int`): Slots that are read: a whole ring, or the first `extent` slots of a longer buffer (where
                 no index has wrapped, so the shorter length gives the same positions).
-            window, causal: See `positions.visible`.
+            kind (`AttentionKind`): Of the layer.
             repeats (`int`): See [`mask_repeats`].
             dtype (`torch.dtype`): Of the scores.
-            from_anchor (`bool`): Whether the window counts from the block's first token.
         """
+        window, causal, from_anchor = kind
         is_plain = self.is_exact and num_slots == self.bound and (window is None or window >= num_slots)
         # The last token, and what is not causal, see all that is not out of their window.
         if is_plain and (self.width == 1 or not causal):
             return None
-        key = (num_slots, window, causal, repeats, dtype, from_anchor)
+        key = (num_slots, kind, repeats, dtype)
         if key not in self._masks:
             if is_plain:
                 mask = self._plain_mask(num_slots, dtype)
@@ -152,17 +145,11 @@ def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
 
 
-@dataclass(frozen=True, slots=True)
-class RaggedMask:
-    """What a layer lets a block see (on the device of the keys), of which a tensor may have to be made.
-
-    The kind of the layer is that of `positions.visible`.
-    """
+class RaggedMask(NamedTuple):
+    """What a layer of some kind lets a block see (on the device of the keys): a tensor may have to be made of it."""
 
     block: RaggedBlock
-    window: int | None
-    causal: bool
-    from_anchor: bool = False
+    kind: AttentionKind
 
 
 def mask_repeats(heads_per_key: int, device: torch.device) -> int:
@@ -211,7 +198,8 @@ def attend(
     """
     repeats = query_BHKE.shape[1] // key_BGRE.shape[1]
     if isinstance(mask, RaggedMask):
-        block, causal, window, from_anchor = mask.block, mask.causal, mask.window, mask.from_anchor
+        block, kind = mask
+        window, causal, from_anchor = kind
         if dropout == 0 and ops.attends(query_BHKE, key_BGRE, value_BGRE):
             return ops.block_attention(
                 query_BHKE,
@@ -228,7 +216,7 @@ def attend(
                 ancestors_BW=None if block.tree is None else block.tree.ancestors,
             )
         rows = mask_repeats(repeats, key_BGRE.device)
-        mask = block.mask(key_BGRE.shape[2], window, causal, rows, query_BHKE.dtype, from_anchor)
+        mask = block.mask(key_BGRE.shape[2], kind, rows, query_BHKE.dtype)
     if isinstance(mask, BlockMask):
         if softcap is not None or sinks is not None or dropout > 0:
             raise ValueError("expected plain attention under a BlockMask, got a soft cap, sinks or dropout; drop them")

@@ -7,26 +7,12 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable
-from itertools import islice
-from typing import Any
 
 MAX_VALUE = 200  # characters of one value
 MAX_TEXT = 600  # characters of what somebody else has to say
 MAX_NAMED = 8  # names in a list
 
-
-class _Short(reprlib.Repr):
-    """The standard library's, which would sort a dictionary."""
-
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        """A dictionary in its own order."""
-        if level <= 0:
-            return "{...}"
-        parts = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in islice(x.items(), self.maxdict)]
-        return "{" + ", ".join([*parts, *(["..."] * (len(x) > self.maxdict))]) + "}"
-
-
-_SHORT = _Short()
+_SHORT = reprlib.Repr()
 _SHORT.maxlevel = 4
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = _SHORT.maxfrozenset = _SHORT.maxdict = 32
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = MAX_VALUE

@@ -59,7 +59,7 @@ def fresh_config(
         "num_target_layers": text.num_hidden_layers,
         "rms_norm_eps": getattr(text, "rms_norm_eps", getattr(text, "norm_eps", 1e-6)),
         "max_position_embeddings": getattr(text, "max_position_embeddings", None) or 40960,
-        "rope_parameters": _rope(text),
+        "rope_parameters": rope_of(text),
         "dtype": "float32",
         **_shape(text),
     }
@@ -209,8 +209,8 @@ def _shape(text: Any) -> dict[str, int]:
     }
 
 
-def _rope(text: PreTrainedConfig) -> dict[str, Any] | None:
-    """The target's RoPE as far as a draft has it: over plain indices, over whole heads; `None` where there is none."""
+def rope_of(text: PreTrainedConfig) -> dict[str, Any] | None:
+    """Returns a target's RoPE as far as a draft has it: over plain indices, over whole heads; `None` without one."""
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # where each kind of layer has its own
     if rope.get("rope_theta") is None:
@@ -222,4 +222,4 @@ def _rope(text: PreTrainedConfig) -> dict[str, Any] | None:
     return {"rope_type": "default"} | {n: v for n, v in rope.items() if v is not None and n in (*names, "rope_type")}
 
 
-__all__ = ["choose_mask_token", "fresh_config", "set_first_values", "vocabulary_of"]
+__all__ = ["choose_mask_token", "fresh_config", "rope_of", "set_first_values", "vocabulary_of"]

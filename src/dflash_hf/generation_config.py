@@ -122,12 +122,10 @@ class DFlashGenerationConfig(GenerationConfig):
         Transformers sets an attribute of each name that it does not know: one of a method would take its place.
         """
         for name, value in fields.items():
-            is_private = name.startswith("_") and name not in TYPES
-            if not name.isidentifier() or is_private or hasattr(cls, name):
-                raise ValueError(
-                    f"expected names of settings of generation, got {shown(name)}, which is none; leave it out"
-                )
             kinds = TYPES.get(name)
+            is_public = not name.startswith("_") or kinds is not None
+            is_free = name.isidentifier() and is_public and not hasattr(cls, name)
+            require(is_free, "names of settings of generation", name, "leave it out")
             if kinds is not None and value is not None:
                 expected = " or ".join(kind.__name__ for kind in kinds)
                 require(is_a(value, *kinds), f"{name} of type {expected}", value, "leave it out")

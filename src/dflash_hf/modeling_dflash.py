@@ -321,7 +321,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             context = None if context.written_at_once(features, angles, cache, eps) else context
 
         def attended(attention: DFlashAttention, normed: Tensor) -> Attended:
-            mask = RaggedMask(block, *attention.kind)
+            mask = RaggedMask(block, attention.kind)
             if context is None or features is None:
                 return *attention.extend(normed, cos_sin, cache), mask
             key, value = attention.project_kv(torch.cat([features, normed], dim=1), (cos, sin))

@@ -184,12 +184,7 @@ def _uses_kernels(tensor: Tensor) -> bool:
     """Returns True if kernels are to be used at all where this tensor is."""
     if _Setting.enabled is not None:
         return _Setting.enabled
-    if not _is_recent(tensor.device):
-        return False
-    if not has_triton():
-        _say_triton_is_missing()
-        return False
-    return _can_launch(tensor.device)
+    return _is_recent(tensor.device) and _can_launch(tensor.device)
 
 
 def _wants_gradient(*tensors: Tensor) -> bool:
@@ -207,14 +202,11 @@ def _can_launch(device: torch.device) -> bool:
 
     The first to ask is the first token's commit, long before a capture. What is wrong, the operation has said.
     """
+    if not has_triton():  # on a GPU one expects the kernels
+        logger.warning("decoding steps run in torch alone: Triton is not installed; pip install triton")
+        return False
     argmax(torch.zeros(1, device=device))
     return device not in argmax.failures
-
-
-@functools.cache
-def _say_triton_is_missing() -> None:
-    """Once: on a GPU one expects the kernels."""
-    logger.warning("decoding steps run in torch alone: Triton is not installed; pip install triton")
 
 
 __all__ = [

@@ -35,7 +35,7 @@ def test_block_size_in_either_place(tmp_path: Path) -> None:
     del inside["block_size"]
     assert read_zlab(inside).block_size == 4
     assert read_zlab({**inside, "dflash_config": config["dflash_config"]}).block_size == 16
-    with pytest.raises(ValueError, match=r"expected one value, got .*dflash_config.block_size': 8, 'block_size': 4"):
+    with pytest.raises(ValueError, match=r"expected one value, got .*'block_size': 4, 'dflash_config.block_size': 8"):
         read_zlab({**config, "dflash_config": {**config["dflash_config"], "block_size": 8}})
 
 

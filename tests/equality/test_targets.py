@@ -133,7 +133,7 @@ def test_a_block_is_counted_on_each_layers_device() -> None:
     assert block.on(torch.device("cpu")) is block
     copy = block.on(torch.device("meta"))
     assert block.on(torch.device("meta")) is copy, "made once per step"
-    mask = copy.mask(9, 3, True, 1, torch.float64)
+    mask = copy.mask(9, (3, True, False), 1, torch.float64)
     assert mask is not None
     for tensor in (copy.positions, copy.slots(16), mask):
         assert tensor.is_meta

@@ -315,7 +315,7 @@ def test_attention_equals_the_formula(
     key, value = (torch.randn(batch, num_slots, groups, size).to(device, dtype).transpose(1, 2) for _ in range(2))
     sinks = torch.randn(heads).to(device, dtype) if has_sinks else None
     block = RaggedBlock.at(torch.tensor([0, 7, 19], device=device), width)
-    mask = block.mask(num_slots, window, causal, mask_repeats(heads // groups, query.device), dtype)
+    mask = block.mask(num_slots, (window, causal, False), mask_repeats(heads // groups, query.device), dtype)
     last = block.lengths[:, None, None] + width - 1
     held = slot_positions(last, torch.arange(num_slots, device=device), num_slots)
     seen = visible(block.positions[:, :, None], held, window, causal)

@@ -234,7 +234,7 @@ def test_reference_equals_the_package(data: st.DataObject) -> None:
     if case["tree"]:
         depths, ancestors = options["depths_BW"], options["ancestors_BW"]
         block = RaggedBlock(block.positions, tree=DraftTree(torch.zeros_like(depths), depths, ancestors))
-    mask = block.mask(ring, window, causal, 1, torch.float64, from_anchor)
+    mask = block.mask(ring, (window, causal, from_anchor), 1, torch.float64)
     key, value = key.nan_to_num(), value.nan_to_num()
     wanted = attend(query, key, value, mask, options["scaling"], options["softcap"], options["sinks_H"])
     torch.testing.assert_close(block_attention.reference(query, key, value, rows, **options), wanted)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from dflash_hf.cli.main import app
 from dflash_hf.evaluation import diagnosis as doctor_module
 from dflash_hf.evaluation.diagnosis import Diagnosis, diagnose, write_answers
 from dflash_hf.evaluation.harness import encode_prompt
-from dflash_hf.evaluation.probe import Measurement, Probe, Setup, variant
+from dflash_hf.evaluation.probe import Measurement, Probe, variant
 from dflash_hf.evaluation.prompt_files import image_names, read_prompts
 from dflash_hf.target.parts import find_target
 from dflash_hf.training.data import Example
@@ -117,13 +118,12 @@ def test_what_is_measured_is_what_generate_does() -> None:
         {"sample_from_anchor": True},
     ]
     for fields in changes:
-        changed = variant(draft, Setup(fields=fields))
+        changed = variant(draft, fields)
         committed: list[int] = []
         for row in inputs:
             target.generate(**row, max_new_tokens=40, do_sample=False, assistant_model=changed)
             committed += changed.last_stats.num_committed[0]
-        setup = Setup(fields=fields) if "target_layer_ids" not in fields else Setup(tap_shift=-1)
-        assert probe.walked(setup) == pytest.approx(sum(committed) / len(committed)), fields
+        assert probe.walked(fields) == pytest.approx(sum(committed) / len(committed)), fields
 
 
 def test_taps_before_and_after_deepstack_are_tried_where_they_differ() -> None:
@@ -137,7 +137,7 @@ def test_taps_before_and_after_deepstack_are_tried_where_they_differ() -> None:
     probe = Probe(find_target(target), draft, write_answers(target, inputs, 32))
     assert probe.deepstack_differs
     for after in (False, True):
-        setup = Setup(fields={"tap_after_deepstack": after})
+        setup = {"tap_after_deepstack": after}
         changed = variant(draft, setup)
         committed: list[int] = []
         for row in inputs:
@@ -146,14 +146,12 @@ def test_taps_before_and_after_deepstack_are_tried_where_they_differ() -> None:
         assert probe.walked(setup) == pytest.approx(sum(committed) / len(committed)), after
         checks = {check.name: check for check in diagnose(target, changed, processor, shown, max_new_tokens=32).checks}
         label = f"taps {'before' if after else 'after'} DeepStack's additions"
-        assert checks["deepstack"].measured[label] == round(
-            probe.measure(Setup(fields={"tap_after_deepstack": not after})).mean, 3
-        )
+        assert checks["deepstack"].measured[label] == round(probe.measure({"tap_after_deepstack": not after}).mean, 3)
         assert checks["deepstack"].status == "ok"
 
 
 def fields(**changes: Any) -> Callable[[DFlashDraftModel], DFlashDraftModel]:
-    return lambda draft: variant(draft, Setup(fields=changes))
+    return lambda draft: variant(draft, changes)
 
 
 def reset(*modules: str) -> Callable[[DFlashDraftModel], DFlashDraftModel]:
@@ -206,8 +204,19 @@ def test_each_damage_is_the_one_finding(damage: str) -> None:
     assert words in f"{diagnosis.findings[0].sentence}; {diagnosis.findings[0].advice}"
 
 
+def test_the_rope_of_a_target_with_axes_for_images_is_one_that_a_draft_can_have() -> None:
+    draft = pair()[1]
+    axes = {"mrope_section": [8, 4, 4], "mrope_interleaved": True}
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    text = SimpleNamespace(rope_parameters={**rope, **axes})
+    probe: Any = SimpleNamespace(draft=draft, target=SimpleNamespace(config=text))
+    trials = list(doctor_module._rope_trials(probe))
+    assert [trial.label for trial in trials] == ["the target's yarn RoPE"]
+    assert variant(draft, trials[0].change).config.rope_parameters == rope
+
+
 def test_two_mistakes_are_two_findings() -> None:
-    damaged = variant(pair()[1], Setup(fields={"mask_token_id": 1, "is_causal": True}))
+    damaged = variant(pair()[1], {"mask_token_id": 1, "is_causal": True})
     assert sorted(names(examine(damaged, num=4))) == ["causality", "mask_token"]
 
 
@@ -227,7 +236,7 @@ def test_a_draft_of_another_target_is_named() -> None:
 
 
 def test_a_pair_that_does_not_fit_is_named_without_measuring() -> None:
-    draft = variant(pair()[1], Setup(fields={"num_target_layers": 24}))
+    draft = variant(pair()[1], {"num_target_layers": 24})
     diagnosis = examine(draft)
     assert names(diagnosis) == ["other_target"]
     assert "made for 24 layers" in diagnosis.findings[0].sentence
@@ -298,7 +307,7 @@ def test_the_command_prints_json_alone_and_says_by_its_status_how_it_went(tmp_pa
     run = run_doctor("--json", *HELD_OUT)
     assert run.exit_code == 0, run.stderr
     assert json.loads(run.stdout)["findings"] == []
-    damaged = variant(pair()[1], Setup(fields={"mask_token_id": 1}))
+    damaged = variant(pair()[1], {"mask_token_id": 1})
     damaged.save_pretrained(tmp_path / "draft")
     run = run_doctor("--draft", str(tmp_path / "draft"), *HELD_OUT)
     assert run.exit_code == 1, run.stderr

@@ -19,8 +19,8 @@ from dflash_hf.cli.demo import read_prompts
 from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import load_pair
 from dflash_hf.evaluation.diagnosis import diagnose, write_answers
-from dflash_hf.evaluation.harness import compare, encode_prompt
-from dflash_hf.evaluation.probe import Probe, Setup
+from dflash_hf.evaluation.harness import answer, compare_with_plain, encode_prompt
+from dflash_hf.evaluation.probe import Probe
 from dflash_hf.evaluation.prompt_files import image_names
 from dflash_hf.evaluation.prompt_files import read_prompts as read_doctor_prompts
 from dflash_hf.target.parts import find_target
@@ -116,7 +116,9 @@ def test_pictures_need_a_processor_its_template_and_a_readable_file(folder: Path
 def test_answers_are_compared_and_say_what_they_are_about(folder: Path, known: Path) -> None:
     for place, least in ((folder, 1.0), (known, 5.0)):
         for row in read_prompts(place / "held_out.jsonl", 2):
-            result = compare(*loaded(place), row["messages"], max_new_tokens=NEW, do_sample=False)
+            (target, draft, processor), settings = loaded(place), {"max_new_tokens": NEW, "do_sample": False}
+            answered = answer(target, draft, processor, row["messages"], **settings)
+            result = compare_with_plain(target, draft, answered, **settings)
             assert result.identical
             assert result.num_tokens == NEW
             assert result.stats.acceptance_length >= least
@@ -151,7 +153,7 @@ def test_generate_takes_pictures_in_their_order(folder: Path) -> None:
     row = last_json(run("generate", "What?", "--image", files[0], "--image", files[1], *options, "--json"))
     parts = [{"type": "image", "path": file} for file in files]
     prompt = [{"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}]
-    assert row["text"] == compare(*loaded(folder), prompt, max_new_tokens=NEW, do_sample=False).text
+    assert row["text"] == answer(*loaded(folder), prompt, max_new_tokens=NEW, do_sample=False).text
     swapped = run("generate", "What?", "--image", files[1], "--image", files[0], *options, "--json")
     assert last_json(swapped)["text"] != row["text"]
 
@@ -174,7 +176,7 @@ def test_the_doctor_measures_on_pictures_what_generate_does(folder: Path) -> Non
         target.generate(**inputs, max_new_tokens=40, do_sample=False, assistant_model=draft)
         lengths.add(draft.last_stats.acceptance_length)
         probe = Probe(find_target(target), draft, write_answers(target, [inputs], 40))
-        assert probe.walked(Setup()) == pytest.approx(draft.last_stats.acceptance_length), prompt
+        assert probe.walked({}) == pytest.approx(draft.last_stats.acceptance_length), prompt
     assert len(lengths) > 4, "all prompts accept the same: the case shows nothing"
     diagnosis = diagnose(target, draft, processor, prompts[:3], max_new_tokens=24)
     status = {check.name: check.status for check in diagnosis.checks}

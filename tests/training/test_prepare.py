@@ -224,9 +224,9 @@ BAD: list[tuple[Any, str]] = [
         {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
         "expected blocks of type text or image in",
     ),
-    ({"prompt": "\ud800"}, "expected a text of whole characters in turn 0 of {where}, got"),
+    ({"prompt": "\ud800"}, "expected a text of whole characters as content in turn 0 of {where}, got"),
     ({"prompt": "q", "image": "none.png"}, "expected an image file in {where}, got 'none.png'; fix the path"),
-    ({"prompt": "q", "images": [3]}, "expected an image's path or address in {where}, got 3"),
+    ({"prompt": "q", "images": [3]}, "expected the bytes or the path of an image in {where}, got 3"),
     ([1], "expected a JSON object in {where}, got [1]"),
 ]
 

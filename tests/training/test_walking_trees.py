@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_hf.evaluation.probe import Probe, Setup
+from dflash_hf.evaluation.probe import Probe
 from dflash_hf.target.parts import find_target
 from dflash_hf.training.data import Example
 from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of
@@ -28,5 +28,5 @@ def test_a_walk_along_trees_commits_what_generate_does(options: dict[str, object
         (tokens,) = truth_of(inputs, ref)
         examples.append(Example.from_pair(tokens[: 6 + seed], tokens[6 + seed :]))
     assert sum(committed) > len(committed), "nothing was accepted"
-    walked = Probe(find_target(target), draft, examples).walked(Setup(), is_tree=True)
+    walked = Probe(find_target(target), draft, examples).walked({}, is_tree=True)
     assert walked == sum(committed) / len(committed)

@@ -28,7 +28,7 @@ def test_one_row_is_masked_as_a_row_of_many(
     bound = length + width
     positions = length + torch.arange(width)[None]
     masks = [
-        RaggedBlock(positions, bound, is_exact, tree).mask(bound, window, causal, 2, torch.float64)
+        RaggedBlock(positions, bound, is_exact, tree).mask(bound, (window, causal, False), 2, torch.float64)
         for is_exact in (False, True)
     ]
     assert masks[0] is not None

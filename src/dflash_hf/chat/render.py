@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 
 from dflash_hf.chat.branches import Tried
 from dflash_hf.evaluation.image_files import read_image
-from dflash_hf.evaluation.prompt_files import as_messages, prompt_of, read_rows, text_of
+from dflash_hf.evaluation.prompt_files import as_messages, read_rows, text_of
 
 MAX_EXAMPLES = 4
 # Gradio's own templates read `${}` and `{{}}`: what was written must never reach them as such.
@@ -63,8 +63,7 @@ def find_examples(draft: str, takes_images: bool) -> dict[str, list[Path]]:
     """
     path = Path(draft).parent / "held_out.jsonl"
     found: dict[str, tuple[str, list[Path]]] = {}
-    for number, row in read_rows(path) if Path(draft).is_dir() and path.is_file() else []:
-        prompt = prompt_of(row, f"line {number} of {path}", path.parent)
+    for row, prompt in read_rows(path) if Path(draft).is_dir() and path.is_file() else []:
         [message, *others] = as_messages(prompt)
         parts: Any = [] if isinstance(message["content"], str) else message["content"]
         files = [Path(str(part.get("path"))) for part in parts if part["type"] == "image"]

@@ -85,11 +85,9 @@ def stored_tensors(
         )
         raise ValueError(sentence) if is_local else OSError(sentence)
     content = read_json(index)
-    shards = content.get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-        raise ValueError(
-            f"expected weight_map, names of weights to names of files, in {index}, got {shown(shards)}; fix it"
-        )
+    shards: Any = content.get("weight_map")
+    is_map = isinstance(shards, dict) and all(isinstance(shard, str) for shard in shards.values())
+    require(is_map, f"weight_map, names of weights to names of files, in {index}", shards, "fix it")
     found: dict[str, StoredTensor] = {}
     for shard in sorted(set(shards.values())):
         # Nothing outside of the folder is a part of a checkpoint, and nothing but safetensors is opened.

@@ -101,11 +101,9 @@ class DFlashPreTrainedModel(PreTrainedModel):
             raise ValueError("expected use_safetensors=True or nothing, got False; only safetensors are loaded")
         for ours in ("trust_remote_code", "ignore_mismatched_sizes"):
             kwargs.pop(ours, None)
-        if find_file(path, ADAPTER_CONFIG_NAME, hub) is not None:  # Transformers would load it too, unchecked
-            raise ValueError(
-                f"expected a draft without an adapter in {path}, got {ADAPTER_CONFIG_NAME}; merge the adapter into "
-                "the draft's weights, or take its files away"
-            )
+        is_bare = find_file(path, ADAPTER_CONFIG_NAME, hub) is None  # Transformers would load it too, unchecked
+        advice = "merge the adapter into the draft's weights, or take its files away"
+        require(is_bare, f"a draft without an adapter in {path}", ADAPTER_CONFIG_NAME, advice)
         checkpoint = cls._checked(path, hub, kwargs, model_args)
         generation_config = kwargs.pop("generation_config", None)
         renamed = {f"^{re.escape(one.name)}$": name for name, one in checkpoint.found.items() if one.name != name}
@@ -139,7 +137,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
                     name = re.sub(pattern, replacement, name)
                 if name not in form.dropped:
                     found[form.our_name(name)] = tensor
-            config = _draft_config(form.read_config(raw, frozenset(found)), raw, given, kwargs)
+            config = _draft_config(form.read_config(raw, frozenset(found)), given, kwargs)
         except ValueError as error:
             raise ValueError(f"{error} (in config.json of {source})") from error
         _check_weights(found, cls._shapes(config, model_args), form, path)
@@ -221,21 +219,14 @@ class DFlashPreTrainedModel(PreTrainedModel):
 
 
 def _draft_config(
-    values: dict[str, Any], raw: Mapping[str, Any], given: PreTrainedConfig | PathOrRepo | None, kwargs: dict[str, Any]
+    values: dict[str, Any], given: PreTrainedConfig | PathOrRepo | None, kwargs: dict[str, Any]
 ) -> DFlashConfig:
     """Returns the draft's config, of what its format read; takes overrides of config fields out of `kwargs`."""
     if isinstance(given, PreTrainedConfig):
         if not isinstance(given, DFlashConfig):
             raise ValueError(f"expected a DFlashConfig as config, got a {type(given).__name__}; leave it out")
         return copy.deepcopy(given)
-    # Not the draft's function, and still needed: what "auto" means.
-    dtypes = {raw[name] for name in ("dtype", "torch_dtype") if isinstance(raw.get(name), str)}
-    require(len(dtypes) <= 1, "one value as dtype and torch_dtype", sorted(dtypes), "fix one of them")
-    dtype = raw.get("dtype", raw.get("torch_dtype"))
-    dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype  # which Transformers does not know
-    floats = [str(known).removeprefix("torch.") for known in FLOAT_DTYPES.values()]
-    require(dtype is None or dtype in floats, f"dtype in {floats}", dtype, "fix it")
-    return make_config({**values, "dtype": dtype, **{name: kwargs.pop(name) for name in FIELDS if name in kwargs}})
+    return make_config(values | {name: kwargs.pop(name) for name in FIELDS if name in kwargs})
 
 
 def _check_weights(

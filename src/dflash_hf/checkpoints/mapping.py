@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from dflash_hf.checkpoints.files import FLOAT_DTYPES
 from dflash_hf.configuration_dflash import MAX_LAYERS, DFlashConfig
 from dflash_hf.errors import is_a, one_line, require, shown
 
@@ -104,6 +105,14 @@ class ConfigReader:
         if kind is not None:
             require(is_a(value, kind), f"{name} of type {kind.__name__} in {file}", value, "fix it")
         return value
+
+    def take_dtype(self) -> str | None:
+        """Takes the name of the type of the weights: not the draft's function, but what `dtype="auto"` means."""
+        dtype: Any = self.take("dtype", "torch_dtype", default=None)
+        dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype  # which Transformers does not know
+        floats = [str(known).removeprefix("torch.") for known in FLOAT_DTYPES.values()]
+        require(dtype is None or dtype in floats, f"dtype in {floats}", dtype, "fix it")
+        return dtype
 
     def take_num_layers(self, *places: str, default: Any = REQUIRED) -> int:
         """Takes the number of draft layers, which other fields are as long as, and so has to be one that can be."""
@@ -197,7 +206,7 @@ class CheckpointFormat:
             value = reader.take(key, default=None)
             require(value is None or value in allowed, what, value, "this variant of DFlash is not supported")
         values = {key.ours: reader.take(*key.places, default=key.default) for key in self.keys}
-        values |= self.read_rest(reader)
+        values |= {"dtype": reader.take_dtype(), **self.read_rest(reader)}
         if reader.unread:  # ignoring one could change what the draft computes
             raise ValueError(
                 f"expected only known keys in a config.json of the format {self.name!r}, got also "

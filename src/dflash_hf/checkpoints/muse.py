@@ -10,36 +10,28 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import MuseGlimmerAssistantConfig
+
 from dflash_hf.checkpoints.mapping import COMMON_IGNORED, CheckpointFormat, ConfigReader, plain_keys
 from dflash_hf.configuration_dflash import DFlashConfig
 
-MODEL_TYPE = "muse_glimmer_assistant"
-DEFAULT_THETA = 500000.0  # MuseGlimmerAssistantConfig's, like the other defaults below
-DEFAULT_WINDOW = 2048
-DEFAULTS: dict[str, Any] = {
-    "hidden_size": 6656,
-    "intermediate_size": 19968,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-    "attention_dropout": 0.0,
-    "block_size": 16,
-    "mask_token_id": 201818,
-    "target_layer_ids": [1, 13, 25, 37, 49],
-}
+DEFAULTS = MuseGlimmerAssistantConfig()
+MODEL_TYPE = DEFAULTS.model_type
+KEYS = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act"),
+    *("rms_norm_eps", "max_position_embeddings", "attention_dropout", "block_size", "mask_token_id"),
+    "target_layer_ids",
+)
 
 
 def _read_rest(reader: ConfigReader) -> dict[str, Any]:
-    num_layers = reader.take_num_layers("num_hidden_layers", default=5)
+    num_layers = reader.take_num_layers("num_hidden_layers", default=DEFAULTS.num_hidden_layers)
     return {
         "num_hidden_layers": num_layers,
         "layer_types": reader.take("layer_types", default=["sliding_attention"] * num_layers),
-        "sliding_window": reader.take("sliding_window", default=DEFAULT_WINDOW, kind=int) + 1,
+        "sliding_window": reader.take("sliding_window", default=DEFAULTS.sliding_window, kind=int) + 1,
         "is_causal": False,
-        "rope_parameters": reader.take_rope(DEFAULT_THETA),
+        "rope_parameters": reader.take_rope(DEFAULTS.default_theta),
         "raw_input_embeddings": True,
     }
 
@@ -59,7 +51,7 @@ MUSE = CheckpointFormat(
     name="muse",
     matches=lambda config: config.get("model_type") == MODEL_TYPE,
     renamed={"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"},
-    keys=plain_keys(DEFAULTS)
+    keys=plain_keys({name: getattr(DEFAULTS, name) for name in KEYS})
     + plain_keys({"vocab_size": None, "num_target_layers": None, "initializer_range": 0.02}, optional=True),
     read_rest=_read_rest,
     write_rest=_write_rest,

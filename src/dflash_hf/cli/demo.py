@@ -13,7 +13,7 @@ from rich.progress import track
 
 from dflash_hf.cli.pair import BUNDLED, MAX_TOKENS, load_pair
 from dflash_hf.cli.table import prompt_line, show_comparisons
-from dflash_hf.evaluation.prompt_files import image_names, prompt_of, read_rows
+from dflash_hf.evaluation.prompt_files import image_names, read_rows
 
 if TYPE_CHECKING:
     from dflash_hf.evaluation.harness import Comparison
@@ -58,7 +58,7 @@ def _answer(
     """Loads a pair, streams an answer to its first prompt (with an image, if one has), and compares all of them."""
     from transformers import TextStreamer
 
-    from dflash_hf.evaluation.harness import compare, tokenizer_of, warm_up
+    from dflash_hf.evaluation.harness import answer, compare_with_plain, tokenizer_of, warm_up
 
     with Console(stderr=True).status(f"loading {escape(str(folder))}"):
         target, draft, processor = load_pair(str(folder / "target"), str(folder / "draft"), dtype)
@@ -67,12 +67,13 @@ def _answer(
     if not as_json:
         console.print(prompt_line(shown), highlight=False)
         streamer = TextStreamer(tokenizer_of(processor), skip_prompt=True, skip_special_tokens=True)
-        compare(target, draft, processor, shown, streamer=streamer, **settings)
+        answer(target, draft, processor, shown, streamer=streamer, **settings)
         console.print()
-    return [
-        compare(target, draft, processor, prompt["messages"], kind=prompt["kind"], **settings)
-        for prompt in track(prompts, f"answering twice: {folder}", console=console, transient=True, disable=as_json)
-    ]
+    rows: list[Comparison] = []
+    for prompt in track(prompts, f"answering twice: {folder}", console=console, transient=True, disable=as_json):
+        answered = answer(target, draft, processor, prompt["messages"], **settings)
+        rows.append(compare_with_plain(target, draft, answered, kind=prompt["kind"], **settings))
+    return rows
 
 
 def read_prompts(path: Path, per_kind: int) -> list[dict[str, Any]]:
@@ -86,10 +87,7 @@ def read_prompts(path: Path, per_kind: int) -> list[dict[str, Any]]:
     if not path.exists():
         advice = "run the demo from a clone, or pass --pair"
         raise ValueError(f"expected held-out prompts in {path}, got no file; {advice}")
-    rows = [
-        {**row, "kind": str(row.get("kind")), "messages": prompt_of(row, f"line {number} of {path}", path.parent)}
-        for number, row in read_rows(path)
-    ]
+    rows = [{**row, "kind": str(row.get("kind")), "messages": prompt} for row, prompt in read_rows(path)]
     if not rows:
         raise ValueError(f"expected held-out prompts in {path}, got none; write one per line")
     kinds = dict.fromkeys(row["kind"] for row in rows)

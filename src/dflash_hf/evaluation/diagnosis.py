@@ -10,16 +10,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dflash_hf.configuration_dflash import ROPE_TYPES
 from dflash_hf.evaluation.harness import Processor, encode_prompt, end_tokens, tokenizer_of
 from dflash_hf.evaluation.probe import Measurement, Probe, Setup
 from dflash_hf.evaluation.prompt_files import Prompt, image_names
+from dflash_hf.fresh import rope_of
 from dflash_hf.modeling_dflash import DFlashDraftModel, DFlashRMSNorm
 from dflash_hf.target.parts import Target, find_target
 from dflash_hf.target.support import check_pair, check_target
@@ -44,7 +44,7 @@ NEAR_RANDOM = 1.3
 MAX_MASK_CANDIDATES = 12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """One thing that was looked at.
 
@@ -91,8 +91,7 @@ class Diagnosis:
         return {"healthy": not self.findings, "findings": [check.name for check in self.findings], **asdict(self)}
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
+class Trial(NamedTuple):
     """Another plausible form of one setting: what it is called, what to do if it is the right one, and the change."""
 
     check: str
@@ -142,7 +141,8 @@ def diagnose(
     try:
         check_pair(target, draft.config)
     except ValueError as error:
-        static.append(_judged("other_target", [str(error)], "load the draft that was trained for this target", ""))
+        advice = "load the draft that was trained for this target"
+        static.append(Check("other_target", "finding", str(error), advice))
         return Diagnosis(acceptance_length=0.0, num_prompts=0, num_tokens=0, checks=static)
     on_progress("answering the prompts")
     examples = write_answers(model, [encode_prompt(processor, p, model.device) for p in prompts], max_new_tokens)
@@ -150,11 +150,11 @@ def diagnose(
     setup, measured = _try_settings(probe, tokenizer, on_progress)
     checks = static + measured
     on_progress("trying other forms of the prompts")
-    checks += _check_prompts(model, draft, processor, prompts, setup, probe.measure(setup), max_new_tokens)
+    checks += _check_prompts(probe, processor, prompts, setup, max_new_tokens)
     checks.append(_check_fit(probe, setup, [check.name for check in checks if check.status == "finding"]))
     return Diagnosis(
-        acceptance_length=probe.walked(Setup()),
-        tree_acceptance_length=None if target.recurrences else probe.walked(Setup(), is_tree=True),
+        acceptance_length=probe.walked({}),
+        tree_acceptance_length=None if target.recurrences else probe.walked({}, is_tree=True),
         num_prompts=len(prompts),
         num_tokens=sum(len(e.input_ids) - e.prompt_length() for e in examples),
         checks=checks,
@@ -183,25 +183,25 @@ def _try_settings(
 
     Returns the setup that was reached, and one check per setting.
     """
-    setup, base = Setup(), probe.measure(Setup())
+    setup, base = Setup(), probe.measure({})
     found: dict[str, Check] = {}
     while True:
         best: tuple[Trial, Measurement] | None = None
         results: dict[str, dict[str, float]] = {}
         for trial in (trial for trial in _trials(probe, tokenizer) if trial.check not in found):
             on_progress(f"trying {trial.label}")
-            result = probe.measure(setup.adopt(trial.change))
+            result = probe.measure(setup | trial.change)
             results.setdefault(trial.check, {})[trial.label] = round(result.mean, 3)
             # The more plausible forms come first: a later one has to be better by more than chance.
             if result.beats(base) and (best is None or result.mean > 1.02 * best[1].mean):
                 best = trial, result
         if best is None:
-            return setup, [found.get(name) or _unchanged(probe, name, base, results) for name in EXPLAINED]
+            return setup, [found.get(name) or _unchanged(name, base, results.get(name)) for name in EXPLAINED]
         trial, result = best
         sentence = f"{trial.label} accepts {result.mean:.2f} tokens per verify, as configured {base.mean:.2f}"
         measured = {"as configured": round(base.mean, 3), **results[trial.check]}
-        found[trial.check] = _judged(trial.check, [sentence], trial.advice, "", measured)
-        setup, base = setup.adopt(trial.change), result
+        found[trial.check] = Check(trial.check, "finding", sentence, trial.advice, measured)
+        setup, base = setup | trial.change, result
         logger.info("adopted %s: %s", trial.check, sentence)
 
 
@@ -217,81 +217,63 @@ EXPLAINED = {
 }
 
 
-def _unchanged(probe: Probe, name: str, base: Measurement, results: dict[str, dict[str, float]]) -> Check:
+def _unchanged(name: str, base: Measurement, tried: dict[str, float] | None) -> Check:
     """The check of a setting of which no other form is clearly better."""
-    if name not in results:
-        is_fine = name in ("rope", "dtype")
-        return _judged(name, [], "", EXPLAINED[name]) if is_fine else _skipped(name, EXPLAINED[name])
-    tried = results[name]
+    if tried is None:
+        return Check(name, "ok" if name in ("rope", "dtype") else "skipped", EXPLAINED[name])
     best = max(tried, key=lambda label: tried[label])
     sentence = f"nothing tried is clearly better: {best} {tried[best]:.2f}, as configured {base.mean:.2f}"
-    return _judged(name, [], "", sentence, {"as configured": round(base.mean, 3), **tried})
+    return Check(name, "ok", sentence, measured={"as configured": round(base.mean, 3), **tried})
 
 
 def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> Iterator[Trial]:
     """Every other plausible form of every setting, the likelier ones of each first."""
     config = probe.draft.config
     for shift in (1, -1):
-        ids = [probe.shifted(i, shift) for i in probe.layer_ids]
+        ids = probe.shifted(shift)
         advice = f"set target_layer_ids to {ids}: 0-based layers whose output is tapped, hidden_states[i + 1]"
-        yield Trial("tap_offset", f"taps {shift:+d}", advice, Setup(tap_shift=shift))
+        yield Trial("tap_offset", f"taps {shift:+d}", advice, {"target_layer_ids": ids})
     if probe.deepstack_differs:
         after = not config.tap_after_deepstack
         label = f"taps {'after' if after else 'before'} DeepStack's additions"
-        yield _field_trial("deepstack", label, f"set tap_after_deepstack to {after}", tap_after_deepstack=after)
+        yield Trial("deepstack", label, f"set tap_after_deepstack to {after}", {"tap_after_deepstack": after})
     for token_id in mask_candidates(probe.target, probe.draft, tokenizer):
         advice = f"set mask_token_id to {token_id}, the token that the draft's blocks were filled with in training"
-        yield _field_trial("mask_token", f"mask {token_id}", advice, mask_token_id=token_id)
+        yield Trial("mask_token", f"mask {token_id}", advice, {"mask_token_id": token_id})
     now, count = config.is_causal, config.num_hidden_layers
     others = {str(flags): flags for flags in ([not flag for flag in now], [False] * count, [True] * count)}
     for flags in others.values():
         if flags != now:
             label = f"is_causal {flags[0] if len(set(flags)) == 1 else flags}"
-            yield _field_trial("causality", label, f"set is_causal to {flags}", is_causal=flags)
-    yield from _window_trials(probe)
+            yield Trial("causality", label, f"set is_causal to {flags}", {"is_causal": flags})
+    # Without a window where layers slide, with one where none does; no text shows it that is not longer.
+    own = config.sliding_window
+    window = own or getattr(probe.target.config, "sliding_window", None) or 2048
+    if probe.longest > window and own is not None:
+        change = {"sliding_window": None, "layer_types": ["full_attention"] * count, "is_causal": now}
+        yield Trial("sliding_window", "no window", "set every entry of layer_types to 'full_attention'", change)
+    elif probe.longest > window:
+        advice = f"set layer_types to 'sliding_attention' with sliding_window {window}"
+        change = {"sliding_window": window, "layer_types": ["sliding_attention"] * count}
+        yield Trial("sliding_window", f"window {window}", advice, change)
     yield from _rope_trials(probe)
     if probe.draft.dtype in (torch.float16, torch.bfloat16):
         advice = "load the draft with dtype=torch.float32, or bfloat16 where it is float16 now"
-        yield Trial("dtype", "draft in float32", advice, Setup(dtype=torch.float32))
-
-
-def _field_trial(check: str, label: str, advice: str, **fields: Any) -> Trial:
-    return Trial(check, label, advice, Setup(fields=fields))
-
-
-def _window_trials(probe: Probe) -> Iterator[Trial]:
-    """Without a window where layers slide; with one where none does. Only where the texts are longer than it."""
-    config = probe.draft.config
-    own = config.sliding_window
-    window = own or getattr(probe.target.config, "sliding_window", None) or 2048
-    if probe.longest <= window:
-        return
-    if own is not None:
-        fields = {"layer_types": ["full_attention"] * config.num_hidden_layers, "is_causal": config.is_causal}
-        advice = "set every entry of layer_types to 'full_attention'"
-        yield _field_trial("sliding_window", "no window", advice, sliding_window=None, **fields)
-        return
-    kinds = ["sliding_attention"] * config.num_hidden_layers
-    advice = f"set layer_types to 'sliding_attention' with sliding_window {window}"
-    yield _field_trial("sliding_window", f"window {window}", advice, layer_types=kinds, sliding_window=window)
+        yield Trial("dtype", "draft in float32", advice, {"dtype": torch.float32})
 
 
 def _rope_trials(probe: Probe) -> Iterator[Trial]:
     """The target's RoPE, whole and with the draft's type kept, where it differs from the draft's."""
-    own = probe.draft.config.rope_parameters
-    theirs: dict[str, Any] = dict(getattr(probe.target.config, "rope_parameters", None) or {})
-    if "full_attention" in theirs:  # one entry per kind of layer
-        theirs = dict(theirs["full_attention"])
-    theta = theirs.get("rope_theta")
-    if theta is None:
+    own, theirs = probe.draft.config.rope_parameters, rope_of(probe.target.config)
+    if theirs is None:
         return
-    if theta != own.get("rope_theta"):
+    theta, kind = theirs["rope_theta"], theirs["rope_type"]
+    if theta != own["rope_theta"]:
         advice = f"set rope_parameters['rope_theta'] to {theta:g}, the target's"
-        yield _field_trial("rope", f"theta {theta:g}", advice, rope_parameters={**own, "rope_theta": theta})
-    kind = theirs.get("rope_type", "default")
-    if kind != own.get("rope_type", "default") and kind in ROPE_TYPES:
-        advice = f"set rope_parameters to the target's, {theirs}"
-        yield _field_trial("rope", f"the target's {kind} RoPE", advice, rope_parameters=theirs)
+        yield Trial("rope", f"theta {theta:g}", advice, {"rope_parameters": {**own, "rope_theta": theta}})
+    if kind != own["rope_type"]:
+        advice = f"set rope_parameters to {theirs}, the target's"
+        yield Trial("rope", f"the target's {kind} RoPE", advice, {"rope_parameters": theirs})
 
 
 def mask_candidates(target: Target, draft: DFlashDraftModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -334,37 +316,26 @@ def _check_weights(draft: DFlashDraftModel) -> Check:
     return _judged("weights", wrong, advice, fine)
 
 
-def _judged(
-    name: str, wrong: Sequence[str], advice: str, fine: str, measured: dict[str, float] | None = None
-) -> Check:
+def _judged(name: str, wrong: list[str], advice: str, fine: str, measured: dict[str, float] | None = None) -> Check:
     """The check of something that is either fine or a finding."""
     if not wrong:
-        return Check(name=name, status="ok", sentence=fine, measured=measured or {})
-    return Check(name=name, status="finding", sentence="; ".join(wrong), advice=advice, measured=measured or {})
-
-
-def _skipped(name: str, why: str) -> Check:
-    return Check(name=name, status="skipped", sentence=why)
+        return Check(name, "ok", fine, measured=measured or {})
+    return Check(name, "finding", "; ".join(wrong), advice, measured or {})
 
 
 def _check_prompts(
-    model: PreTrainedModel,
-    draft: DFlashDraftModel,
-    processor: Processor,
-    prompts: Sequence[Prompt],
-    setup: Setup,
-    base: Measurement,
-    max_new_tokens: int,
+    probe: Probe, processor: Processor, prompts: Sequence[Prompt], setup: Setup, max_new_tokens: int
 ) -> list[Check]:
     """Acceptance without the chat template, and with thinking on and off where the template knows it."""
     template = processor.chat_template
     if template is None:
-        return [_skipped(name, "the tokenizer has no chat template") for name in ("chat_template", "thinking")]
-    target: Target = find_target(model)
+        why = "the tokenizer has no chat template"
+        return [Check(name, "skipped", why) for name in ("chat_template", "thinking")]
+    base, model = probe.measure(setup), probe.target.model
 
     def measure(**options: Any) -> Measurement:
         inputs = [encode_prompt(processor, prompt, model.device, **options) for prompt in prompts]
-        return Probe(target, draft, write_answers(model, inputs, max_new_tokens)).measure(setup)
+        return Probe(probe.target, probe.draft, write_answers(model, inputs, max_new_tokens)).measure(setup)
 
     def judge(name: str, results: dict[str, Measurement], advice: str) -> Check:
         measured = {"as configured": round(base.mean, 3), **{k: round(v.mean, 3) for k, v in results.items()}}
@@ -376,11 +347,11 @@ def _check_prompts(
 
     advice = "the draft was trained on texts without the chat template; use it on those, or one trained with it"
     if any(image_names(prompt) for prompt in prompts):
-        checks = [_skipped("chat_template", "the chat template says where the images are")]
+        checks = [Check("chat_template", "skipped", "the chat template says where the images are")]
     else:
         checks = [judge("chat_template", {"without the template": measure(template=False)}, advice)]
     if "enable_thinking" not in str(template):
-        return [*checks, _skipped("thinking", "the chat template has no enable_thinking")]
+        return [*checks, Check("thinking", "skipped", "the chat template has no enable_thinking")]
     modes = {f"enable_thinking={mode}": measure(enable_thinking=mode) for mode in (False, True)}
     advice = "the draft was trained on answers with {best}; pass that to apply_chat_template"
     return [*checks, judge("thinking", modes, advice)]

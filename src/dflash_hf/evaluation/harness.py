@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
@@ -186,12 +186,9 @@ def answer(
         ValueError: See [`encode_prompts`].
     """
     inputs = encode_prompt(processor, prompt, target.device, **(encoding or {}))
-    model: Any = target
     seed = torch.initial_seed()
     torch.manual_seed(seed)
-    ids, seconds = _timed(
-        lambda: model.generate(**inputs, **settings, assistant_model=draft, streamer=streamer), inputs
-    )
+    ids, seconds = _timed(target, inputs, **settings, assistant_model=draft, streamer=streamer)
     assert isinstance(draft.last_stats, SpeculativeStats)
     return Answer(
         text=str(tokenizer_of(processor).decode(ids, skip_special_tokens=True)),
@@ -229,13 +226,13 @@ def compare_with_plain(
         ValueError: See [`check_comparable`].
     """
     check_comparable(draft, settings)
-    inputs, model = answered.inputs, cast(Any, target)
+    inputs = answered.inputs
     if settings.get("do_sample"):
         with changed(draft.generation_config, block_size=1, verify_width=None, num_tree_nodes=None):
             torch.manual_seed(answered.seed)
-            ids, seconds = _timed(lambda: model.generate(**inputs, **settings, assistant_model=draft), inputs)
+            ids, seconds = _timed(target, inputs, **settings, assistant_model=draft)
     else:
-        ids, seconds = _timed(lambda: model.generate(**inputs, **settings), inputs)
+        ids, seconds = _timed(target, inputs, **settings)
     return Comparison(
         **{column.name: getattr(answered, column.name) for column in fields(Answer)},
         kind=kind,
@@ -244,30 +241,10 @@ def compare_with_plain(
     )
 
 
-def compare(
-    target: PreTrainedModel,
-    draft: DFlashDraftModel,
-    processor: Processor,
-    prompt: Prompt,
-    *,
-    kind: str = "prompt",
-    streamer: BaseStreamer | None = None,
-    **settings: Any,
-) -> Comparison:
-    """Answers one prompt with the draft ([`answer`]) and then without ([`compare_with_plain`]).
-
-    Raises:
-        ValueError: See [`check_comparable`]; before anything is answered.
-    """
-    check_comparable(draft, settings)
-    answered = answer(target, draft, processor, prompt, streamer=streamer, **settings)
-    return compare_with_plain(target, draft, answered, kind=kind, **settings)
-
-
-def _timed(call: Callable[[], Tensor], inputs: Mapping[str, Tensor]) -> tuple[list[int], float]:
+def _timed(model: Any, inputs: Mapping[str, Tensor], **options: Any) -> tuple[list[int], float]:
     """Returns what a call of `generate` adds to its one row, and the seconds it took."""
     start = time.perf_counter()
-    out = call()
+    out = model.generate(**inputs, **options)
     synchronize(out.device)
     seconds = time.perf_counter() - start
     return out[0, inputs["input_ids"].shape[1] :].tolist(), seconds
@@ -294,7 +271,8 @@ def changed(config: Any, **values: Any) -> Generator[None]:
 
 def warm_up(target: PreTrainedModel, draft: DFlashDraftModel, processor: Processor, prompt: Prompt) -> None:
     """Answers a prompt with a few tokens, both ways: the first calls pay for loading code."""
-    compare(target, draft, processor, prompt, max_new_tokens=4, do_sample=False)
+    settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    compare_with_plain(target, draft, answer(target, draft, processor, prompt, **settings), **settings)
 
 
 def pool(rows: Sequence[Comparison]) -> dict[str, Any]:
@@ -328,7 +306,6 @@ __all__ = [
     "answer",
     "changed",
     "check_comparable",
-    "compare",
     "compare_with_plain",
     "encode_prompt",
     "encode_prompts",

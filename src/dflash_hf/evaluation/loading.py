@@ -34,12 +34,7 @@ def check_place(option: str, place: str) -> None:
         raise ValueError(f"expected a folder or a Hub id as {option}, got {place!r}, which is not there; fix the path")
 
 
-def check_dtype(dtype: str) -> None:
-    """Raises `ValueError` unless it is the name of a dtype that models compute in, or `"auto"`."""
-    require(dtype in DTYPES, f"one of {', '.join(DTYPES)} as --dtype", dtype, "choose one of them")
-
-
-def check_device(device: str) -> None:
+def _check_device(device: str) -> None:
     """Says of a device that this machine has none such.
 
     Raises:
@@ -87,8 +82,8 @@ def load_target(target: str, dtype: str = "auto", device: str = "auto") -> tuple
             device, or no Pillow for a target that takes images.
     """
     check_place("--target", target)
-    check_dtype(dtype)
-    check_device(device)
+    require(dtype in DTYPES, f"one of {', '.join(DTYPES)} as --dtype", dtype, "choose one of them")
+    _check_device(device)
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
@@ -164,4 +159,4 @@ def load_pair(
     return model, assistant, processor
 
 
-__all__ = ["check_device", "check_dtype", "check_place", "load_pair", "load_target", "takes_images"]
+__all__ = ["check_place", "load_pair", "load_target", "takes_images"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,29 +24,8 @@ from dflash_hf.training.data import Example
 from dflash_hf.training.forward import target_features
 from dflash_hf.training.walking import accepted_at_anchors, walk
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """Settings that a draft is measured with, as differences from its own.
-
-    Args:
-        fields (`dict`): Fields of [`DFlashConfig`] with other values.
-        tap_shift (`int`): Added to every tapped layer; clamped to the target's layers.
-        dtype (`torch.dtype`, *optional*): To run the draft in.
-    """
-
-    fields: dict[str, Any] = field(default_factory=dict)
-    tap_shift: int = 0
-    dtype: torch.dtype | None = None
-
-    def adopt(self, change: Setup) -> Setup:
-        """Returns this setup with another one's differences on top."""
-        return replace(
-            self,
-            fields={**self.fields, **change.fields},
-            tap_shift=self.tap_shift + change.tap_shift,
-            dtype=change.dtype or self.dtype,
-        )
+# Fields of `DFlashConfig` with other values than the draft's own; `dtype` is what it is run in.
+Setup = dict[str, Any]
 
 
 def variant(draft: DFlashDraftModel, setup: Setup) -> DFlashDraftModel:
@@ -57,17 +36,18 @@ def variant(draft: DFlashDraftModel, setup: Setup) -> DFlashDraftModel:
     """
     shared: dict[int, Any] = {id(tensor): tensor for tensor in draft.parameters()}
     twin = copy.deepcopy(draft, shared)
-    config = DFlashConfig.from_dict({**draft.config.to_dict(), **setup.fields})
+    config = DFlashConfig.from_dict({**draft.config.to_dict(), **setup})
     twin.config = config
     twin.rotary_emb = DFlashRotaryEmbedding(config).to(draft.device)
     for module in twin.modules():
         if isinstance(module, DFlashAttention):
             module.kind = config.attention_kind(module.layer_idx)
-    if setup.dtype is not None and setup.dtype != draft.dtype:
+    dtype = setup.get("dtype", draft.dtype)
+    if dtype != draft.dtype:
         twin = copy.deepcopy(twin)
         for tensor in (*twin.parameters(), *twin.buffers()):
             if tensor.is_floating_point():
-                tensor.data = tensor.data.to(setup.dtype)
+                tensor.data = tensor.data.to(dtype)
     return twin.eval()
 
 
@@ -94,20 +74,18 @@ class Measurement:
         total = sum(self.weights)
         return sum(g * w for g, w in zip(self.groups, self.weights, strict=True)) / total if total else 1.0
 
-    def beats(self, other: Measurement, margin: float = 0.03, errors: float = 3.0) -> bool:
+    def beats(self, other: Measurement) -> bool:
         """Returns True if this setup is clearly better on the same texts.
 
-        Args:
-            margin (`float`): Least gain, as a share of the other's mean.
-            errors (`float`): Least gain in standard errors of the paired difference.
+        That is by 3 % of the other's mean, and by three standard errors of the paired difference.
         """
         gain, count = self.mean - other.mean, len(self.groups)
-        if count < 3 or gain < margin * other.mean:  # two runs of anchors say nothing about chance
+        if count < 3 or gain < 0.03 * other.mean:  # two runs of anchors say nothing about chance
             return False
         total = sum(self.weights)
         pairs = zip(self.groups, other.groups, self.weights, strict=True)
         variance = sum((w / total * (mine - theirs - gain)) ** 2 for mine, theirs, w in pairs)
-        return gain >= errors * math.sqrt(variance * count / (count - 1))
+        return gain >= 3 * math.sqrt(variance * count / (count - 1))
 
 
 class Probe:
@@ -125,8 +103,7 @@ class Probe:
         self.draft = draft
         self.examples = list(examples)
         self.layer_ids = draft.config.target_layer_ids
-        self.depth = len(target.layers)
-        near = sorted({self.shifted(i, shift) for i in self.layer_ids for shift in (-2, -1, 0, 1, 2)})
+        near = sorted({i for shift in (-1, 0, 1) for i in self.shifted(shift)})
         self.texts: list[tuple[Batch, dict[bool, dict[int, Tensor]]]] = []
         self._counted: dict[str, list[list[int]]] = {}
         for example in self.examples:
@@ -157,12 +134,13 @@ class Probe:
         """Tokens of the longest text."""
         return max(len(example.input_ids) for example in self.examples)
 
-    def shifted(self, layer_id: int, shift: int) -> int:
-        """Returns a tapped layer's neighbour, within the target; -1, the embedding, only where the draft taps it."""
-        return min(max(layer_id + shift, min(0, *self.layer_ids)), self.depth - 1)
+    def shifted(self, shift: int) -> list[int]:
+        """Returns the tapped layers' neighbours in the target; -1, the embedding, only where the draft taps it."""
+        first, last = min(0, *self.layer_ids), len(self.target.layers) - 1
+        return [min(max(i + shift, first), last) for i in self.layer_ids]
 
     def measure(self, setup: Setup) -> Measurement:
-        """Counts what a verify at every anchor would commit."""
+        """Counts what a verify at every anchor would commit; taps are the draft's own or their neighbours."""
         size = self.draft.config.block_size
         runs = [
             accepted[start : start + size]
@@ -185,10 +163,9 @@ class Probe:
             return known
         draft = variant(self.draft, setup)
         found: list[list[int]] = []
-        layer_ids = [self.shifted(i, setup.tap_shift) for i in self.layer_ids]
         for example, (batch, states) in zip(self.examples, self.texts, strict=True):
             tapped = states[draft.config.tap_after_deepstack]
-            features = torch.cat([tapped[i] for i in layer_ids], dim=-1).to(draft.device)
+            features = torch.cat([tapped[i] for i in draft.config.target_layer_ids], dim=-1).to(draft.device)
             accepted = accepted_at_anchors(draft, self.target, batch, features, is_tree=is_tree)
             found.append(accepted[0, example.prompt_length() : -1].tolist())
         self._counted[key] = found

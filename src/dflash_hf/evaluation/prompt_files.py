@@ -86,15 +86,18 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
     return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
-def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Returns the objects of a `.jsonl` file, with the numbers of their lines from 1.
+def read_rows(path: Path) -> list[tuple[dict[str, Any], Prompt]]:
+    """Returns the objects of a `.jsonl` file, each with what it asks: see [`prompt_of`].
 
     Raises:
-        ValueError: If a line is no JSON object; see also [`read_lines`].
+        ValueError: If a line is no JSON object, or asks nothing; see also [`read_lines`].
     """
-    return [
-        (number, parsed_object(line, f"line {number} of {path}", "fix the line")) for number, line in read_lines(path)
-    ]
+    found: list[tuple[dict[str, Any], Prompt]] = []
+    for number, line in read_lines(path):
+        where = f"line {number} of {path}"
+        row = parsed_object(line, where, "fix the line")
+        found.append((row, prompt_of(row, where, path.parent)))
+    return found
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -107,10 +110,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     """
     if not path.is_file():
         raise ValueError(f"expected a file of prompts as --prompts, got {str(path)!r}, which is none; fix the path")
-    if path.suffix != ".jsonl":
-        prompts: list[Prompt] = [line for _, line in read_lines(path)]
-    else:
-        prompts = [prompt_of(row, f"line {number} of {path}", path.parent) for number, row in read_rows(path)]
+    placed = read_rows(path) if path.suffix == ".jsonl" else read_lines(path)
+    prompts: list[Prompt] = [prompt for _, prompt in placed]
     if not prompts:
         raise ValueError(f"expected prompts in {path}, got none; write one per line")
     return prompts
@@ -128,8 +129,7 @@ def prompt_of(row: Mapping[str, Any], where: str, folder: Path) -> Prompt:
         return [{**message, "content": _located(message["content"], folder)} for message in messages]
     if not prompt:
         raise ValueError(f"expected messages or prompt in {where}, got the keys {shown(list(row))}; add one of them")
-    _check_text(prompt, f"prompt in {where}")
-    return str(prompt)
+    return check_text(prompt, f"prompt in {where}")
 
 
 def _located(content: str | list[dict[str, Any]], folder: Path) -> str | list[dict[str, Any]]:
@@ -144,10 +144,10 @@ def _check_messages(messages: Any, where: str) -> None:
     require(isinstance(messages, list), f"messages, a list of turns, in {where}", messages, FIX)
     for message in messages:
         require(isinstance(message, dict), f"turns with role and content in {where}", message, FIX)
-        _check_text(message.get("role"), f"role of each turn in {where}")
+        check_text(message.get("role"), f"role of each turn in {where}")
         content = message.get("content")
         if not isinstance(content, list):
-            _check_text(content, f"content of each turn (or a list of parts) in {where}")
+            check_text(content, f"content of each turn (or a list of parts) in {where}")
             continue
         require(bool(content), f"content in each turn in {where}", content, "add a part")
         for part in content:
@@ -159,26 +159,32 @@ def _check_part(part: Any, where: str) -> None:
     is_known = isinstance(part, dict) and part.get("type") in ("text", "image")
     require(is_known, f"parts of type text or image in {where}", part, FIX)
     if part["type"] == "text":
-        _check_text(part.get("text"), f"text of each part of type text in {where}", may_be_empty=True)
+        check_text(part.get("text"), f"text of each part of type text in {where}", may_be_empty=True)
         return
     sources = {name: part[name] for name in SOURCES if part.get(name) is not None}
     what = f"each part of type image in {where} to have one of {SOURCES}"
     require(bool(sources), what, part, "say where the image is")
     for name, source in sources.items():
-        _check_text(source, f"{name} of each image in {where}")
+        check_text(source, f"{name} of each image in {where}")
 
 
-def _check_text(text: Any, what: str, may_be_empty: bool = False) -> None:
-    """Raises unless it is a text that a tokenizer can read."""
-    require(isinstance(text, str) and (bool(text) or may_be_empty), f"a text as {what}", text, FIX)
+def check_text(text: Any, what: str, may_be_empty: bool = False, action: str = FIX) -> str:
+    """Returns a text that a tokenizer can read.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    require(isinstance(text, str) and (bool(text) or may_be_empty), f"a text as {what}", text, action)
     is_whole = not any("\ud800" <= letter <= "\udfff" for letter in text)
-    require(is_whole, f"a text of whole characters as {what}", text, FIX)
+    require(is_whole, f"a text of whole characters as {what}", text, action)
+    return str(text)
 
 
 __all__ = [
     "Message",
     "Prompt",
     "as_messages",
+    "check_text",
     "image_names",
     "prompt_of",
     "read_lines",

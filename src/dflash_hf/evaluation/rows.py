@@ -8,11 +8,12 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from dflash_hf.errors import listed, one_line, require, shown
-from dflash_hf.evaluation.prompt_files import Message, image_names, prompt_of, read_lines
+from dflash_hf.evaluation.prompt_files import Message, check_text, image_names, prompt_of, read_lines
 from dflash_hf.evaluation.row_files import parsed
 
 FIX = "fix the row, or take the upstream file"
@@ -131,23 +132,28 @@ class Row:
         for message in self.messages()[1][:1]:
             parts = [] if isinstance(message["content"], str) else message["content"]
             values += [part.get("path") for part in parts if part["type"] == "image"]
-        return [self._image(source) for source in values]
+        return [self.image(source) for source in values]
 
-    def _image(self, source: Any) -> ImageSource:
+    def image(self, source: Any) -> ImageSource:
+        """Returns where one of them is: of bytes, of a path relative to the row's folder, or of a mapping with either.
+
+        Raises:
+            ValueError: If it is something else, or the file is not there.
+        """
         if isinstance(source, Mapping):  # as `datasets` has it where images are not decoded
             source = source.get("bytes") or source.get("path")
         if isinstance(source, bytes):
             return source
-        require(isinstance(source, str), f"the bytes or the path of an image in {self.where}", source, FIX)
-        path = (self.folder or Path()) / str(source)
+        what = f"the bytes or the path of an image in {self.where}"
+        require(isinstance(source, str | PathLike), what, source, FIX)
+        path = (self.folder or Path()) / source
         require(path.is_file(), f"an image file in {self.where}", str(source), "fix the path")
         return path.resolve()
 
     def _checked(self, text: Any, what: str) -> str:
-        require(isinstance(text, str) and bool(text.strip()), f"a text as {what} in {self.where}", text, FIX)
-        is_whole = not any("\ud800" <= letter <= "\udfff" for letter in text)
-        require(is_whole, f"a text of whole characters as {what} in {self.where}", text, FIX)
-        return str(text)
+        what = f"{what} in {self.where}"
+        require(not isinstance(text, str) or bool(text.strip()), f"a text as {what}", text, FIX)
+        return check_text(text, what, action=FIX)
 
 
 def file_rows(paths: Sequence[Path], columns: Sequence[str] = (), *, streaming: bool = False) -> Iterator[Row]:
@@ -163,23 +169,20 @@ def file_rows(paths: Sequence[Path], columns: Sequence[str] = (), *, streaming: 
     number = 0
     for path in paths:
         require(path.is_file(), "a file of questions", str(path), "fix the path")
-        if path.suffix == ".parquet":
-            options = {"split": "train", "data_files": [str(path)]}
-            values = _loaded(str(path), columns, "parquet", streaming, **options)
-            placed = ((f"row {index} of {path}", value) for index, value in enumerate(values, 1))
-        else:
-            placed = _placed(path)
-        for where, value in placed:
+        for where, value in _placed(path, columns, streaming):
             require(isinstance(value, Mapping), f"a JSON object in {where}", value, FIX)
             yield Row(values=value, number=number, where=where, folder=path.parent)
             number += 1
 
 
-def _placed(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each row of a text file with what to call it; of `.jsonl` only one line is in memory."""
-    if path.suffix == ".json":
-        rows = parsed(path.read_bytes(), str(path), FIX)
-        require(isinstance(rows, list), f"a list of rows in {path}", rows, FIX)
+def _placed(path: Path, columns: Sequence[str], streaming: bool) -> Iterator[tuple[str, Any]]:
+    """Each row of a file with what to call it; of `.jsonl` only one line is in memory."""
+    if path.suffix in (".json", ".parquet"):
+        if path.suffix == ".json":
+            rows = parsed(path.read_bytes(), str(path), FIX)
+            require(isinstance(rows, list), f"a list of rows in {path}", rows, FIX)
+        else:
+            rows = _loaded(str(path), columns, "parquet", streaming, split="train", data_files=[str(path)])
         for number, row in enumerate(rows, 1):
             yield f"row {number} of {path}", row
     elif path.suffix == ".txt":

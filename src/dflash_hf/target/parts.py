@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from dflash_hf.cache.recurrence import Recurrence, Rule, find_recurrence, find_recurrences
 from dflash_hf.devices import Inventory, execution_device
+from dflash_hf.fresh import vocabulary_of
 from dflash_hf.target.code import unsupported_code
 
 
@@ -120,17 +121,8 @@ def find_target(model: PreTrainedModel) -> Target:
     Raises:
         ValueError: If one of them cannot be found.
     """
-    name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"expected a decoder-only target, got the encoder-decoder {name}; DFlash cannot draft for it")
+    embedding, head = vocabulary_of(model)
     config = model.config.get_text_config(decoder=True)
-    embedding: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()
-    if embedding is None or head is None:
-        raise ValueError(
-            f"expected a target with an input embedding and an output head, got {name}; "
-            "load it with AutoModelForCausalLM or AutoModelForImageTextToText"
-        )
     parts, facts = Inventory.of(model), _known.get(model)
     modules, kinds = parts.modules, list(map(type, parts.modules))
     if (

@@ -171,7 +171,7 @@ def ragged_block(
         )
     block, window = ragged.attended_by(module)
     window = window if sliding_window is None else sliding_window
-    mask = RaggedMask(block.on(key.device), window, causal=True)
+    mask = RaggedMask(block.on(key.device), (window, True, False))
     out = attend(query, key, value, mask, scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
     return out, None
 

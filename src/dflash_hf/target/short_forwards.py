@@ -189,7 +189,7 @@ class _Attention(NamedTuple):
         keys, values = cache.extend(module.layer_idx, key, value)
         block, window = cache.attended_by(module)
         window = window if self.window is None else self.window
-        mask = block.on(keys.device).mask(keys.shape[2], window, True, 1, query.dtype)
+        mask = block.on(keys.device).mask(keys.shape[2], (window, True, False), 1, query.dtype)
         return attend(query, keys, values, mask, self.scaling)
 
     def _over_prompt(

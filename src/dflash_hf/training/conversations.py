@@ -15,7 +15,7 @@ from typing import Any
 
 from dflash_hf.errors import listed, require, shown
 from dflash_hf.evaluation.image_files import image_size, store_image
-from dflash_hf.evaluation.prompt_files import SOURCES
+from dflash_hf.evaluation.prompt_files import SOURCES, check_text
 from dflash_hf.evaluation.rows import FIX, Row, filled
 
 # What sets call who speaks -> what chat templates do.
@@ -62,7 +62,7 @@ class ConversationReader:
         require(first is not None, f"a turn of the user's in {row.where}", [m["role"] for m in messages], FIX)
         messages = [m for at, m in enumerate(messages) if at >= (first or 0) or m["role"] == "system"]
         found: dict[str, Any] = {"messages": messages}
-        images = next((row.values[name] for name in ("images", "image") if row.values.get(name) is not None), [])
+        images = [] if (images := row.first("images", "image")) is None else images
         # A set of questions may have a text there that is no image's place.
         if images := images if isinstance(images, list | tuple) else [images]:
             found["images"] = [self._image(image, row) for image in images]
@@ -110,7 +110,7 @@ class ConversationReader:
 
     def _content(self, content: Any, where: str, row: Row) -> str | list[dict[str, Any]]:
         if isinstance(content, str):
-            return _whole(content, where)
+            return check_text(content, f"content in {where}", may_be_empty=True, action=FIX)
         require(isinstance(content, list | tuple), f"a text or a list of blocks as content in {where}", content, FIX)
         blocks = [self._block(block, where, row) for block in content]
         if all(block["type"] == "text" for block in blocks):
@@ -121,8 +121,8 @@ class ConversationReader:
         require(isinstance(block, Mapping), f"blocks with a type in {where}", block, FIX)
         block = {key: value for key, value in block.items() if value is not None}
         if block.get("type") == "text":
-            require(isinstance(block.get("text"), str), f"a text in each block of text in {where}", block, FIX)
-            return {"type": "text", "text": _whole(block["text"], where)}
+            text = check_text(block.get("text"), f"each block of text in {where}", may_be_empty=True, action=FIX)
+            return {"type": "text", "text": text}
         if block.get("type") == "image_url":  # as OpenAI's interface has it
             address = block.get("image_url")
             block = {"type": "image", "url": address.get("url") if isinstance(address, Mapping) else address}
@@ -132,22 +132,18 @@ class ConversationReader:
 
     def _image(self, image: Any, row: Row) -> str:
         """An image as a processor finds it again: an address, or a file."""
-        if isinstance(image, Mapping):  # as `datasets` gives those that are not decoded
-            image = image.get("bytes") or image.get("path")
-        if isinstance(image, bytes):
+        place = image.get("path") if isinstance(image, Mapping) and not image.get("bytes") else image
+        if isinstance(place, str) and place.startswith(("http://", "https://", "data:")):
+            return place
+        source = row.image(image)
+        if isinstance(source, bytes):
             what = f"the path of an image in {row.where}"
             require(self.folder is not None, what, "its bytes", "name a folder for images")
-            stored = store_image(image, self.folder or Path())
+            stored = store_image(source, self.folder or Path())
             return f"{stored.parent.name}/{stored.name}"  # beside the file that names it: both can be moved
-        require(isinstance(image, str | os.PathLike), f"an image's path or address in {row.where}", image, FIX)
-        image = os.fspath(image)
-        if image.startswith(("http://", "https://", "data:")):
-            return image
-        path = ((row.folder or Path()) / image).resolve()
-        require(path.is_file(), f"an image file in {row.where}", image, "fix the path")
         what = f"an image that can be read in {row.where}"
-        require(image_size(str(path)) is not None, what, image, "leave the row out, or install pillow")
-        return str(path)
+        require(image_size(str(source)) is not None, what, str(place), "leave the row out, or install pillow")
+        return str(source)
 
 
 def resolved(row: Mapping[str, Any], folder: Path, seen_from: Path | None = None) -> dict[str, Any]:
@@ -188,12 +184,6 @@ def content_id(row: Mapping[str, Any]) -> str:
 def _side(value: Any, role: str) -> Sequence[Any]:
     """A prompt or a completion as turns."""
     return [{"role": role, "content": value}] if not isinstance(value, list | tuple) else value
-
-
-def _whole(text: str, where: str) -> str:
-    is_whole = not any("\ud800" <= letter <= "\udfff" for letter in text)
-    require(is_whole, f"a text of whole characters in {where}", text, FIX)
-    return text
 
 
 __all__ = ["FORMS", "ConversationReader", "content_id", "resolved"]
