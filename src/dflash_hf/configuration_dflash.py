@@ -290,6 +290,3 @@ class DFlashConfig(PreTrainedConfig):
     def num_proposals(self, block_size: int) -> int:
         """Returns how many tokens a block of `block_size` slots proposes; one more can be verified at once."""
         return block_size if self.sample_from_anchor else block_size - 1
-
-
-__all__ = ["AttentionKind", "DFlashConfig"]

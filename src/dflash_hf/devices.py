@@ -227,18 +227,3 @@ def _set_stance() -> None:
     elif not _forced and _stance is not None:
         _stance.__exit__(None, None, None)
         _stance = None
-
-
-__all__ = [
-    "Inventory",
-    "brought_in",
-    "eagerly",
-    "execution_device",
-    "execution_devices",
-    "free_memory",
-    "is_compiled",
-    "is_offloaded",
-    "plain_tensors",
-    "raw_embeddings",
-    "total_memory",
-]

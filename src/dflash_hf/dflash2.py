@@ -163,6 +163,3 @@ def follow_path(candidates: Tensor, scores: Tensor, best: Tensor) -> tuple[Tenso
     tokens = candidates.gather(2, torch.stack(chosen, dim=1))[..., 0]
     rows = torch.stack(before, dim=1)[..., None].expand(-1, -1, 1, num_candidates)
     return tokens, scores.gather(2, rows)[:, :, 0]
-
-
-__all__ = ["CandidateSelector", "GroupedDynamicConvolution", "follow_path"]

@@ -175,6 +175,3 @@ def _complete(
         elif not chosen.has_vocabulary and has_own and torch.equal(state[name], theirs.to(state[name])):
             del state[name]
             setattr(config, flag, False)
-
-
-__all__ = ["inspect_draft", "load_draft", "save_draft"]

@@ -56,6 +56,3 @@ def require(good: bool, what: str, got: object, action: str) -> None:
 def _cut(text: str, limit: int) -> str:
     """The text, or its beginning and its end."""
     return text if len(text) <= limit else f"{text[: limit * 2 // 3]} ... {text[-limit // 4 :]}"
-
-
-__all__ = ["is_a", "listed", "one_line", "require", "shown"]

@@ -92,20 +92,3 @@ def svg(draw: Callable[[Any], None], width: float, height: float, style: Mapping
         figure.savefig(written, format="svg", transparent=True)
     text = written.getvalue()
     return text[text.index("<svg") :]  # without the head of a file
-
-
-__all__ = [
-    "BLUE",
-    "GREEN",
-    "INK",
-    "LINE",
-    "MISSING",
-    "MUTED",
-    "ORANGE",
-    "STYLE",
-    "TOKEN_COLOURS",
-    "legend_above",
-    "new_figure",
-    "styled",
-    "svg",
-]

@@ -3,5 +3,3 @@
 from typing import Literal
 
 FormatName = Literal["dflash", "zlab", "speculators", "muse", "deepspec"]
-
-__all__ = ["FormatName"]

@@ -220,6 +220,3 @@ def rope_of(text: PreTrainedConfig) -> dict[str, Any] | None:
         return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     names = {*needed, "rope_theta", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"}
     return {"rope_type": "default"} | {n: v for n, v in rope.items() if v is not None and n in (*names, "rope_type")}
-
-
-__all__ = ["choose_mask_token", "fresh_config", "rope_of", "set_first_values", "vocabulary_of"]

@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args
 from transformers import GenerationConfig
 
 from dflash_hf.errors import is_a, one_line, require, shown
-from dflash_hf.tree import MAX_MATCHING, MAX_NODES
+from dflash_hf.ops import MAX_NODES
+from dflash_hf.tree import MAX_MATCHING
 
 Engine = Literal["auto", "eager", "cuda_graph"]
 Proposal = Literal["auto", "argmax", "shared_noise", "sample"]
@@ -172,6 +173,3 @@ class DFlashGenerationConfig(GenerationConfig):
         """The name that [`validate_options`] had, for one release."""
         warnings.warn("validate_knobs is now validate_options", DeprecationWarning, stacklevel=2)
         self.validate_options(max_block_size, sample_from_anchor)
-
-
-__all__ = ["DFlashGenerationConfig"]

@@ -472,6 +472,3 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         for layer in self.layers:
             hidden_states = layer(hidden_states, attended, block_size)
         return self.norm(hidden_states)
-
-
-__all__ = ["DFlashDraftModel"]

@@ -126,6 +126,3 @@ def register_processors(auto: Any) -> None:
             auto.AutoProcessor.register(config, ours, exist_ok=True)
             # Older releases take no registration for a config of Transformers' own.
             auto.PROCESSOR_MAPPING._extra_content.setdefault(config, ours)
-
-
-__all__ = ["Qwen2_5_VLProcessor", "Qwen3VLProcessor", "check_pixels", "register_processors"]

@@ -126,6 +126,3 @@ class _Finder(MetaPathFinder):
 
         loader.exec_module = execute_and_tell
         return spec
-
-
-__all__ = ["disable", "enable", "register"]

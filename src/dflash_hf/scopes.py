@@ -147,6 +147,3 @@ def held(mode: TorchDispatchMode) -> Generator[None]:
 
     with undoing(remove), mode:
         yield
-
-
-__all__ = ["Hook", "held", "hooked", "undo_stale", "undoing"]

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from dflash_hf import ops
-from dflash_hf.ops import MAX_NODES
 
 # How likely a text goes on as it did before, by how many of its last tokens are the same, and then token by token. A
 # little less than in SmolLM2's answers to GSM8K and MT-Bench (docs/log.md), which repeat themselves.
@@ -84,7 +83,7 @@ class TreeBuilder:
     """Builds trees of one size, of what a draft says and what the text has said before.
 
     Args:
-        num_nodes (`int`): Nodes, the anchor included, from 2 to `MAX_NODES`.
+        num_nodes (`int`): Nodes, the anchor included, from 2 to `ops.MAX_NODES`.
         depth (`int`): `D`.
         vocab_size (`int`): Tokens that the draft chooses among.
         device (`torch.device`): Where trees are built.
@@ -123,6 +122,3 @@ class TreeBuilder:
         """
         best, order = ops.likeliest(scores[:, :, None] if candidates_BDC is None else scores, self.num_ranks)
         ops.grow_tree(best, order, nodes, block_BN, candidates_BDC, *text)
-
-
-__all__ = ["MAX_MATCHING", "MAX_NODES", "DraftTree", "TreeBuilder", "along"]

@@ -131,6 +131,3 @@ class Answer:
             for number, text in enumerate(choice["turns"]):
                 turns.append(Turn(text=text, **{name: choice[name][number] for name in _PER_TURN if name in choice}))
         return cls(**fields_in(row, cls, turns=tuple(turns)))
-
-
-__all__ = ["Answer", "FinishReason", "Turn", "Which"]

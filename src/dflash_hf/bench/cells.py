@@ -186,7 +186,8 @@ def _allowed() -> dict[str, tuple[Callable[[Any], bool], str, str]]:
     """Per option a test of a value, what it tests in words, and what to do about another."""
     import torch
 
-    from dflash_hf.tree import MAX_MATCHING, MAX_NODES
+    from dflash_hf.ops import MAX_NODES
+    from dflash_hf.tree import MAX_MATCHING
 
     def is_dtype(value: str) -> bool:
         found = getattr(torch, value, None)
@@ -281,6 +282,3 @@ def _baseline(cell: Cell, cells: Iterable[Cell]) -> str | None:
         and all(getattr(other.options, name) == getattr(cell.options, name) for name in shared)
     ]
     return found[0] if len(found) == 1 and cell.method != "plain" else None
-
-
-__all__ = ["METHODS", "NEEDS_DRAFT", "TAKES_ONE_ROW", "Cell", "Options", "RunSettings", "make_cells"]

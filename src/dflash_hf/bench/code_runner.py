@@ -140,6 +140,3 @@ def _has_namespaces() -> bool:
     if reason is not None:
         logger.warning("a model's code runs without namespaces of its own, under its other limits: %s", reason)
     return reason is None
-
-
-__all__ = ["MEMORY", "SECONDS", "assemble", "failure"]

@@ -257,6 +257,3 @@ def _verdict(change: Change) -> Text:
     if change.quantity == "same text":
         return Text("differs", style="bold yellow")
     return Text("better", style="bold green") if change.after > change.before else Text("worse", style="bold red")
-
-
-__all__ = ["Change", "Comparison", "compare", "comparison_tables"]

@@ -254,7 +254,3 @@ def mean_scores(scored: Iterable[tuple[Key, float]]) -> dict[Key, float]:
     for key, score in scored:
         found.setdefault(key, []).append(score)
     return {key: float(np.mean(scores)) for key, scores in found.items()}
-
-
-__all__ = ["DEFINITIONS", "Pair", "accuracy", "first_difference", "mean_scores", "measure", "per_question"]
-__all__ += ["ratio", "ratios", "speedup"]

@@ -90,6 +90,3 @@ def spread(values: list[float]) -> dict[str, float] | None:
         "median": float(np.median(values)),
         "p95": float(np.percentile(values, 95)),
     }
-
-
-__all__ = ["DRAWS", "Array", "interval", "mcnemar", "resample", "spread", "wilson"]

@@ -110,8 +110,6 @@ def main() -> None:
     cli_evaluate()
 
 
-__all__ = ["DFlashLM", "StopTexts", "main"]
-
 if __name__ == "__main__":
     # The registry takes one class under a name, and that is this module's, not its second one in __main__.
     from dflash_hf.bench import lm_eval as registered

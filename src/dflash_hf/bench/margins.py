@@ -71,6 +71,3 @@ def margins(
         row = {"model_id": answer.model_id, "dataset": answer.dataset, "question_id": answer.question_id}
         rows.append({**row, "repeat": answer.repeat, "turn": turn, **(found.to_dict() or {})})
     return rows
-
-
-__all__ = ["margins", "write_margins"]

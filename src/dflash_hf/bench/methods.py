@@ -267,6 +267,3 @@ def _noting_candidates(model: Any) -> Generator[list[Tensor]]:
         yield noted
     finally:
         del model._get_candidate_generator
-
-
-__all__ = ["WAYS", "Conversation", "Inputs", "Method", "Models", "Raw", "Steps", "Way", "local_method"]

@@ -298,6 +298,3 @@ def _rows(count: int) -> float:
 def _legend(drawing: Any, count: int) -> None:
     if count > 1:
         drawing.legend(loc="outside lower center", ncols=2)
-
-
-__all__ = ["Figure", "figures"]

@@ -62,6 +62,3 @@ def _portable(question: Question) -> dict[str, object]:
     if question.images:
         row["images"] = [f"{IMAGES}/{content_name(Path(path).read_bytes())}" for path in question.images]
     return row
-
-
-__all__ = ["prepare"]

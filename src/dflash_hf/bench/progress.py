@@ -71,6 +71,3 @@ class Bars:
     def give_up(self, name: str) -> None:
         """Says of a cell that it is not asked any more."""
         self.progress.update(self._tasks[name], numbers="[red]given up")
-
-
-__all__ = ["Bars"]

@@ -98,6 +98,3 @@ def commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("GIT_COMMIT")
     return head + ("+dirty" if changes else "")
-
-
-__all__ = ["commit", "cpu_model", "provenance", "version"]

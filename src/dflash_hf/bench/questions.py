@@ -85,6 +85,3 @@ def fields_in(row: Mapping[str, Any], kind: Any, **others: Any) -> dict[str, Any
     Another version may have written more or less.
     """
     return {item.name: row[item.name] for item in fields(kind) if item.name in row} | others
-
-
-__all__ = ["Key", "Question", "Score", "fields_in"]

@@ -167,6 +167,3 @@ def _words(value: object) -> str:
         rows: Any = value
         return ", ".join(map(_words, rows))
     return str(value)
-
-
-__all__ = ["write_report"]

@@ -391,6 +391,3 @@ def _end(asker: Asker, session: Mapping[str, float]) -> None:
             cell.failed = f"given up after {MAX_FAILURES} failures in a row, the last one: {errors[-1]}"
     run = asker.folder.read_run()
     asker.folder.write_run(run["settings"], asker.cells, run["provenance"], [*run["sessions"], dict(session)])
-
-
-__all__ = ["FAILURES", "MAX_FAILURES", "Asker", "Processes", "batches_of", "rounds_of", "run", "seed_of"]

@@ -234,6 +234,3 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
         place = f"line {number} of {path}"
         yield place, parsed(line, place, "remove the line")
-
-
-__all__ = ["MARGINS", "Batch", "Run", "RunFolder", "by_answer", "read_run", "whole_batches"]

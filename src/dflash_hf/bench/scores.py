@@ -207,5 +207,3 @@ class _Math:
 
 _MATH = _Math()
 atexit.register(_MATH.close)
-
-__all__ = ["chosen_letter", "final_answer", "said", "score"]

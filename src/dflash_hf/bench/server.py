@@ -154,6 +154,3 @@ def _moved(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str,
     return {
         name: value if name == "acceptance_length" else value - before.get(name, 0.0) for name, value in after.items()
     } or None
-
-
-__all__ = ["Server"]

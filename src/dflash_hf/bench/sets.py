@@ -413,6 +413,3 @@ def _check(source: ImageSource, question: Question) -> None:
             f"expected an image that can be read in question {question.question_id!r} of {question.dataset}, got one "
             f"that cannot ({error}); fetch the set again, or leave the question out"
         ) from error
-
-
-__all__ = ["SETS", "QuestionSet", "load_questions", "store_images"]

@@ -226,6 +226,3 @@ def _acceptance_csv(summary: dict[str, Any]) -> str:
         numbers = [counts[column] for column in CSV_COLUMNS]
         writer.writerow([model_id, name, *numbers, counts["acceptance_length_vllm"], *shares])
     return output.getvalue()
-
-
-__all__ = ["Score", "Scores", "baseline_pairs", "read_scores", "summarize"]

@@ -73,6 +73,3 @@ def zlab_way(models: Models) -> Way:
         return Raw(sequences=out.output_ids, ttft=float(out.time_to_first_token), steps=[steps])
 
     return decode
-
-
-__all__ = ["PACKAGE", "zlab_way"]

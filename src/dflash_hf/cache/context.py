@@ -106,6 +106,3 @@ def _is_its_weight(module: nn.Linear) -> bool:
     """Returns True if a call of the module is a product with its weight and nothing else."""
     is_plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter and module._parameters["bias"] is None
     return is_plain and not module._forward_hooks and not module._forward_pre_hooks
-
-
-__all__ = ["ContextWeights", "NewContext", "stack_weights"]

@@ -30,6 +30,3 @@ def keep_path(cache: RaggedCache, path: Tensor, lengths: Tensor) -> None:
         of_device.setdefault(buffer.device, []).append(buffer)
     for device, buffers in of_device.items():
         ops.move_path(path.to(device), lengths.to(device), buffers)
-
-
-__all__ = ["is_in_place", "keep_path"]

@@ -41,6 +41,3 @@ class PromptSlots:
         if bool(kept.all()):
             return None, slots.flatten().to(device)
         return kept.flatten().nonzero()[:, 0].to(device), slots[kept].to(device)
-
-
-__all__ = ["PromptSlots"]

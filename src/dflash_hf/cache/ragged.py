@@ -414,11 +414,3 @@ def layer_window(layer: Any) -> int | None:
     if not layer.is_sliding:
         return None
     return layer.max_cache_len if isinstance(layer, StaticLayer) else getattr(layer, "sliding_window", None)
-
-
-__all__ = [
-    "RaggedCache",
-    "RaggedLayer",
-    "layer_window",
-    "stored_columns",
-]

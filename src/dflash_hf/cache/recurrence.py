@@ -276,6 +276,3 @@ def _convolved(block: Noted, name: str, skip: int = 0) -> Tensor:
     first, inputs = block.modules[0], inputs.transpose(0, 1).flatten(1, 2)
     mixed = _function(first, "causal_conv1d_fn")(inputs, weight, bias, activation=first.activation)
     return mixed[..., -block.kept.shape[1] :].unflatten(1, (len(convolutions), -1)).permute(1, 0, 3, 2)
-
-
-__all__ = ["RULES", "Noted", "Recurrence", "Rule", "find_recurrence", "find_recurrences", "supported"]

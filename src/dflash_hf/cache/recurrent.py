@@ -248,6 +248,3 @@ def noting(layers: Sequence[object]) -> Generator[None]:
     """Has the recurrent layers among a cache's note the projections of this thread's blocks."""
     with hooked(*(hook for layer in layers if isinstance(layer, RecurrentLayer) for hook in layer.hooks(layers))):
         yield
-
-
-__all__ = ["GroupPlan", "RecurrentGroup", "RecurrentLayer", "noting", "plan_groups"]

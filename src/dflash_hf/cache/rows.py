@@ -19,6 +19,3 @@ def kept_rows(buffer: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
         if place != row:
             buffer.select(dim, place).copy_(buffer.select(dim, row))
     return buffer.narrow(dim, 0, len(rows))
-
-
-__all__ = ["kept_rows"]

@@ -82,6 +82,3 @@ def check_memory(
             f"for {batch} rows of {max_length:,} tokens, a block included; rows can have at most {fits:,} tokens: "
             "lower max_new_tokens or the number of rows"
         )
-
-
-__all__ = ["LayerShape", "OutOfRoomError", "check_memory"]

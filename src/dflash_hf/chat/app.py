@@ -172,6 +172,3 @@ def open_page(model: ChatModel, names: tuple[str, str], note: str = "") -> Gener
         # Before any component is made: each notes where uploads go.
         os.environ.update(GRADIO_TEMP_DIR=folder, GRADIO_ANALYTICS_ENABLED="False")
         yield Page(model, names, Path(folder), note)
-
-
-__all__ = ["COOKIE", "MAX_BODY", "Guard", "Uploads", "guards", "open_page"]

@@ -84,6 +84,3 @@ def _text_behind(before: list[int], ids: list[int], tokenizer: PreTrainedTokeniz
     """The text that tokens add, special ones by their names, and numbers for those without any."""
     given = str(tokenizer.decode(before)).rstrip(BROKEN)
     return str(tokenizer.decode(before + ids))[len(given) :] or " ".join(f"#{number}" for number in ids)
-
-
-__all__ = ["BROKEN", "Branch", "Tried", "VerifiedTree"]

@@ -225,6 +225,3 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._by_page)
-
-
-__all__ = ["Answer", "Conversation", "Run", "Sessions", "Settings", "State", "Turn"]

@@ -281,6 +281,3 @@ def _count(number: int) -> str:
     """A number of parameters as people write it: two digits, and M or B."""
     digits, letter = (number / 1e9, "B") if number >= 1e9 else (number / 1e6, "M")
     return f"{digits:.{1 if digits < 10 else 0}f} {letter}"
-
-
-__all__ = ["MAX_CHARACTERS", "MAX_IMAGES", "ChatModel", "RunStreamer", "Stopped", "in_turn"]

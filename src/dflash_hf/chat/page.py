@@ -300,6 +300,3 @@ class Page:
 def _name_of(request: gr.Request) -> str:
     """What a page's conversation is kept under: its own name and its browser's, so that neither alone is enough."""
     return f"{request.state.browser}:{request.session_hash}" if request.session_hash else ""
-
-
-__all__ = ["MINUTES", "Page"]

@@ -74,6 +74,3 @@ def find_examples(draft: str, takes_images: bool) -> dict[str, list[Path]]:
     reading = [example for example in found.values() if not example[1]]
     step = math.ceil(len(seeing) / (MAX_EXAMPLES - bool(reading))) or 1  # neighbouring kinds are alike
     return dict([*seeing[::step], *reading][:MAX_EXAMPLES])
-
-
-__all__ = ["find_examples", "render"]

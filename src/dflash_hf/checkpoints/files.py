@@ -160,15 +160,3 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"expected a JSON dictionary in {file}, got a {type(content).__name__}; download it again")
     return content
-
-
-__all__ = [
-    "FLOAT_DTYPES",
-    "PathOrRepo",
-    "StoredTensor",
-    "find_file",
-    "read_config",
-    "read_json",
-    "stored_tensors",
-    "widest_dtype",
-]

@@ -321,6 +321,3 @@ def _read_generation_config(path: PathOrRepo, hub: dict[str, Any]) -> DFlashGene
             f"({one_line(error)}); leave them out"
         ) from error
     return loaded
-
-
-__all__ = ["DFlashPreTrainedModel"]

@@ -180,6 +180,3 @@ def _values(text: str, kind: Callable[[str], Value], option: str) -> tuple[Value
             what = words.get(kind, "whole numbers or auto")
             raise ValueError(f"expected {what} with commas as {option}, got {part!r}; correct it") from error
     return tuple(found)
-
-
-__all__ = ["app", "bench", "compare", "prepare", "read_settings"]

@@ -172,6 +172,3 @@ def _answer(answers: Generator[Answer], console: Console) -> None:
             style="dim",
             highlight=False,
         )
-
-
-__all__ = ["chat", "converse"]

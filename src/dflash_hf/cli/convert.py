@@ -75,6 +75,3 @@ def load_target_for(target: str, draft: DFlashDraftModel, to: FormatName) -> Pre
         with torch.device("meta"):
             return model_class.from_config(config)
     return model_class.from_pretrained(target, dtype="auto")
-
-
-__all__ = ["convert", "load_target_for"]

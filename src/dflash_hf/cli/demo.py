@@ -92,6 +92,3 @@ def read_prompts(path: Path, per_kind: int) -> list[dict[str, Any]]:
         raise ValueError(f"expected held-out prompts in {path}, got none; write one per line")
     kinds = dict.fromkeys(row["kind"] for row in rows)
     return [row for kind in kinds for row in [r for r in rows if r["kind"] == kind][:per_kind]]
-
-
-__all__ = ["demo", "read_prompts"]

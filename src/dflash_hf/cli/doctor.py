@@ -84,6 +84,3 @@ def _show(console: Console, diagnosis: Diagnosis) -> None:
 
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
-
-
-__all__ = ["doctor"]

@@ -67,6 +67,3 @@ def drafts(
         checked = "" if one.checked == "no" else f" ({one.checked} checked)"
         console.print(f"  {one.draft}{checked}", style="cyan", highlight=False)
     console.print(NOTES, style="dim", highlight=False)
-
-
-__all__ = ["PublishedDraft", "drafts", "published_drafts"]

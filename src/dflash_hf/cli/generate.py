@@ -207,6 +207,3 @@ def text_streamer(processor: Processor, status: Status) -> TextStreamer:
             typer.echo(text, nl=stream_end)
 
     return Streamer(tokenizer_of(processor), skip_prompt=True, skip_special_tokens=True)
-
-
-__all__ = ["generate"]

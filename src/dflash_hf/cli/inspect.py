@@ -55,6 +55,3 @@ def described(found: dict[str, Any]) -> dict[str, str]:
         "dtype": ", ".join(found["dtypes"]),
         "size": f"{found['num_parameters']:,} parameters, {found['num_bytes'] / 2**20:,.1f} MB",
     }
-
-
-__all__ = ["described", "inspect"]

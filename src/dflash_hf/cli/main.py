@@ -93,5 +93,3 @@ for command in (generate, demo, chat, serve, convert, doctor, inspect, drafts, p
     app.command()(command)
 app.command(context_settings=CONTEXT)(train)
 app.add_typer(bench_app)
-
-__all__ = ["app"]

@@ -136,6 +136,3 @@ def upload(folder: Path, repo: str, private: bool | None) -> None:
         what = f"{type(error).__name__}: {one_line(error)}"
         advice = "log in with hf auth login, or write to a folder with --to"
         raise ValueError(f"expected to upload to {repo}, got {what}; {advice}") from error
-
-
-__all__ = ["push", "write_repository"]

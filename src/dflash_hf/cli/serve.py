@@ -92,6 +92,3 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         found = f"{host}:{port} ({str(error.strerror).partition(' (')[0]})"
         raise ValueError(f"expected a place to listen, got {found}; pass another --host or --port") from error
-
-
-__all__ = ["serve"]

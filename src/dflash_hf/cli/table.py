@@ -71,6 +71,3 @@ def prompt_line(prompt: Prompt) -> Text:
     for name in image_names(prompt):
         line.append(f"[{name}] ", style="cyan")
     return line.append(text_of(as_messages(prompt)[-1:]), style="bold")
-
-
-__all__ = ["comparison_table", "prompt_line", "show_comparisons"]

@@ -141,6 +141,3 @@ def _stages(text: str) -> list[Stage]:
 
 def _values(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (part.strip() for part in text.split(","))))
-
-
-__all__ = ["CONTEXT", "read_settings", "train"]

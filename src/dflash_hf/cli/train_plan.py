@@ -121,6 +121,3 @@ def matmul_rate(dtype: Any) -> float:
 def accelerator_memory() -> int | None:
     """Returns the memory of this machine's accelerator in bytes, `None` where there is none."""
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-
-
-__all__ = ["accelerator_memory", "count_examples", "draft_config", "matmul_rate", "print_plan"]

@@ -290,18 +290,3 @@ def read_options(text: str, option: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"expected a JSON object as {option}, got {shown(text)}; write it in one pair of '...'")
     return found
-
-
-__all__ = [
-    "FORMATS",
-    "OURS",
-    "STAGES",
-    "Stage",
-    "TrainSettings",
-    "as_text",
-    "as_words",
-    "check_upload",
-    "read_arguments",
-    "read_options",
-    "read_yaml",
-]

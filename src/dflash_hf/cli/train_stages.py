@@ -371,5 +371,4 @@ def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-__all__ = ["RUNNERS", "make_arguments", "run_stages"]
 assert tuple(RUNNERS) == STAGES

@@ -158,6 +158,3 @@ def fingerprint(target: str) -> str:
                 opened.seek(-ENDS, os.SEEK_END)
                 digest.update(opened.read())
     return digest.hexdigest()
-
-
-__all__ = ["FOLDERS", "SETTINGS_FILE", "STAGES_FILE", "RunState", "fingerprint"]

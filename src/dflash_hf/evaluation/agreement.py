@@ -222,6 +222,3 @@ def _sentence(
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-__all__ = ["Agreement", "agreement", "first_difference", "reference_for"]

@@ -365,6 +365,3 @@ def _check_fit(probe: Probe, setup: Setup, findings: list[str]) -> Check:
     advice = "the draft was trained for another target (or other weights of it), or hardly at all; load the right one"
     fine = f"{reached:.2f} tokens per verify over all anchors, with the best settings found"
     return _judged("other_target", wrong, advice, fine, {"best setup": round(reached, 3)})
-
-
-__all__ = ["PROMPTS", "Check", "Diagnosis", "Trial", "diagnose", "mask_candidates", "write_answers"]

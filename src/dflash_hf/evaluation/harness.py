@@ -297,21 +297,3 @@ def pool(rows: Sequence[Comparison]) -> dict[str, Any]:
         "seconds": drafted,
         "ratio": plain / drafted,
     }
-
-
-__all__ = [
-    "Answer",
-    "Comparison",
-    "Processor",
-    "answer",
-    "changed",
-    "check_comparable",
-    "compare_with_plain",
-    "encode_prompt",
-    "encode_prompts",
-    "end_tokens",
-    "pool",
-    "synchronize",
-    "tokenizer_of",
-    "warm_up",
-]

@@ -161,16 +161,3 @@ def _upright_rgb(file: Any) -> Any:
     if factor < 1:
         image = image.resize((max(1, int(image.width * factor)), max(1, int(image.height * factor))))
     return image
-
-
-__all__ = [
-    "EXTENSIONS",
-    "MAX_FILE_BYTES",
-    "MAX_PIXELS",
-    "ChatImage",
-    "ImageError",
-    "content_name",
-    "image_size",
-    "read_image",
-    "store_image",
-]

@@ -157,6 +157,3 @@ def load_pair(
         "a draft", draft, lambda: DFlashDraftModel.from_pretrained(draft, dtype=dtype, device_map=device)
     )
     return model, assistant, processor
-
-
-__all__ = ["check_place", "load_pair", "load_target", "takes_images"]

@@ -170,6 +170,3 @@ class Probe:
             found.append(accepted[0, example.prompt_length() : -1].tolist())
         self._counted[key] = found
         return found
-
-
-__all__ = ["Measurement", "Probe", "Setup", "variant"]

@@ -178,18 +178,3 @@ def check_text(text: Any, what: str, may_be_empty: bool = False, action: str = F
     is_whole = not any("\ud800" <= letter <= "\udfff" for letter in text)
     require(is_whole, f"a text of whole characters as {what}", text, action)
     return str(text)
-
-
-__all__ = [
-    "Message",
-    "Prompt",
-    "as_messages",
-    "check_text",
-    "image_names",
-    "prompt_of",
-    "read_lines",
-    "read_prompts",
-    "read_rows",
-    "text_of",
-    "with_images",
-]

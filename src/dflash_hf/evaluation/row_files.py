@@ -153,6 +153,3 @@ def _write(path: Path, parts: Iterable[str]) -> Path:
         part.unlink(missing_ok=True)
         raise
     return part.replace(path)
-
-
-__all__ = ["RowFile", "append_rows", "line_of", "parsed", "parsed_object", "repair", "write_rows", "write_whole"]

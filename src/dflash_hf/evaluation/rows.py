@@ -289,6 +289,3 @@ def filled(template: str, row: Row) -> str:
         require(isinstance(value, str | int | float), f"a text or a number as {name} in {row.where}", value, action)
         texts.append(str(value))
     return "".join(texts)
-
-
-__all__ = ["CONVERSATION", "FIX", "ImageSource", "Row", "file_rows", "filled", "hub_rows"]

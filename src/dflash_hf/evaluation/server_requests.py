@@ -43,6 +43,3 @@ def _sent_image(part: Mapping[str, Any]) -> dict[str, Any]:
         kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
         place = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
     return {"type": "image_url", "image_url": {"url": place}}
-
-
-__all__ = ["TIMEOUT", "first_model", "sent_content"]

@@ -316,14 +316,3 @@ class SynchronizedRows:
             # A copy: a streamer may keep what it gets.
             self.streamer.put(tokens.to("cpu", copy=True))
         return running
-
-
-__all__ = [
-    "Accept",
-    "SynchronizedRows",
-    "accepted",
-    "commit",
-    "decide_at_once",
-    "decide_by_position",
-    "stop_by_criteria",
-]

@@ -296,18 +296,3 @@ def free_buffers(draft: DFlashDraftModel) -> None:
         draft (`DFlashDraftModel`): The draft.
     """
     _kept.pop(draft, None)
-
-
-__all__ = [
-    "FixedBuffers",
-    "affordable_length",
-    "buckets_between",
-    "else_freed",
-    "free_buffers",
-    "give_buffers",
-    "kept_buffers",
-    "num_choices",
-    "reads_lengths_on_device",
-    "round_up",
-    "take_buffers",
-]

@@ -225,6 +225,3 @@ class DFlashCandidateGenerator:
         if self.offset is not None:
             block = RaggedBlock(block.positions - self.offset[:, None], block.bound)
         return block.on(self.device)
-
-
-__all__ = ["DFlashCandidateGenerator"]

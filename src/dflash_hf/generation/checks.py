@@ -214,6 +214,3 @@ def _check_columns(cache: Cache, rows: int, num_ids: int, mask: Tensor | None) -
             f"expected input_ids of the whole conversation (more than the {past} columns of past_key_values), or the "
             f"new tokens with an attention_mask over all, got {num_ids} columns with {width}; pass one of the two"
         )
-
-
-__all__ = ["Settings", "check_images", "check_inputs", "check_settings", "check_stock"]

@@ -449,18 +449,3 @@ def device_errors_explained() -> Generator[None]:
 def _first_line(error: BaseException) -> str:
     """An error's class and the first line of what it says."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-__all__ = [
-    "Captured",
-    "GraphStep",
-    "Graphs",
-    "NotCapturableError",
-    "capture",
-    "check_capturable",
-    "choose_engine",
-    "device_errors_explained",
-    "start_engine",
-    "uncaptured",
-    "why_not",
-]

@@ -273,6 +273,3 @@ def _sequences(run: Run, generation_config: GenerationConfig) -> torch.LongTenso
     for row, text in texts.items():
         ids[row, : len(text)] = text
     return cast(torch.LongTensor, ids)
-
-
-__all__ = ["advance", "answer_with", "decode", "generate_with", "keep", "unwrapped"]

@@ -146,6 +146,3 @@ def counts_groups(first: Tensor, is_scaled: bool = False) -> bool:
     if not first.is_cuda or not (is_scaled or first.dtype == torch.bfloat16):
         return True
     return torch.cuda.get_device_capability(first.device)[0] not in _GROUPED_ON
-
-
-__all__ = ["HostReadError", "NoHostReads", "counts_groups", "reads_on_host"]

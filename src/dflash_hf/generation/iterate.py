@@ -217,6 +217,3 @@ class _Checked:
         if low < 0 or high > highest:
             raise ValueError(f"expected {name} to return values in [0, {highest}], got {low} to {high}; correct it")
         return out
-
-
-__all__ = ["DFlashStep", "iterate"]

@@ -32,7 +32,7 @@ from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
 from dflash_hf.target.reentry import outermost
 from dflash_hf.target.support import check_length
-from dflash_hf.tree import MAX_NODES, TreeBuilder
+from dflash_hf.tree import TreeBuilder
 
 _PREPARE = cast(Any, GenerationMixin).prepare_inputs_for_generation
 # Times as many nodes as a chain has tokens, at most, where the run chooses how many.
@@ -248,11 +248,11 @@ def _num_nodes(target: Target, draft: DFlashDraftModel, width: int, is_chain: bo
     if nodes is None and (is_chain or is_fixed or target.recurrences or not TreeBuilder.by_default):
         return None
     if nodes is None:
-        return min(width, MAX_NODES) if width > 1 else None
+        return min(width, ops.MAX_NODES) if width > 1 else None
     if nodes == 0:
         return None
     if nodes == "auto":
-        nodes = min(MOST_NODES * width, ops.num_paths(width - 1, num_choices(target, draft)) + 1, MAX_NODES)
+        nodes = min(MOST_NODES * width, ops.num_paths(width - 1, num_choices(target, draft)) + 1, ops.MAX_NODES)
     what, got = "a target of attention layers alone with num_tree_nodes", type(target.model).__name__
     require(not target.recurrences, what, got, "recurrent states follow one path, leave num_tree_nodes out")
     return nodes
@@ -451,6 +451,3 @@ def keep_new_images(target: Target, input_ids: Tensor, past: int, arguments: dic
     else:
         del arguments["image_grid_thw"]
         arguments.pop("pixel_values", None)
-
-
-__all__ = ["extra_inputs", "keep_new_images", "position_delta", "prefill", "prompt_positions", "run_prefill"]

@@ -186,6 +186,3 @@ def _digests(call: Mapping[str, object]) -> dict[str, str]:
         elif value is None or isinstance(value, bool | int | float | str | list | tuple | dict):
             found[name] = repr(value)
     return found
-
-
-__all__ = ["Ranks"]

@@ -272,6 +272,3 @@ def _grow(run: Run, room: int) -> None:
         ids[:, :num] = state.ids[:, :num]
     state.ids, run.room, run.keeps_buffers = ids, room, False
     run.stats.cache_bytes = run.cache.num_bytes() + generator.cache.num_bytes()
-
-
-__all__ = ["Call", "Run", "drop_finished", "first_room", "has_room", "make_room", "tapped"]

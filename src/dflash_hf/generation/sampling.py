@@ -386,18 +386,3 @@ def _left(tree: DraftTree, pair_BN: Tensor, q_BN: Tensor, draft_probs_BNV: Tenso
     others = draft_probs_BNV.flatten(1).scatter(1, pair_BN[:, 1:], 0).view_as(draft_probs_BNV).sum(dim=-1)
     is_later = (tree.parents[:, :, None] == tree.parents[:, None]) & (nodes >= nodes[:, None]) & (nodes > 0)
     return (others.gather(1, tree.parents) + (is_later * q_BN[:, None]).sum(dim=-1)).clamp_min_(TINY)
-
-
-__all__ = [
-    "BlockProcessors",
-    "accept_drawn",
-    "accept_rejection",
-    "choose",
-    "choose_from_logits",
-    "draw_tree",
-    "ends_row",
-    "gumbel_noise",
-    "new_key",
-    "walk",
-    "with_noise",
-]

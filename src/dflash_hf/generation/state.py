@@ -335,6 +335,3 @@ class DecodeState:
         others = ("eos_ids", "key", "moved", "draft_probs")
         values = ((name, getattr(self, name)) for name in self.__slots__ if name not in others)
         return {name: value for name, value in values if isinstance(value, Tensor)}
-
-
-__all__ = ["NUM_REPORTED", "BufferShape", "DecodeState", "TreeReport"]

@@ -354,6 +354,3 @@ def _joined(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
-
-
-__all__ = ["DFlashGenerateOutput", "Recorder", "SpeculativeStats", "Stopwatch"]

@@ -353,6 +353,3 @@ class StaticStep:
         begin(self.run)
         self.launch(self.bound(num_unread))
         slot.fetch(self.run.state.outcome, self.run.state.width)
-
-
-__all__ = ["StaticStep", "begin", "conclude", "finish", "forwards", "settle", "step", "take_note", "verify"]

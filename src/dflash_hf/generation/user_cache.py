@@ -311,6 +311,3 @@ def _write_context(generator: DFlashCandidateGenerator, context: DraftContext, l
         positions = slot_positions(newest, torch.arange(ring, device=device), ring)
         positions = positions.masked_fill(positions >= length, -1)
         generator.cache.write_rows(index, keys.to(device), values.to(device), PromptSlots(positions))
-
-
-__all__ = ["DraftContext", "UserCache"]

@@ -390,16 +390,3 @@ def give_chooser(chooser: WidthChooser, draft: nn.Module, target: nn.Module, row
     """Leaves a chooser for the next run."""
     kept = _kept.setdefault(draft, weakref.WeakKeyDictionary()).setdefault(target, {})
     kept[rows, chooser.widths[0], chooser.is_tree, chooser.chain] = chooser
-
-
-__all__ = [
-    "WidthChooser",
-    "along_chain",
-    "candidate_widths",
-    "choose_width",
-    "expected_tokens",
-    "fitted_costs",
-    "give_chooser",
-    "take_chooser",
-    "useful_widths",
-]

@@ -282,6 +282,3 @@ class Server(uvicorn.Server):
         """Takes the signal."""
         self.pair.stopping.set()
         super().handle_exit(sig, frame)
-
-
-__all__ = ["Pair", "Server", "build_app"]

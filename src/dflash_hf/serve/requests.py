@@ -273,6 +273,3 @@ def _mentions(template: str, name: str) -> bool:
 def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
     """As if what is null had been left out."""
     return {name: value for name, value in fields.items() if value is not None}
-
-
-__all__ = ["CHAT", "COMPLETION", "MAX_BODY", "Pair", "Refusal", "check"]

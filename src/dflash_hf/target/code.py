@@ -70,6 +70,3 @@ def _hands_on_keywords(kind: type[nn.Module]) -> bool:
     """Returns True if the forward of a class makes a call with `**kwargs` in it: there is one instruction for that."""
     forward: Any = inspect.unwrap(kind.forward)
     return any(instruction.opname == "CALL_FUNCTION_EX" for instruction in dis.get_instructions(forward.__code__))
-
-
-__all__ = ["attention_modules", "unsupported_code"]

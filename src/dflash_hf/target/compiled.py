@@ -165,6 +165,3 @@ def _copied(function: Any, replaced: dict[str, Any]) -> Any:
     copy = types.FunctionType(code, seen, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
-
-
-__all__ = ["compile_errors", "compiled_layers"]

@@ -328,34 +328,3 @@ def _same(first: Any, second: Any) -> bool:
 
 def _random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
-
-
-__all__ = [
-    "ATTENTION",
-    "GATED",
-    "HIDDEN",
-    "LAYER",
-    "MARK",
-    "Attend",
-    "Draw",
-    "agrees",
-    "attention_eps",
-    "attention_facts",
-    "attention_like",
-    "computed_by",
-    "computes_by",
-    "copied",
-    "facts",
-    "floats_of",
-    "gated_facts",
-    "gated_like",
-    "head_norms",
-    "is_bare",
-    "is_published",
-    "is_recorder",
-    "is_untouched",
-    "linear",
-    "norm_eps",
-    "over_caches",
-    "over_prompts",
-]

@@ -327,6 +327,3 @@ def _is_layer(module: Any, eps: float, dtype: torch.dtype) -> bool:
     if norm_eps(module.input_layernorm, dtype) is None:
         return False
     return agrees(("layer", type(module.input_layernorm), eps, *facts(module)), dtype, both)
-
-
-__all__ = ["COMPILED", "fused_attention", "fused_modules", "runs_whole", "short_layers"]

@@ -93,6 +93,3 @@ class Taps:
                 self.sink(self.take())
 
         return record
-
-
-__all__ = ["Taps"]

@@ -201,6 +201,3 @@ def _text_config_of(layers: nn.ModuleList) -> object:
         if isinstance(config, PreTrainedConfig):
             return config
     return None
-
-
-__all__ = ["Target", "find_target"]

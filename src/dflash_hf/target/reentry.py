@@ -177,6 +177,3 @@ def ragged_block(
 
 
 AttentionInterface.register(RAGGED_BLOCK, ragged_block)
-
-
-__all__ = ["KEYWORD", "RAGGED_BLOCK", "is_in_verify", "outermost", "ragged_attention", "ragged_block"]

@@ -402,15 +402,3 @@ def _activation(mlp: Any) -> list[Any]:
 def _is_alike(states: Tensor, norm: Any) -> bool:
     """Returns True if a norm's weight has the dtype of states on a CPU: what was checked."""
     return states.device.type == "cpu" and states.dtype == norm.weight.dtype
-
-
-__all__ = [
-    "Forward",
-    "PreparedLayer",
-    "ShortLayer",
-    "attend_ragged",
-    "by_sdpa",
-    "cache_of_verify",
-    "rms_norm",
-    "short_forward_of",
-]

@@ -155,6 +155,3 @@ def check_length(target: Target, longest_prompt: int, max_length: int) -> None:
         f"RoPE {sorted(str(kind) for kind in kinds)} changes there), got a prompt of {longest_prompt} tokens and "
         f"up to {max_length} with what is generated and a block; lower max_new_tokens or drop assistant_model"
     )
-
-
-__all__ = ["LENGTH_DEPENDENT_ROPE", "check_length", "check_pair", "check_target", "has_fixed_rope", "rope_kinds"]

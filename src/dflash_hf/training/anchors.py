@@ -184,6 +184,3 @@ class BlockMaskRule:
 def _compiled_create_block_mask() -> Callable[..., BlockMask]:
     """As a kernel: uncompiled it holds `[B, Q, T]` integers several times."""
     return torch.compile(create_block_mask, dynamic=True)
-
-
-__all__ = ["Anchors", "BlockMaskRule", "Mask", "all_anchors", "sample_anchors", "valid_anchors"]

@@ -332,6 +332,3 @@ def _users(messages: Sequence[Mapping[str, Any]]) -> list[int]:
 def _has_images(row: Mapping[str, Any]) -> bool:
     contents = [message.get("content") for message in row["messages"]]
     return any(block["type"] == "image" for c in contents if isinstance(c, list) for block in c) or "images" in row
-
-
-__all__ = ["RegenerateSettings", "Regenerated", "check_answers", "regenerate"]

@@ -126,6 +126,3 @@ class DFlashTrainingArguments(TrainingArguments):
         require(min(counts) > 0, what, counts, "fix the one that is not")
         steps = (self.max_steps, self.num_train_epochs)
         require(max(steps) > 0, "max_steps or num_train_epochs above 0", steps, "set one of them")
-
-
-__all__ = ["DFlashTrainingArguments", "default_gamma"]

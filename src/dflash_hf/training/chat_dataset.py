@@ -158,6 +158,3 @@ def _asked(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     messages = messages[:-1] if messages[-1]["role"] == "assistant" else messages
     require(bool(messages), "a turn before the assistant's", "none", "leave the row out")
     return messages
-
-
-__all__ = ["ChatDataset", "parts_of"]

@@ -75,6 +75,3 @@ def _is_whole(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-__all__ = ["METRICS_FILE", "STATE_FILE", "Records", "whole_checkpoint"]

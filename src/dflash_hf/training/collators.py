@@ -196,16 +196,3 @@ def sorted_batches(indices: Iterable[int], lengths: Sequence[Any], batch_size: i
 def cuts(values: Sequence[Any], size: int) -> list[Any]:
     """Cuts a sequence into pieces of `size`, of which the last may be shorter."""
     return [values[at : at + size] for at in range(0, len(values), size)]
-
-
-__all__ = [
-    "POOL_BATCHES",
-    "Batch",
-    "Movable",
-    "best_fit",
-    "collate",
-    "collate_packed",
-    "cuts",
-    "epoch_batches",
-    "sorted_batches",
-]

@@ -184,6 +184,3 @@ def content_id(row: Mapping[str, Any]) -> str:
 def _side(value: Any, role: str) -> Sequence[Any]:
     """A prompt or a completion as turns."""
     return [{"role": role, "content": value}] if not isinstance(value, list | tuple) else value
-
-
-__all__ = ["FORMS", "ConversationReader", "content_id", "resolved"]

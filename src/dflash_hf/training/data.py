@@ -154,6 +154,3 @@ def example_lengths(examples: Sequence[Example]) -> list[int]:
     what = f"lengths of {len(examples)} entries (one per example)"
     require(len(lengths) == len(examples), what, len(lengths), "give the number of tokens of each example")
     return list(lengths)
-
-
-__all__ = ["Example", "example_lengths"]

@@ -194,6 +194,3 @@ def _acceptance(facts: CardFacts) -> list[str]:
 
 def _table(values: Mapping[str, object]) -> list[str]:
     return ["| | |", "| --- | --- |", *(f"| {name} | {one_line(value)} |" for name, value in values.items())]
-
-
-__all__ = ["CARD", "TAGS", "UNPLACED", "CardFacts", "card", "export", "is_hub_id"]

@@ -236,6 +236,3 @@ def _checksum(tensors: Iterable[Tensor]) -> str:
 def _bytes(tensor: Tensor) -> Any:
     """A tensor's bytes as they are in memory."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy()
-
-
-__all__ = ["FeatureCache", "bytes_per_token", "example_key", "features_alone"]

@@ -385,19 +385,3 @@ def _known_tokens(draft: DFlashDraftModel) -> Tensor:
     assert draft.d2t is not None
     known = torch.zeros(draft.config.vocab_size or 0, dtype=torch.bool, device=draft.d2t.device)
     return known.index_fill_(0, draft.d2t + torch.arange(len(draft.d2t), device=draft.d2t.device), True)
-
-
-__all__ = [
-    "LIKELY_TOKENS",
-    "Attention",
-    "Features",
-    "attention_kinds",
-    "batch_labels",
-    "batch_loss",
-    "block_inputs",
-    "check_packing",
-    "forward_inputs",
-    "logits_of",
-    "run_blocks",
-    "target_features",
-]

@@ -62,6 +62,3 @@ def _plain(config: Any) -> Any:
     if not isinstance(config, dict):
         return config
     return {name: _plain(value) for name, value in config.items() if name not in NOT_THE_MODEL}
-
-
-__all__ = ["target_identity", "text_identity"]

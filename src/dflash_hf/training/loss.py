@@ -321,15 +321,3 @@ def block_loss(
         accepted=accepted,
         finite=finite,
     )
-
-
-__all__ = [
-    "OBJECTIVES",
-    "BlockLabels",
-    "BlockLoss",
-    "Objective",
-    "block_labels",
-    "block_loss",
-    "decay_weights",
-    "loss_weight",
-]

@@ -155,6 +155,3 @@ def _end_of(pieces: Sequence[str], text: str, start: int) -> int | None:
 def squeezed(text: str) -> str:
     """Returns a text without its white space."""
     return "".join(text.split())
-
-
-__all__ = ["MARKS", "answer_spans", "assistant_turns", "check_turns", "groups_in_place", "token_mask"]

@@ -277,6 +277,3 @@ def _laid(template: ChatTemplate, ids: list[int], plain: Mapping[str, Any], mask
         aligned[at : at + len(piece)] = mask[start:end]
         stop = at
     return aligned
-
-
-__all__ = ["ChatTemplate", "check_messages", "encode_messages", "prepare_multimodal_messages"]

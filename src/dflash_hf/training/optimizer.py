@@ -54,6 +54,3 @@ class MuonAndAdamW(Optimizer):
             part.param_groups, part.state = [group], self.state
             part.step()
         return loss
-
-
-__all__ = ["MuonAndAdamW", "matrix_names"]

@@ -291,6 +291,3 @@ def _lowered(sizes: Sizes) -> Iterator[tuple[Sizes, str]]:
             sizes = replace(sizes, **changed)
             said |= {f"{KINDS_OF_CHECKPOINTING[0]}_checkpointing": "true"} if name == "checkpointing" else changed
             yield sizes, " ".join(f"--{option.replace('_', '-')} {value}" for option, value in said.items())
-
-
-__all__ = ["GB", "Plan", "Sizes", "check_fits", "meta_model"]

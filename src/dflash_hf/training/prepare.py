@@ -383,6 +383,3 @@ def read_meta(path: Path) -> dict[str, Any]:
         ) from error
     require(isinstance(found, dict), f"a JSON object in {meta}", shown(found), "remove it and its file")
     return found
-
-
-__all__ = ["PrepareSettings", "Prepared", "load_rows", "meta_path", "prepare", "read_examples", "read_meta"]

@@ -116,6 +116,3 @@ def write_prompts(settings: PromptSettings, target: PreTrainedModel, processing_
         require(empty < MAX_EMPTY_BATCHES, what, got, "raise max_new_tokens or the temperature, or give prompts")
         logger.info("%d prompts of %d", len(seen), settings.num_prompts)
     return len(seen)
-
-
-__all__ = ["PromptSettings", "write_prompts"]

@@ -139,6 +139,3 @@ def _confirmed_guesses(
         for index, good in zip(chosen, right.tolist(), strict=True):
             confirmed[index] = good
     return confirmed
-
-
-__all__ = ["Prompt", "as_prompt", "generated", "regenerate_answers"]

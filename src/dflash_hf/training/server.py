@@ -111,6 +111,3 @@ class AnswerServer:
         )
         ids = template.tokens(message.get("content") or "")
         return [*ids, *(template.end_of_turn("assistant")[:1] if finished else ())], finished
-
-
-__all__ = ["Answer", "AnswerServer"]

@@ -96,6 +96,3 @@ def share_of(examples: Sequence[Example], rank: int, world_size: int) -> Sequenc
     share: Any = Subset(examples, indices)  # type: ignore[arg-type]
     share.lengths = [lengths[index] for index in indices]
     return share
-
-
-__all__ = ["Collator", "EpochBatches", "Rows", "share_of"]

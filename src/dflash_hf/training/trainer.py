@@ -417,6 +417,3 @@ def _check_kinds(model: Any, target: Any, args: Any) -> DFlashDraftModel:
             "CUDA_VISIBLE_DEVICES=0"
         )
     return draft
-
-
-__all__ = ["DFlashTrainer"]

@@ -44,6 +44,3 @@ def frequent_tokens(examples: Sequence[Example], size: int, always: Iterable[int
     covered = sum(counts[token] for token in chosen) / counts.total()
     logger.warning(f"The {len(chosen)} tokens of the reduced vocabulary are {covered:.2%} of what the answers hold.")
     return sorted(chosen)
-
-
-__all__ = ["frequent_tokens"]

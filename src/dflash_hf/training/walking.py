@@ -178,6 +178,3 @@ def walked_acceptance(
             on_batch(done)
     draft.train(was_training)
     return WalkedAcceptance(committed=committed)
-
-
-__all__ = ["WalkedAcceptance", "accepted_at_anchors", "walk", "walked_acceptance"]
