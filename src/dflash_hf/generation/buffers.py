@@ -144,11 +144,6 @@ class FixedBuffers:
         for part in (self.state, self.draft_cache, self.cache):
             part.keep_rows(rows)
 
-    def take_cache(self, cache: RaggedCache) -> None:
-        """Keeps the target's cache; what was captured over another one is dropped."""
-        if cache is not self.cache:
-            self.cache, self.graphs = cache, None
-
     def num_bytes(self) -> int:
         """Returns the size of everything in bytes, without what is private to graphs."""
         return sum(tensor.nbytes for tensor in self.owned())

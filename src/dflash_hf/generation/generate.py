@@ -182,7 +182,9 @@ def decode(call: Call) -> DFlashGenerateOutput | torch.LongTensor:
     target, draft, config = call.target, call.draft, call.config
     draft.last_stats = None
     engine = choose_engine(target, draft)
-    kept = UserCache.find(target, call.cache, bool(config.return_dict_in_generate))
+    kept = None if call.cache is None else UserCache(call.cache, given=True)
+    if kept is None and config.return_dict_in_generate:
+        kept = UserCache(DynamicCache(config=target.config), given=False)
     # Code of the user's between two forwards may call the target itself: it finds it as it left it.
     is_ours = engine == "eager" and not call.calls_out and type(call.cache) in (NoneType, DynamicCache)
     no_gradients = torch.inference_mode if target.takes_inference_mode else torch.no_grad

@@ -156,11 +156,8 @@ def _fill(
             f"expected a cache from the prefill of {type(target.model).__name__}, got none; call target.eval(), "
             "gradient checkpointing in training mode turns caches off"
         )
-    if given is not None and filled is not given:
-        raise ValueError(
-            f"expected {type(target.model).__name__} to go on with the cache passed in, got a new one from it (its "
-            "RoPE depends on the length); pass the whole conversation without past_key_values"
-        )
+    what = f"{type(target.model).__name__} to go on with the cache passed in (its RoPE depends on the length)"
+    require(given in (None, filled), what, "a new one", "pass the whole conversation without past_key_values")
     del call.inputs["past_key_values"], outputs.past_key_values
     return outputs, filled
 
@@ -197,9 +194,10 @@ def _into_ragged(
         recurrences = generator.target.recurrences
         return RaggedCache.take_prefill(filled, positions, length, width, keep, buffers.cache, recurrences)
 
-    buffers.take_cache(else_freed(generator.draft, take, buffers.capacity if keeps_buffers else exact, exact))
-    assert buffers.cache is not None
-    return buffers.cache
+    cache = else_freed(generator.draft, take, buffers.capacity if keeps_buffers else exact, exact)
+    if cache is not buffers.cache:  # nothing was captured over this one
+        buffers.cache, buffers.graphs = cache, None
+    return cache
 
 
 def _commit_first(run: Run, outputs: CausalLMOutputWithPast) -> None:
@@ -354,16 +352,11 @@ def prompt_positions(call: Call, past: int) -> Tensor:
         columns = getattr(call.config, "_mask_length", columns)
     if mask is None or bool(mask.all()):
         return torch.arange(columns, device="cpu").expand(batch, -1)
-    if not bool(mask[:, -1].all()):
-        raise ValueError(
-            "expected left-padded prompts, got padding after the last token (without an attention_mask every pad "
-            "token counts as padding); tokenize with padding_side='left' and pass attention_mask"
-        )
-    if bool((mask[:, 1:] < mask[:, :-1]).any()) and any(DynamicCache(config=call.target.config).is_sliding):
-        raise ValueError(
-            "expected no padding between tokens with a target that has sliding windows, which plain generate counts "
-            "in columns, got some; pass the whole conversation left-padded, without past_key_values"
-        )
+    is_left, got = bool(mask[:, -1].all()), "padding after the last token (as which every pad token counts)"
+    require(is_left, "left-padded prompts", got, "tokenize with padding_side='left' and pass attention_mask")
+    slides = bool((mask[:, 1:] < mask[:, :-1]).any()) and any(DynamicCache(config=call.target.config).is_sliding)
+    what = "no padding between tokens with a target that has sliding windows, which plain generate counts in columns"
+    require(not slides, what, "some", "pass the whole conversation left-padded, without past_key_values")
     return (mask.long().cumsum(dim=1) - 1).masked_fill(~mask, -1)
 
 

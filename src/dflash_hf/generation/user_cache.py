@@ -98,13 +98,6 @@ class UserCache:
         self.past = int(cache.get_seq_length())
         self.positions = torch.empty(0, 0, dtype=torch.long, device="cpu")
 
-    @classmethod
-    def find(cls, target: Target, given: Cache | None, asked_for: bool) -> UserCache | None:
-        """Returns what to keep of a call: the cache passed in, else one to be returned if that was asked for."""
-        if given is not None:
-            return cls(given, True)
-        return cls(DynamicCache(config=target.config), False) if asked_for else None
-
     @contextmanager
     def restored_on_error(self) -> Generator[None]:
         """Leaves the cache as it was if anything is raised, an interrupt included."""
