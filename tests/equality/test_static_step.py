@@ -33,7 +33,7 @@ EXPERTS = ("qwen3-moe", "gpt-oss")
 @pytest.fixture(autouse=True)
 def tapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are tapes, and buckets are short enough for a run to pass through several."""
-    use_tapes(monkeypatch)
+    use_tapes(monkeypatch, smallest_bucket=16)
 
 
 @cache

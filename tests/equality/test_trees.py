@@ -22,7 +22,7 @@ from helpers.vision import vision_prompts, vision_target
 from helpers.widths import RandomWidths, use_random_widths
 from tiny import DFLASH2, FAMILIES, draft_config, prompts, randomise_dflash2, tiny_draft, tiny_target, truth_of
 
-NEW = 24
+NEW = 18
 # Block size, nodes, and lengths of the rows' prompts.
 SHAPES = [(5, 8, [9]), (8, 16, [4, 11, 7]), (16, 32, [12, 3]), (8, 3, [6])]
 
@@ -81,10 +81,10 @@ def test_scores_that_a_processor_widens_are_those_of_the_path() -> None:
 def test_a_path_has_the_context_that_a_chain_has(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the draft sees of a text does not depend on how it was verified: its logits behind each anchor."""
     target = tiny_target("qwen3-sliding")
-    inputs = prompts([4, 11, 7], 2)
+    inputs, settings = prompts([4, 11, 7], 2), {"max_new_tokens": 24, "do_sample": False}
     seen: dict[str, dict[tuple[int, int], Tensor]] = {}
     compute = DFlashDraftModel.compute_logits
-    draft = branching(target, truth_of(inputs, target.generate(**inputs, max_new_tokens=NEW)), 3, nodes)
+    draft = branching(target, truth_of(inputs, target.generate(**inputs, **settings)), 3, nodes)
     for name in ("tree", "chain"):
         if name == "chain":
             draft.generation_config.num_tree_nodes, draft.generation_config.verify_width = None, 2
@@ -99,17 +99,22 @@ def test_a_path_has_the_context_that_a_chain_has(nodes: int, monkeypatch: pytest
             return Oracle.compute_logits(self, states, head)
 
         monkeypatch.setattr(draft, "compute_logits", note.__get__(draft))
-        target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+        target.generate(**inputs, **settings, assistant_model=draft)
     shared = seen["chain"].keys() & seen["tree"].keys()
     assert len(shared) > 10
     for key in shared:
         torch.testing.assert_close(seen["tree"][key], seen["chain"][key], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "anchor"])
-@pytest.mark.parametrize("rule", ["argmax", "shared_noise"])
+WARPERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "usual": {"temperature": 0.7, "top_k": 10},
+    "prefix": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+}
+
+
 @pytest.mark.parametrize(
-    "warpers", [{}, {"temperature": 0.7, "top_k": 10}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}]
+    ("kind", "rule", "warpers"), pairs(["dflash", "dflash2", "anchor"], ["argmax", "shared_noise"], WARPERS)
 )
 def test_a_sampled_text_is_that_of_block_size_one(kind: str, rule: str, warpers: dict[str, Any]) -> None:
     target = tiny_target("qwen3")
