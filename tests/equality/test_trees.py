@@ -137,7 +137,7 @@ def test_a_sampled_text_is_that_of_block_size_one(kind: str, rule: str, warpers:
     ("family", "engine", "seed"), pairs(["qwen3-sliding", "gemma3"], ["static", "cuda_graph"], [0, 1, 2])
 )
 def test_steps_over_fixed_buffers(family: str, engine: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_tapes(monkeypatch)
+    use_tapes(monkeypatch, smallest_bucket=16)
     target, (block_size, nodes, lengths) = target_of(family), SHAPES[seed]
     inputs = prompts(lengths, seed)
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
@@ -156,7 +156,7 @@ def test_steps_over_fixed_buffers(family: str, engine: Any, seed: int, monkeypat
 @pytest.mark.parametrize("engine", ["eager", "static", "cuda_graph"])
 @pytest.mark.parametrize("family", ["qwen3-sliding", "qwen3-next"])
 def test_a_tree_is_the_default_where_it_may_be(family: str, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_tapes(monkeypatch)
+    use_tapes(monkeypatch, smallest_bucket=16)
     monkeypatch.setattr(TreeBuilder, "by_default", True)
     target = target_of(family)
     inputs = prompts([4, 11, 7], 5)
@@ -175,7 +175,7 @@ def test_a_tree_is_the_default_where_it_may_be(family: str, engine: Any, monkeyp
 
 @pytest.mark.parametrize("engine", ["static", "cuda_graph"])
 def test_how_far_back_is_looked_may_change_between_calls(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_tapes(monkeypatch)
+    use_tapes(monkeypatch, smallest_bucket=16)
     target = target_of("llama")
     inputs = prompts([9, 30], 8)
     inputs["input_ids"] %= 5  # so that every few tokens come again
@@ -201,7 +201,7 @@ def test_how_far_back_is_looked_may_change_between_calls(engine: Any, monkeypatc
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "anchor"])
 def test_drawn_trees_are_the_same_on_every_engine(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A seed repeats a text, whether the host leaves out what tests no row, does not, or starts no operation."""
-    use_tapes(monkeypatch)
+    use_tapes(monkeypatch, smallest_bucket=16)
     target = target_of("qwen3-sliding")
     inputs = prompts([4, 11, 7], 1)
     settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.3, "top_k": 5}
@@ -254,7 +254,7 @@ def test_what_is_returned_belongs_to_the_path() -> None:
 
 @pytest.mark.parametrize("engine", ["eager", "static", "cuda_graph"])
 def test_a_width_that_follows_the_run_takes_the_first_nodes(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_tapes(monkeypatch)
+    use_tapes(monkeypatch, smallest_bucket=16)
     target = target_of("llama")
     inputs = prompts([5, 8], 6)
     ref = target.generate(**inputs, max_new_tokens=60, do_sample=False)
@@ -280,7 +280,7 @@ def test_a_width_that_follows_the_run_takes_the_first_nodes(engine: Any, monkeyp
 @pytest.mark.parametrize("engine", ["eager", "cuda_graph"])
 def test_a_tree_may_be_larger_than_the_chain(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As steps of each size cost and nodes are accepted; the first has the chain's, of which the most is known."""
-    use_tapes(monkeypatch)
+    use_tapes(monkeypatch, smallest_bucket=16)
     target, tried = target_of("llama"), WidthChooser.next_width
     inputs = prompts([5, 8], 6)
     ref = target.generate(**inputs, max_new_tokens=60, do_sample=False)
@@ -383,7 +383,7 @@ def test_steps_that_are_looked_at_show_the_path() -> None:
 def test_a_streamer_that_wants_trees_gets_those_that_iterate_shows(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_tapes(monkeypatch)
+    use_tapes(monkeypatch, smallest_bucket=16)
     target = target_of("qwen3")
     inputs = prompts([5], 7)
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
