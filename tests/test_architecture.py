@@ -20,6 +20,7 @@ from helpers.source_tree import (
     imported_modules,
     imports,
     is_jit,
+    nodes,
     read_modules,
 )
 
@@ -239,7 +240,7 @@ def functions_are_annotated(modules: list[Module]) -> list[str]:
     """Every function annotates all it takes and what it returns; jit kernels are Triton's own language."""
     wrong: list[str] = []
     for module in modules:
-        methods = {id(f) for c in ast.walk(module.tree) if isinstance(c, ast.ClassDef) for f in c.body}
+        methods = {id(f) for c in nodes(module) if isinstance(c, ast.ClassDef) for f in c.body}
         for function in functions(module):
             if is_jit(function):
                 continue
@@ -260,7 +261,7 @@ def no_print_in_the_package(modules: list[Module]) -> list[str]:
         module.at(node, "print(...) in the package")
         for module in modules
         if module.name.startswith(("dflash_hf", "dflash_kernels"))
-        for node in ast.walk(module.tree)
+        for node in nodes(module)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
 
@@ -331,7 +332,7 @@ def exceptions_are_not_swallowed(modules: list[Module]) -> list[str]:
     """No bare `except`, and no `except Exception` that does nothing but go on."""
     wrong: list[str] = []
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in nodes(module):
             if not isinstance(node, ast.ExceptHandler):
                 continue
             broad = node.type is None or any(
@@ -372,9 +373,7 @@ RULES: tuple[Rule, ...] = (
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_project(rule: Rule) -> None:
     modules = read_modules()
-    assert "dflash_kernels" in {module.name for module in modules}, (
-        "the scan found no source: the test looks elsewhere"
-    )
+    assert "dflash_kernels" in {module.name for module in modules}, "no source was found: the test looks elsewhere"
     violations = rule(modules)
     assert not violations, "\n".join([f"{rule.__name__}:", *violations])
 

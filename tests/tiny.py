@@ -156,7 +156,7 @@ def draft_config(target: PreTrainedModel, block_size: int = 8, **overrides: Any)
         "block_size": block_size,
         "mask_token_id": text.vocab_size - 1,
         "num_target_layers": text.num_hidden_layers,
-        "target_layer_ids": [0, 2],
+        "target_layer_ids": [0, min(2, text.num_hidden_layers - 1)],
         "initializer_range": 0.2,
     }
     return DFlashConfig(**{**settings, **overrides})

@@ -80,7 +80,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(name: str, engine: Any) -> None:
     target, inputs = tiny_target("qwen3"), prompts([9, 9], 0)
-    settings = {**inputs, **GREEDY, **SETTINGS[name]}
+    settings = {**inputs, **GREEDY, "max_new_tokens": 9, **SETTINGS[name]}
     draft = tiny_draft(target)
     set_engine(draft, engine)
 

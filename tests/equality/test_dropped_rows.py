@@ -14,6 +14,7 @@ from dflash_hf.generation import generate, step
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.run import Run
 from fuzz.targets import Oracle
+from helpers.half import pairs
 from helpers.static import set_engine, tensor_oracle
 from helpers.vision import vision_prompts, vision_target
 from tiny import DFLASH2, draft_config, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
@@ -88,9 +89,10 @@ def test_pictures(sizes: list[int]) -> None:
     check(target, draft, inputs, sizes, do_sample=False, **SETTINGS | {"eos_token_id": ends})
 
 
-@pytest.mark.parametrize("nodes", [0, 12])
-@pytest.mark.parametrize("options", [{}, DFLASH2], ids=["dflash", "dflash2"])
-@pytest.mark.parametrize("rule", ["argmax", "shared_noise", "sample"])
+@pytest.mark.parametrize(
+    ("rule", "options", "nodes"),
+    pairs(["argmax", "shared_noise", "sample"], {"dflash": {}, "dflash2": DFLASH2}, [0, 12]),
+)
 def test_sampled_texts_do_not_follow_from_where_rows_stand(
     rule: Any, options: dict[str, Any], nodes: int, sizes: list[int]
 ) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from dflash_hf import DFlashDraftModel
 from tiny import DFLASH2, FAMILIES, MIXED, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
-NEW = 26
+NEW = 20
 LENGTHS = {"one": [9], "three": [4, 11, 7], "eight": [12, 3, 5, 9, 1, 7, 2, 8]}
 # Seed -> block and width. A case takes two of them: every two of family, rows and seed meet in one.
 SIZES = [(2, 2), (5, 5), (8, 3), (16, 16), (16, 9)]

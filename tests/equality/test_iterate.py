@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor, Stop
 from transformers.generation.streamers import BaseStreamer
 
 import dflash_hf
+from helpers.half import pairs
 from tiny import OracleDraft, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 NEW = 30
@@ -52,12 +53,13 @@ class Recorder(BaseStreamer):
         self.ended += 1
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-@pytest.mark.parametrize(("lengths", "width"), [([9], 8), ([4, 11, 7], 5)])
-@pytest.mark.parametrize("eos", [False, True])
+@pytest.mark.parametrize(
+    ("family", "sizes", "eos"), pairs(["qwen3", "gemma3"], {"one": ([9], 8), "three": ([4, 11, 7], 5)}, [False, True])
+)
 def test_committed_tokens_and_statistics_are_those_of_generate(
-    family: str, lengths: list[int], width: int, eos: bool
+    family: str, sizes: tuple[list[int], int], eos: bool
 ) -> None:
+    lengths, width = sizes
     target, inputs = target_of(family), prompts(lengths, 3)
     draft = armed(target, inputs, 5)
     draft.generation_config.verify_width = width

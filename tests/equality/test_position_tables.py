@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from dflash_hf import iterate
 from dflash_hf.target.parts import find_target
+from helpers.half import pairs
 from helpers.static import set_engine, tensor_oracle
 from tiny import DEPTH, VOCAB, oracle_draft, prompts, tiny_target, truth_of
 
@@ -48,10 +49,10 @@ def tabled_target(family: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("engine", ["eager", "static"])
-@pytest.mark.parametrize("lengths", [[9], [3, 9, 6]])
-@pytest.mark.parametrize("length", [NUM, NUM + 1])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "length", "lengths", "engine"),
+    pairs(list(FAMILIES), [NUM, NUM + 1], {"one": [9], "three": [3, 9, 6]}, ["eager", "static"]),
+)
 def test_text_up_to_the_last_position(family: str, length: int, lengths: list[int], engine: Any) -> None:
     target = tabled_target(family)
     inputs = prompts(lengths, 0)

@@ -21,7 +21,7 @@ from helpers.static import Tape, engine_of, set_engine, tensor_oracle, use_tapes
 from helpers.vision import VISION, Grid, vision_prompts, vision_target
 from tiny import DFLASH2, FAMILIES, prompts, tiny_draft, tiny_target, truth_of
 
-NEW = 26
+NEW = 20
 LENGTHS = {"one": [9], "three": [4, 11, 7]}
 # Seed -> block and width. A case takes one: every two of family, rows, engine and seed meet in one.
 SIZES = [(2, 2), (8, 8), (8, 3), (16, 9)]
@@ -33,12 +33,22 @@ EXPERTS = ("qwen3-moe", "gpt-oss")
 @pytest.fixture(autouse=True)
 def tapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are tapes, and buckets are short enough for a run to pass through several."""
-    use_tapes(monkeypatch)
+    use_tapes(monkeypatch, smallest_bucket=16)
 
 
 @cache
 def target_of(family: str) -> PreTrainedModel:
     return tiny_target(family)
+
+
+@cache
+def plain(family: str, batch: str, has_float_experts: bool) -> tuple[PreTrainedModel, dict[str, Tensor], Tensor]:
+    """A target, prompts, and what plain `generate` makes of them."""
+    target, inputs = target_of(family), prompts(LENGTHS[batch], 0)
+    if has_float_experts:
+        target = tiny_target(family).float()
+        target.set_experts_implementation("batched_mm")
+    return target, inputs, target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
 
 
 @cache
@@ -62,14 +72,9 @@ def greedy_checked(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("batch", LENGTHS)
 def test_every_family_gives_the_plain_text(batch: str, family: str, engine: Any) -> None:
-    target = target_of(family)
-    if engine == "cuda_graph" and family in EXPERTS:
-        target = tiny_target(family).float()
-        target.set_experts_implementation("batched_mm")
+    target, inputs, ref = plain(family, batch, engine == "cuda_graph" and family in EXPERTS)
     seed = (CASES.index((batch, engine)) + list(FAMILIES).index(family)) % len(SIZES)
     block_size, width = SIZES[seed]
-    inputs = prompts(LENGTHS[batch], seed)
-    ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     draft = tensor_oracle(target, truth_of(inputs, ref), seed, block_size)
     draft.generation_config.verify_width = width
     set_engine(draft, engine)

@@ -14,7 +14,7 @@ from helpers.static import engine_of, set_engine, tensor_oracle, use_tapes
 from helpers.widths import use_random_widths
 from tiny import prompts, tiny_target, truth_of
 
-NEW = 26
+NEW = 20
 SLOW = pytest.mark.slow
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 

@@ -22,7 +22,7 @@ from helpers.vision import vision_prompts, vision_target
 from helpers.widths import RandomWidths, use_random_widths
 from tiny import DFLASH2, FAMILIES, draft_config, prompts, randomise_dflash2, tiny_draft, tiny_target, truth_of
 
-NEW = 24
+NEW = 18
 # Block size, nodes, and lengths of the rows' prompts.
 SHAPES = [(5, 8, [9]), (8, 16, [4, 11, 7]), (16, 32, [12, 3]), (8, 3, [6])]
 
@@ -81,10 +81,10 @@ def test_scores_that_a_processor_widens_are_those_of_the_path() -> None:
 def test_a_path_has_the_context_that_a_chain_has(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the draft sees of a text does not depend on how it was verified: its logits behind each anchor."""
     target = tiny_target("qwen3-sliding")
-    inputs = prompts([4, 11, 7], 2)
+    inputs, settings = prompts([4, 11, 7], 2), {"max_new_tokens": 24, "do_sample": False}
     seen: dict[str, dict[tuple[int, int], Tensor]] = {}
     compute = DFlashDraftModel.compute_logits
-    draft = branching(target, truth_of(inputs, target.generate(**inputs, max_new_tokens=NEW)), 3, nodes)
+    draft = branching(target, truth_of(inputs, target.generate(**inputs, **settings)), 3, nodes)
     for name in ("tree", "chain"):
         if name == "chain":
             draft.generation_config.num_tree_nodes, draft.generation_config.verify_width = None, 2
@@ -99,17 +99,22 @@ def test_a_path_has_the_context_that_a_chain_has(nodes: int, monkeypatch: pytest
             return Oracle.compute_logits(self, states, head)
 
         monkeypatch.setattr(draft, "compute_logits", note.__get__(draft))
-        target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+        target.generate(**inputs, **settings, assistant_model=draft)
     shared = seen["chain"].keys() & seen["tree"].keys()
     assert len(shared) > 10
     for key in shared:
         torch.testing.assert_close(seen["tree"][key], seen["chain"][key], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "anchor"])
-@pytest.mark.parametrize("rule", ["argmax", "shared_noise"])
+WARPERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "usual": {"temperature": 0.7, "top_k": 10},
+    "prefix": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+}
+
+
 @pytest.mark.parametrize(
-    "warpers", [{}, {"temperature": 0.7, "top_k": 10}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}]
+    ("kind", "rule", "warpers"), pairs(["dflash", "dflash2", "anchor"], ["argmax", "shared_noise"], WARPERS)
 )
 def test_a_sampled_text_is_that_of_block_size_one(kind: str, rule: str, warpers: dict[str, Any]) -> None:
     target = tiny_target("qwen3")
@@ -132,7 +137,7 @@ def test_a_sampled_text_is_that_of_block_size_one(kind: str, rule: str, warpers:
     ("family", "engine", "seed"), pairs(["qwen3-sliding", "gemma3"], ["static", "cuda_graph"], [0, 1, 2])
 )
 def test_steps_over_fixed_buffers(family: str, engine: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_tapes(monkeypatch)
+    use_tapes(monkeypatch, smallest_bucket=16)
     target, (block_size, nodes, lengths) = target_of(family), SHAPES[seed]
     inputs = prompts(lengths, seed)
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
@@ -151,7 +156,7 @@ def test_steps_over_fixed_buffers(family: str, engine: Any, seed: int, monkeypat
 @pytest.mark.parametrize("engine", ["eager", "static", "cuda_graph"])
 @pytest.mark.parametrize("family", ["qwen3-sliding", "qwen3-next"])
 def test_a_tree_is_the_default_where_it_may_be(family: str, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_tapes(monkeypatch)
+    use_tapes(monkeypatch, smallest_bucket=16)
     monkeypatch.setattr(TreeBuilder, "by_default", True)
     target = target_of(family)
     inputs = prompts([4, 11, 7], 5)
@@ -170,7 +175,7 @@ def test_a_tree_is_the_default_where_it_may_be(family: str, engine: Any, monkeyp
 
 @pytest.mark.parametrize("engine", ["static", "cuda_graph"])
 def test_how_far_back_is_looked_may_change_between_calls(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_tapes(monkeypatch)
+    use_tapes(monkeypatch, smallest_bucket=16)
     target = target_of("llama")
     inputs = prompts([9, 30], 8)
     inputs["input_ids"] %= 5  # so that every few tokens come again
@@ -196,7 +201,7 @@ def test_how_far_back_is_looked_may_change_between_calls(engine: Any, monkeypatc
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "anchor"])
 def test_drawn_trees_are_the_same_on_every_engine(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A seed repeats a text, whether the host leaves out what tests no row, does not, or starts no operation."""
-    use_tapes(monkeypatch)
+    use_tapes(monkeypatch, smallest_bucket=16)
     target = target_of("qwen3-sliding")
     inputs = prompts([4, 11, 7], 1)
     settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.3, "top_k": 5}
@@ -249,7 +254,7 @@ def test_what_is_returned_belongs_to_the_path() -> None:
 
 @pytest.mark.parametrize("engine", ["eager", "static", "cuda_graph"])
 def test_a_width_that_follows_the_run_takes_the_first_nodes(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_tapes(monkeypatch)
+    use_tapes(monkeypatch, smallest_bucket=16)
     target = target_of("llama")
     inputs = prompts([5, 8], 6)
     ref = target.generate(**inputs, max_new_tokens=60, do_sample=False)
@@ -275,7 +280,7 @@ def test_a_width_that_follows_the_run_takes_the_first_nodes(engine: Any, monkeyp
 @pytest.mark.parametrize("engine", ["eager", "cuda_graph"])
 def test_a_tree_may_be_larger_than_the_chain(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As steps of each size cost and nodes are accepted; the first has the chain's, of which the most is known."""
-    use_tapes(monkeypatch)
+    use_tapes(monkeypatch, smallest_bucket=16)
     target, tried = target_of("llama"), WidthChooser.next_width
     inputs = prompts([5, 8], 6)
     ref = target.generate(**inputs, max_new_tokens=60, do_sample=False)
@@ -378,7 +383,7 @@ def test_steps_that_are_looked_at_show_the_path() -> None:
 def test_a_streamer_that_wants_trees_gets_those_that_iterate_shows(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_tapes(monkeypatch)
+    use_tapes(monkeypatch, smallest_bucket=16)
     target = target_of("qwen3")
     inputs = prompts([5], 7)
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)

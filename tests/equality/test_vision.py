@@ -20,7 +20,7 @@ from helpers.half import half
 from helpers.vision import IMAGE, VIDEO, VISION, Grid, vision_prompts, vision_target
 from tiny import MIXED, oracle_draft, tiny_draft, tiny_target, truth_of
 
-NEW = 24
+NEW = 18
 ROWS: dict[str, list[list[Grid]]] = {
     "one picture": [[(4, 4)]],
     "several sizes": [[(4, 6), (2, 2), (8, 4)]],

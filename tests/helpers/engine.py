@@ -42,8 +42,8 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        tensors = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        self.seen.append((str(func), *((tuple(t.shape), t.stride(), t.dtype) for t in tensors)))
+        tensors = [t for t in ((out,) if isinstance(out, Tensor) else tree_leaves(out)) if isinstance(t, Tensor)]
+        self.seen.append((func, *((t.shape, t.stride(), t.dtype) for t in tensors)))
         return out
 
 

@@ -33,8 +33,10 @@ class Tracer:
         self.seen: collections.Counter[Line] = collections.Counter()
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
-        """Looks at a call; what runs elsewhere is not traced further."""
+        """Looks at a call; what runs elsewhere, or not where it is to interrupt, is not traced further."""
         name = frame.f_code.co_filename
+        if self.at is not None and name != self.at[0][0]:
+            return None
         if not name.startswith(SOURCES) and name != contextlib.__file__:
             return None
         self._look(frame, event)

@@ -46,6 +46,12 @@ def read_modules() -> list[Module]:
 
 
 @cache
+def nodes(module: Module) -> list[ast.AST]:
+    """Every node of a module's tree, for rules that look at all of them."""
+    return list(ast.walk(module.tree))
+
+
+@cache
 def imports(module: Module) -> list[tuple[ast.stmt, str]]:
     """Each import statement, also lazy and type-checking ones, with the longest dotted name that it may bring in."""
     return list(_imports(module))
@@ -53,7 +59,7 @@ def imports(module: Module) -> list[tuple[ast.stmt, str]]:
 
 def _imports(module: Module) -> Iterator[tuple[ast.stmt, str]]:
     package = module.name if module.is_package else module.name.rpartition(".")[0]
-    for node in ast.walk(module.tree):
+    for node in nodes(module):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -81,7 +87,7 @@ def import_graph(modules: list[Module]) -> dict[str, set[str]]:
 @cache
 def functions(module: Module) -> list[Function]:
     """Every function of a module: nested ones and methods too."""
-    return [node for node in ast.walk(module.tree) if isinstance(node, Function)]
+    return [node for node in nodes(module) if isinstance(node, Function)]
 
 
 def is_jit(function: Function) -> bool:

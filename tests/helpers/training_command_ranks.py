@@ -1,6 +1,7 @@
-"""`torchrun --nproc-per-node 2 training_command_ranks.py FILE train ...`: the command; each process notes its stages.
+"""`python training_command_ranks.py FILE FOLDER train ...`: the command in two ranks, and again on its FOLDER.
 
-Every process appends the stages that it runs to FILE.0, FILE.1.
+Every process appends the stages that it runs the first time to FILE.0, FILE.1. Between the two stands a line, "again",
+and behind them which files the second one has changed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (as the next and the last: loaded once for all forks)
+
+import dflash_hf.bench.run
 import dflash_hf.cli.train_stages as stages
+import dflash_hf.training.trainer  # noqa: F401
+from helpers.forked_ranks import run_ranks
 
 
 def noted(name: str, runner: Any, notes: Path) -> Any:
@@ -25,9 +31,27 @@ def noted(name: str, runner: Any, notes: Path) -> Any:
     return run
 
 
-if __name__ == "__main__":
-    path = Path(f"{sys.argv.pop(1)}.{os.environ['RANK']}")
-    path.touch()
-    for stage, runner in stages.RUNNERS.items():
-        stages.RUNNERS[stage] = noted(stage, runner, path)
+def command(words: list[str], notes: str | None = None) -> None:
+    """The command line, in a rank."""
+    if notes is not None:
+        path = Path(f"{notes}.{os.environ['RANK']}")
+        path.touch()
+        for stage, runner in stages.RUNNERS.items():
+            stages.RUNNERS[stage] = noted(stage, runner, path)
+    sys.argv[1:] = words
     runpy.run_module("dflash_hf", run_name="__main__")
+
+
+def written(folder: str) -> dict[str, int]:
+    """When each file of a run was written, but the one that every command writes."""
+    files = [path for path in Path(folder).rglob("*") if path.is_file() and path.name != "settings.yaml"]
+    return {str(path): path.stat().st_mtime_ns for path in files}
+
+
+if __name__ == "__main__":
+    file, folder, *first = sys.argv[1:]
+    run_ranks(lambda: command(first, file))
+    print("again")
+    before = written(folder)
+    run_ranks(lambda: command(["train", "--output-dir", folder]))
+    print("changed:", [path for path, when in written(folder).items() if before.get(path) != when])

@@ -1,4 +1,4 @@
-"""Runs by two processes, plain and sharded: `torchrun --nproc-per-node 2 training_ranks.py FOLDER KIND ...`.
+"""Runs by two processes, plain and sharded: `python training_ranks.py FOLDER KIND ...`.
 
 A start takes seconds, so that all kinds run in one, each in a folder of its own. `train` does the same in one process,
 which accumulates what the two do at once. Everything is in float64.
@@ -19,11 +19,12 @@ from accelerate.utils import DistributedType
 from torch import distributed
 
 from dflash_hf.training import DFlashTrainer
+from helpers.forked_ranks import run_ranks
 from helpers.training import draws, options, records
 from tiny import DFLASH2, tiny_draft, tiny_target
 
 ADAPTED = ["fc", "q_proj", "v_proj", "down_proj"]
-STEPS, BATCHES = 8, 4  # of one row, in a step
+STEPS, BATCHES = 4, 4  # of one row, in a step
 
 
 def make(folder: Path, kind: str, seed: int = 1) -> DFlashTrainer:
@@ -42,6 +43,7 @@ def make(folder: Path, kind: str, seed: int = 1) -> DFlashTrainer:
         folder,
         optim="muon" if kind == "muon" else "adamw_torch",
         max_steps=STEPS,
+        logging_steps=STEPS // 2,
         per_device_train_batch_size=1,
         gradient_accumulation_steps=BATCHES // world,
         save_steps=STEPS // 2,
@@ -97,4 +99,4 @@ def main(folder: Path, kinds: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    run_ranks(lambda: main(Path(sys.argv[1]), sys.argv[2:]))

@@ -31,7 +31,7 @@ from dflash_hf import DFlashDraftModel, iterate
 from dflash_hf.generation.widths import CHAIN, WidthChooser
 from helpers.static import tensor_oracle
 from helpers.vision import vision_prompts, vision_target
-from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import MIXED, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 PAIR = Path(__file__).parents[2] / "demos" / "toy"
 FAMILIES = ("qwen3", "qwen3-moe", "gemma3", "qwen3-sliding", "llama", "gpt-oss")
@@ -39,7 +39,11 @@ RECURRENT = ("qwen3.5", "qwen3.5-moe", "qwen3-next")
 # Lengths of the prompts of a call, for each family: every family has rows of several lengths, one has other batches.
 PROMPTS = {name: ([3, 11, 7],) for name in FAMILIES} | {name: ([4, 9],) for name in RECURRENT}
 PROMPTS["qwen3"] = ([4], [3, 11, 7], [9, 2])
-NEW = 16
+# Two layers: every one of them is two times to wait for the other process, in each forward.
+SHALLOW: dict[str, Any] = {"num_hidden_layers": 2}
+LAYERS = {name: {"layer_types": MIXED[:2]} for name in ("gemma3", "qwen3-sliding", "gpt-oss")}
+LAYERS |= {name: {"layer_types": ["linear_attention", "full_attention"]} for name in RECURRENT}
+NEW = 12
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 SAMPLED: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.3}
 RULES = ("argmax", "shared_noise", "sample")
@@ -48,7 +52,7 @@ RULES = ("argmax", "shared_noise", "sample")
 def save_targets(folder: Path) -> None:
     """Writes the tiny targets."""
     for family in PROMPTS:
-        tiny_target(family).save_pretrained(folder / family)
+        tiny_target(family, **SHALLOW, **LAYERS.get(family, {})).save_pretrained(folder / family)
     vision_target("qwen3-vl").save_pretrained(folder / "qwen3-vl")
 
 
@@ -430,7 +434,7 @@ def failures(rank: Rank) -> int:
                 extra["stopping_criteria"] = [Once(4, action)]
             elif rank.number == failing:
                 calls = iter(range(9))
-                layer = target.model.layers[2]
+                layer = target.model.layers[1]
                 hook = layer.register_forward_hook(lambda *args: _interrupt() if next(calls, 0) == 4 else None)  # noqa: B023
             call = functools.partial(target.generate, **given, **extra)
             if action is _raise:
@@ -452,7 +456,7 @@ def fails_in_a_forward(rank: Rank) -> int:
     """An error that cannot be told: this process has to end, and the other one with it. The last case of a start."""
     target = rank.target("qwen3")
     if rank.number == 1:
-        target.model.layers[2].mlp.register_forward_pre_hook(lambda *args: _raise())
+        target.model.layers[1].mlp.register_forward_pre_hook(lambda *args: _raise())
     target.generate(**prompts([4], 3), **GREEDY, assistant_model=tiny_draft(target))
     return 0
 

@@ -89,13 +89,13 @@ def test_a_second_call_reads_nothing_that_the_first_has_left(device: str, monkey
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 64)
     target = tiny_target("llama", **SHALLOW).to(device, torch.float32)
     inputs = {name: t.to(device) for name, t in prompts([3, 5], 1).items()}
-    wanted = target.generate(**inputs, max_new_tokens=5, do_sample=False)
+    wanted = target.generate(**inputs, max_new_tokens=3, do_sample=False)
     draft = tensor_oracle(target, truth_of(inputs, wanted), 1, 4, **SMALL, **TAPS).to(device)
     set_engine(draft, "static")
     for _ in range(2):
         with ops.kernels(True):
             assert torch.equal(
-                target.generate(**inputs, max_new_tokens=5, do_sample=False, assistant_model=draft), wanted
+                target.generate(**inputs, max_new_tokens=3, do_sample=False, assistant_model=draft), wanted
             )
         (kept,) = kept_buffers(draft)
         for buffer in (*kept.cache.buffers(), *kept.draft_cache.buffers()):

@@ -22,7 +22,7 @@ from helpers.static import Tape, TapeStep, TensorOracle, set_engine, tensor_orac
 from helpers.vision import vision_prompts, vision_target
 from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of
 
-NEW = 14
+NEW = 10
 ENGINES = ["eager", "static", "cuda_graph"]
 SLIDING: dict[str, Any] = {"sliding_window": 5, "window_from_anchor": True}
 DRAFTS: dict[str, dict[str, Any]] = {

@@ -5,6 +5,7 @@ Here they rehearse (`NOTEBOOK_REHEARSAL`): what takes minutes is done with few s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
+KernelManager = pytest.importorskip("jupyter_client").KernelManager
 
 FOLDER = Path(__file__).resolve().parents[2] / "demos" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -24,18 +26,29 @@ def images(book: nbformat.NotebookNode) -> int:
     return sum("image/png" in output.get("data", {}) for output in outputs)
 
 
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[KernelManager]:
+    """One process for all notebooks: each begins with no variables and in a folder of its own, and torch is loaded."""
+    manager = KernelManager(kernel_name="python3")
+    manager.client_class = "jupyter_client.asynchronous.AsyncKernelClient"  # as NotebookClient has it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(FOLDER.parents[1] / "src"))
+        patch.setenv("NOTEBOOK_REHEARSAL", "1")
+        manager.start_kernel(extra_arguments=["--HistoryManager.hist_file=:memory:"])
+    yield manager
+    manager.shutdown_kernel(now=True)
+
+
 @pytest.mark.timeout(600)  # seconds on a free machine, minutes on a busy one
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    root = FOLDER.parents[1]
+def test_notebook_runs(path: Path, kernel: KernelManager, tmp_path: Path) -> None:
     # As in a fresh clone: not with the larger models that `make real` may have left in build/.
-    (tmp_path / "demos").symlink_to(root / "demos")
-    monkeypatch.setenv("PYTHONPATH", str(root / "src"))
-    monkeypatch.setenv("NOTEBOOK_REHEARSAL", "1")
+    (tmp_path / "demos").symlink_to(FOLDER.parents[1] / "demos")
     committed = nbformat.read(path, as_version=4)
     book = nbformat.read(path, as_version=4)
-    place = {"metadata": {"path": tmp_path}}
-    nbclient.NotebookClient(book, timeout=280, kernel_name="python3", resources=place).execute()
+    book.cells.insert(0, nbformat.v4.new_code_cell(f"%reset -f\n%cd -q {tmp_path}"))
+    nbclient.NotebookClient(book, km=kernel, timeout=280).execute()
+    del book.cells[0]
     assert images(book) == images(committed) > 0
     shown = [[bool(cell.get("outputs")) for cell in one.cells] for one in (book, committed)]
     assert shown[0] == shown[1]

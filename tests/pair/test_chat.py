@@ -1,17 +1,16 @@
 """The chat on the bundled text pair: its answers, what it counts, what it goes on from, and the terminal."""
 
-import os
 import re
-import subprocess
-import sys
 import threading
 from functools import cache
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from dflash_hf.chat.conversation import Answer, Conversation, Settings
 from dflash_hf.chat.model import ChatModel, RunStreamer
+from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import load_pair
 from helpers.held_chat import held_put
 
@@ -19,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT / "demos" / "toy"
 PATIENCE = 250  # seconds: a slow machine is no failure
 QUESTIONS = ("Compute 41 + 80 - 99 + 14.", "Compute 19 + 50 - 30.")
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 
 
 @cache
@@ -121,21 +119,10 @@ def test_race_is_identical_and_counts_both() -> None:
 
 def test_terminal_chat_answers_and_counts() -> None:
     answer = ask(Conversation(), QUESTIONS[0])
-    command = [
-        sys.executable,
-        "-m",
-        "dflash_hf.cli",
-        "chat",
-        "--target",
-        str(TOY / "target"),
-        "--draft",
-        str(TOY / "draft"),
-    ]
+    command = ["chat", "--target", str(TOY / "target"), "--draft", str(TOY / "draft")]
     typed = f"{QUESTIONS[0]}\n/image nowhere.png\n/new\n/quit\n"
-    run = subprocess.run(
-        command, input=typed, capture_output=True, text=True, env=ENVIRONMENT, timeout=PATIENCE, check=False
-    )
-    assert run.returncode == 0, run.stderr
+    run = CliRunner().invoke(app, command, input=typed)
+    assert run.exit_code == 0, run.output
     assert answer.text in run.stdout
     # How many forwards it takes follows the clock; what is said must fit together, without the token of the prefill.
     said = re.search(r"(\d+) tokens, (\d+) forwards, acceptance length ([\d.]+)", run.stdout.replace("\n", " "))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -24,8 +21,6 @@ from dflash_hf.evaluation.prompt_files import image_names
 
 TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
 GREEDY: dict[str, Any] = {"max_new_tokens": 320, "do_sample": False}
-# Where the package is not installed, a subprocess does not know pytest's own path.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TOY.parents[1] / "src")}
 
 
 @cache
@@ -70,15 +65,27 @@ def test_going_on_from_a_kept_cache_accepts_what_it_accepts_without(rows: int) -
     assert draft.last_stats.num_committed == committed
 
 
-def test_every_answer_is_identical_and_acceptance_is_above_the_floors() -> None:
+def chosen() -> list[dict[str, Any]]:
+    """Two of each kind; others of each: tests/bench/test_thresholds.py."""
+    return [row for number, row in enumerate(prompts(5)) if number % 5 in (0, 4)]
+
+
+@cache
+def alone(index: int) -> tuple[torch.Tensor, list[int]]:
+    """Prompt and drafted answer of one of them, and what its verifies committed."""
     target, draft, tokenizer = pair()
+    inputs = encode_prompt(tokenizer, chosen()[index]["messages"], target.device)
+    out = target.generate(**inputs, **GREEDY, assistant_model=draft)
+    return out, draft.last_stats.num_committed[0]
+
+
+def test_every_answer_is_identical_and_acceptance_is_above_the_floors() -> None:
+    target, _, tokenizer = pair()
     verifies: dict[str, list[int]] = defaultdict(list)
-    for number, row in enumerate(prompts(5)):
-        inputs = encode_prompt(tokenizer, row["messages"], target.device)
-        out = target.generate(**inputs, **GREEDY, assistant_model=draft)
-        if number % 5 in (0, 4):  # the first four of each kind: tests/bench/test_thresholds.py
-            assert torch.equal(target.generate(**inputs, **GREEDY), out)
-        verifies[row["kind"]] += draft.last_stats.num_committed[0]
+    for index, row in enumerate(chosen()):
+        out, committed = alone(index)
+        assert torch.equal(target.generate(**encode_prompt(tokenizer, row["messages"], target.device), **GREEDY), out)
+        verifies[row["kind"]] += committed
     lengths = {kind: sum(counts) / len(counts) for kind, counts in verifies.items()}
     everything = [count for counts in verifies.values() for count in counts]
     assert sum(everything) / len(everything) >= 4.5, lengths
@@ -86,16 +93,12 @@ def test_every_answer_is_identical_and_acceptance_is_above_the_floors() -> None:
 
 
 def test_batches_accept_what_the_rows_accept_alone() -> None:
-    target, draft, tokenizer = pair()
-    rows = prompts(2)
-    inputs = batch_of(rows)
+    target, draft, _ = pair()
+    inputs = batch_of(chosen())
     plain = target.generate(**inputs, **GREEDY)
     out = target.generate(**inputs, **GREEDY, assistant_model=draft)
     assert torch.equal(out, plain)
-    together = draft.last_stats.num_committed
-    for index, row in enumerate(rows):
-        target.generate(**encode_prompt(tokenizer, row["messages"], target.device), **GREEDY, assistant_model=draft)
-        assert draft.last_stats.num_committed == [together[index]]
+    assert draft.last_stats.num_committed == [alone(index)[1] for index in range(len(chosen()))]
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
@@ -125,15 +128,9 @@ def test_sampled_texts_are_the_same_at_block_sizes_1_4_and_16(temperature: float
 
 
 def test_the_demo_command_compares_and_succeeds() -> None:
-    """Both pairs, texts and images, by a process of its own; what other commands print is looked at in this one."""
-    run = subprocess.run(
-        [sys.executable, "-m", "dflash_hf.cli", "demo", "--per-kind", "1", "--max-new-tokens", "24", "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=ENVIRONMENT,
-    )
-    assert run.returncode == 0, run.stderr
+    """Both pairs, texts and images."""
+    run = CliRunner().invoke(app, ["demo", "--per-kind", "1", "--max-new-tokens", "24", "--json"])
+    assert run.exit_code == 0, run.output
     result = json.loads(run.stdout.splitlines()[-1])
     assert result["all"]["identical"] is True
     assert all(row["num_target_forwards"] < row["num_tokens"] for row in result["rows"])

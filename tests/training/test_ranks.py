@@ -34,7 +34,7 @@ def numbers(path: Path) -> list[dict[str, float]]:
 
 
 def test_two_processes_are_one_that_accumulates(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", training_ranks.__file__]
+    command = [sys.executable, training_ranks.__file__]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     run = subprocess.run(
         [*command, str(tmp_path / "two"), *sorted(KINDS, key=lambda kind: "fsdp" in kind)],

@@ -47,17 +47,28 @@ def run(code: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import dflash_hf",
-        "from transformers import AutoModelForCausalLM, AutoProcessor\nimport dflash_hf",
-    ],
-    ids=["before", "after"],
-)
-def test_importing_is_all_it_takes(imports: str) -> None:
+# Which of the two is imported first. Each has a process of its own, forked from one that has what both import.
+ORDERS = ["import dflash_hf", "from transformers import AutoModelForCausalLM, AutoProcessor\nimport dflash_hf"]
+IN_FORKS = f"""
+import os, traceback
+import huggingface_hub, PIL.Image, tokenizers, torch
+assert "transformers" not in sys.modules
+for order in {ORDERS}:
+    child = os.fork()
+    if not child:
+        try:
+            exec(order + {USE!r})
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, order
+"""
+
+
+def test_importing_is_all_it_takes() -> None:
     pytest.importorskip("PIL")
-    run(f"{imports}\n{USE}")
+    run(IN_FORKS)
 
 
 def test_beside_transformers_the_import_adds_nothing_but_itself() -> None:

@@ -22,6 +22,7 @@ from dflash_hf.target import formulas, short_forwards
 from dflash_hf.target.fused import fused_modules
 from dflash_hf.target.parts import find_target
 from dflash_hf.target.short_forwards import ShortLayer, short_forward_of
+from helpers.half import pairs
 from helpers.static import tensor_oracle
 from tiny import prompts, tiny_target, truth_of
 
@@ -36,6 +37,9 @@ FAMILIES = [
     ("gemma3", set[str]()),  # its norms add one to their weights
     ("gpt-oss", set[str]()),  # its norms multiply in float32, its scores have sinks
 ]
+KNOWN = [family for family, wanted in FAMILIES if wanted]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+PROMPTS = [([9], None), ([40], 16), ([4, 11, 7], None)]  # lengths, and of how many tokens each forward
 
 
 @pytest.fixture(autouse=True)
@@ -112,9 +116,7 @@ def test_an_mlp_of_another_kind_is_called_by_a_layer_that_is_known() -> None:
     decoded(target)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "llama3-rope", "mistral", "qwen2", "phi3"])
-@pytest.mark.parametrize("lengths", [[9], [4, 11, 7]], ids=str)
+@pytest.mark.parametrize(("family", "dtype", "lengths"), pairs(KNOWN, DTYPES, [[9], [4, 11, 7]]))
 def test_logits_are_the_same_bit_for_bit(
     family: str, dtype: torch.dtype, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,13 +161,11 @@ def prefilled(monkeypatch: pytest.MonkeyPatch, target: Any, lengths: list[int], 
     return sum(module in set(target.modules()) for module in used)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("family", ["qwen3", "llama3-rope", "mistral", "qwen2"])
-@pytest.mark.parametrize(("lengths", "chunk"), [([9], None), ([40], 16), ([4, 11, 7], None)], ids=str)
-def test_prompts_are_the_same_bit_for_bit(
-    family: str, dtype: torch.dtype, lengths: list[int], chunk: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target: Any = tiny_target(family).to(dtype)
+@pytest.mark.parametrize(
+    ("family", "dtype", "prompt"), pairs(["qwen3", "llama3-rope", "mistral", "qwen2"], DTYPES, PROMPTS)
+)
+def test_prompts_are_the_same_bit_for_bit(family: str, dtype: Any, prompt: Any, monkeypatch: Any) -> None:
+    target, (lengths, chunk) = tiny_target(family).to(dtype), prompt
     num = prefilled(monkeypatch, target, lengths, prefill_chunk_size=chunk)
     assert num == len(target.model.layers) * (3 if chunk else 1)
 

@@ -1,0 +1,59 @@
+"""Two processes with the environment that torchrun gives them, forked from one that has loaded torch and Transformers.
+
+A start by torchrun loads both three times over; it is tested in tests/equality/test_ranks.py and, on a command,
+in tests/bench/test_processes.py. To be used by a script of its own: nothing may have been trained before a fork.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Never
+
+NUM_RANKS = 2
+
+
+def run_ranks(work: Callable[[], object]) -> None:
+    """Runs `work` in each of two processes at once; ends this one, and both, as soon as one of them fails."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    sys.stdout.flush()
+    ranks = set[int]()
+    for rank in range(NUM_RANKS):
+        if child := os.fork():
+            ranks.add(child)
+        else:
+            _be(rank, port, work)
+    while ranks:
+        ended, status = os.wait()
+        ranks.discard(ended)
+        if status:
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(1)
+
+
+def _be(rank: int, port: int, work: Callable[[], object]) -> Never:
+    """Is one of the processes, to its end."""
+    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS}
+    found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
+    os.environ |= {name: str(value) for name, value in found.items()}
+    status = 1
+    try:
+        work()
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+__all__ = ["run_ranks"]
