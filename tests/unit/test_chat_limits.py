@@ -370,7 +370,7 @@ def ask(page: Page, text: str, files: list[Path]) -> dict[Any, Any]:
     """What the page changes for a message that is refused."""
     message = {"text": text, "files": [str(path) for path in files]}
     request = SimpleNamespace(session_hash="a", state=SimpleNamespace(browser="b"))
-    data = {page.box: message, page.draft: True, page.heat: 0.0, page.top_p: 1.0, page.length: 16, page.system: ""}
+    data = {page.box: message, **{part: part.value for part in (*page.settings.values(), page.system)}}
     return {part: value for change in page._ask(data, request) for part, value in change.items()}
 
 
