@@ -1,7 +1,6 @@
 """The chat on the bundled text pair: its answers, what it counts, what it goes on from, and the terminal."""
 
 import re
-import threading
 from functools import cache
 from pathlib import Path
 
@@ -81,10 +80,8 @@ def test_leaving_an_answer_ends_its_run(monkeypatch: pytest.MonkeyPatch) -> None
         hold(patch, 3)
         answers = model().ask(conversation, QUESTIONS[0], [], Settings(use_draft=False))
         next(answers)
-        [run] = [thread for thread in threading.enumerate() if thread.name == "dflash-chat-run"]
         answers.close()
-        run.join(PATIENCE)
-        assert not run.is_alive(), "it waits for a reader that has gone"
+        model().thread.submit(int).result(PATIENCE)  # it would wait for a reader that has gone
     # Another question to the same conversation must not call the old run back.
     assert ask(conversation, QUESTIONS[0]).state == "done"
     assert len(conversation.turns[0].answer.ids) <= 3 < len(conversation.turns[1].answer.ids)
@@ -104,9 +101,9 @@ def test_refused_messages_leave_the_conversation_as_it_was() -> None:
 def test_race_is_identical_and_counts_both() -> None:
     conversation = Conversation()
     with pytest.raises(ValueError, match="empty conversation"):
-        model().race(conversation, 320)
+        model().race(conversation, conversation.turns, 320)
     answer = ask(conversation, QUESTIONS[0], temperature=1.0)
-    *_, (plain, drafted) = model().race(conversation, 320)
+    *_, (plain, drafted) = model().race(conversation, conversation.turns, 320)
     assert (plain.state, drafted.state) == ("done", "done")
     assert drafted.agreement is not None
     assert drafted.agreement.identical

@@ -128,7 +128,7 @@ def test_race_of_the_chat_says_the_same(monkeypatch: pytest.MonkeyPatch, ties: b
     conversation = Conversation()
     *_, asked = model.ask(conversation, PROMPT, [], Settings(max_new_tokens=4))
     assert asked.agreement is None
-    *_, (plain, drafted) = model.race(conversation, 16)
+    *_, (plain, drafted) = model.race(conversation, conversation.turns, 16)
     assert plain.agreement is None
     assert drafted.agreement is not None
     assert (drafted.agreement.token, drafted.agreement.is_tie) == (INDEX, ties)

@@ -277,7 +277,7 @@ def test_bad_rows_are_named(tmp_path: Path) -> None:
         ),
         ({"messages": []}, f"{TURNS}, got none; leave the row out"),
         ({"messages": "hello"}, f"{TURNS}, got str 'hello'; put it into a turn"),
-        ({"messages": {"role": "user", "content": "q"}}, f"{TURNS}, got dict {{'role'.*; put it into a turn"),
+        ({"messages": {"role": "user", "content": "q"}}, f"{TURNS}, got dict {{'content'.*; put it into a turn"),
         ({"messages": None}, f"{TURNS}, got NoneType None; put it into a turn"),
         ({"messages": ["hello"]}, f"{TURNS}, got str 'hello' as turn 0; give its role and content"),
         ({"messages": [chat[0], {"content": "a"}]}, f"{TURNS}, got turn 1 without a role; add it"),

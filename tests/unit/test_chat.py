@@ -5,6 +5,7 @@ import json
 import re
 import threading
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,9 +13,10 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from transformers.cli.serving.utils import InferenceThread
 
 from dflash_hf.chat.conversation import MAX_SESSIONS, Answer, Conversation, Run, Sessions, Settings, State, Turn
-from dflash_hf.chat.model import RunStreamer, Stopped, in_turn
+from dflash_hf.chat.model import RunStreamer, in_turn
 from dflash_hf.chat.render import find_examples, render
 from dflash_hf.cli import pair
 from dflash_hf.cli.chat import converse
@@ -119,34 +121,50 @@ def streamer(stop: threading.Event) -> RunStreamer:
     return RunStreamer(Answer(drafted=False, block_size=4), stop, tokenizer)
 
 
-def last_of(free: threading.Lock, runs: RunStreamer, call: Callable[[], None]) -> Answer:
-    *_, answer = in_turn(free, runs, call, 0.01)
+def last_of(thread: InferenceThread, runs: RunStreamer, call: Callable[[], None]) -> Answer:
+    *_, answer = in_turn(thread, runs, call, 0.01)
     return answer
 
 
 def test_stop_ends_a_run_and_the_wait_for_one() -> None:
-    free, stop = threading.Lock(), threading.Event()
+    thread, stop, free = InferenceThread(), threading.Event(), threading.Event()
     runs = streamer(stop)
 
     def run() -> None:
-        runs.put(None)
+        for _ in range(2):
+            runs.put(torch.tensor([1]))
         stop.set()
-        runs.put(None)
+        runs.put(torch.tensor([1]))
 
-    assert last_of(free, runs, run).state == "stopped"
-    with free:
-        assert last_of(free, streamer(stop), lambda: pytest.fail("it did not wait")).state == "stopped"
+    answer = last_of(thread, runs, run)
+    assert (answer.state, len(answer.runs)) == ("stopped", 1)
+    thread.submit(free.wait)
+    assert last_of(thread, streamer(stop), lambda: pytest.fail("it did not wait")).state == "stopped"
+    free.set()
+    thread.submit(int).result()
+
+
+def test_stop_before_the_first_token_does_not_wait_for_the_prefill() -> None:
+    thread, stop, prefilled = InferenceThread(), threading.Event(), threading.Event()
+
+    def prefill() -> None:
+        stop.set()
+        prefilled.wait()
+
+    assert last_of(thread, streamer(stop), prefill).state == "stopped"
+    assert not prefilled.is_set()
+    prefilled.set()
 
 
 def test_leaving_ends_the_run_and_errors_become_sentences() -> None:
-    free, stop, over = threading.Lock(), threading.Event(), threading.Event()
+    thread, stop, over = InferenceThread(), threading.Event(), threading.Event()
 
     def forever() -> None:
         if stop.wait(60):
             over.set()
-            raise Stopped
+            raise CancelledError
 
-    running = in_turn(free, streamer(stop), forever, 0.01)
+    running = in_turn(thread, streamer(stop), forever, 0.01)
     assert next(running).state in ("waiting", "running")
     assert not over.is_set()
     running.close()
@@ -155,9 +173,9 @@ def test_leaving_ends_the_run_and_errors_become_sentences() -> None:
     def fail() -> None:
         raise KeyError("secret")
 
-    answer = last_of(free, streamer(threading.Event()), fail)
+    answer = last_of(thread, streamer(threading.Event()), fail)
     assert (answer.state, "KeyError" in answer.error, "secret" in answer.error) == ("failed", True, False)
-    assert free.acquire(blocking=False), "the lock was kept"
+    assert last_of(thread, streamer(threading.Event()), lambda: None).state == "done", "nobody gets a turn any more"
 
 
 def test_pages_have_conversations_of_their_own() -> None:
@@ -207,7 +225,7 @@ def test_nothing_that_was_written_is_markup() -> None:
     turn.answer.runs.append(Run(text=text, bonus=text, num_tokens=2, num_accepted=1, seconds=0.2))
     for page in (
         render("question", turn),
-        render("answer", turn.answer, False),
+        render("answer", turn.answer),
         render("notice", text),
         render("header", text, text, text, text),
         render("race", text, None, None),
@@ -267,7 +285,7 @@ def test_every_part_can_be_shown_in_every_state() -> None:
     for answer in [None, *lanes]:
         assert "df-figures" in render("statistics", answer, 4)
         assert "<h1>" in render("headline", answer, None)
-        assert answer is None or "df-meta" in render("answer", answer, False)
+        assert answer is None or "df-meta" in render("answer", answer)
     for plain in lanes:
         for drafted in [lane("waiting", True, 0.0)] if plain.state != "done" else lanes:
             assert "df-lane-draft" in render("race", "what", plain, drafted)

@@ -179,9 +179,7 @@ def shown(tried: Tried | None, *, stats: SpeculativeStats | None = None) -> str:
         )
         for index, text in enumerate("xyz")
     ]
-    return render(
-        "answer", Answer(drafted=True, block_size=4, ids=[1] * 6, runs=runs, state="done", stats=stats), False
-    )
+    return render("answer", Answer(drafted=True, block_size=4, ids=[1] * 6, runs=runs, state="done", stats=stats))
 
 
 def test_a_chain_is_shown_as_before_and_a_tree_has_one_stop_for_the_keyboard() -> None:

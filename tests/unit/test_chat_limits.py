@@ -9,6 +9,7 @@ import gradio as gr
 import pytest
 from gradio import processing_utils
 from PIL import Image
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from dflash_hf.chat import conversation as conversation_module
@@ -226,9 +227,9 @@ def test_uploads_are_limited_in_number_and_bytes_together(tmp_path: Path) -> Non
 def test_uploads_that_are_coming_in_count_until_they_end(tmp_path: Path) -> None:
     uploads = Uploads(tmp_path, max_files=2, max_bytes=100)
     with uploads.admit(60):
-        with pytest.raises(ValueError, match="of 100 bytes, got 2 of 101"), uploads.admit(41):
+        with pytest.raises(HTTPException, match="of 100 bytes, got 2 of 101"), uploads.admit(41):
             pass
-        with uploads.admit(40), pytest.raises(ValueError, match="at most 2 uploaded files"), uploads.admit(0):
+        with uploads.admit(40), pytest.raises(HTTPException, match="at most 2 uploaded files"), uploads.admit(0):
             pass
     with uploads.admit(100):
         pass
@@ -369,7 +370,7 @@ def ask(page: Page, text: str, files: list[Path]) -> dict[Any, Any]:
     """What the page changes for a message that is refused."""
     message = {"text": text, "files": [str(path) for path in files]}
     request = SimpleNamespace(session_hash="a", state=SimpleNamespace(browser="b"))
-    data = {page.box: message, page.draft: True, page.heat: 0.0, page.top_p: 1.0, page.length: 16, page.system: ""}
+    data = {page.box: message, **{part: part.value for part in (*page.settings.values(), page.system)}}
     return {part: value for change in page._ask(data, request) for part, value in change.items()}
 
 

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dflash_hf.chat.model import ChatModel
@@ -52,15 +53,16 @@ class Uploads:
 
     @contextmanager
     def admit(self, num_bytes: int) -> Generator[None]:
-        """Counts an upload while it comes in, what is there of it twice; raises `ValueError` without room for it."""
+        """Counts an upload while it comes in, what is there of it twice; `HTTPException` without room for it."""
         sizes = [*self._coming, num_bytes]
         for path in self.folder.rglob("*"):
             with suppress(FileNotFoundError):  # deleted meanwhile
                 sizes += [] if path.is_dir() else [path.lstat().st_size]
         if len(sizes) > self.max_files or sum(sizes) > self.max_bytes:
-            raise ValueError(
+            raise HTTPException(
+                413,
                 f"expected at most {self.max_files} uploaded files on this server, of {self.max_bytes:,} bytes, got "
-                f"{len(sizes)} of {sum(sizes):,}; try again in some minutes: uploads are deleted after {MINUTES}"
+                f"{len(sizes)} of {sum(sizes):,}; try again in some minutes: uploads are deleted after {MINUTES}",
             )
         self._coming.append(num_bytes)
         try:
@@ -104,15 +106,13 @@ class Guard:
             try:
                 self._admit(request, coming)
             except HTTPException as refusal:
-                text = [(b"content-type", b"text/plain; charset=utf-8")]
-                await send_with_headers(
-                    {"type": "http.response.start", "status": refusal.status_code, "headers": text}
-                )
-                await send({"type": "http.response.body", "body": refusal.detail.encode(), "more_body": True})
+                said = PlainTextResponse(refusal.detail, refusal.status_code)
+                head = {"type": "http.response.start", "status": said.status_code, "headers": said.raw_headers}
+                await send_with_headers(head)
                 # Read to the end, and kept nowhere: who is still sending would hear of a broken connection only.
                 while refusal.status_code == 413 and (await receive()).get("more_body"):
                     pass
-                return await send({"type": "http.response.body", "body": b""})
+                return await send({"type": "http.response.body", "body": said.body})
             await self.app(scope, receive, send_with_headers)
 
     def _admit(self, request: Request, coming: ExitStack) -> None:
@@ -142,14 +142,11 @@ class Guard:
                 self._browsers.popitem(last=False)
             if not secrets.compare_digest(owner.encode(), request.state.browser.encode()):
                 raise HTTPException(403, "expected a page that this browser opened, got another one's; open it anew")
-        try:
-            # The path as it is routed, and the whole of it: other routes read their bodies into memory.
-            if (request.method, path) == ("POST", UPLOAD):
-                coming.enter_context(self.uploads.admit(int(length)))
-            elif int(length or 0) > MAX_BODY:
-                raise ValueError(f"expected a request of at most {MAX_BODY} bytes, got {length}")
-        except ValueError as error:
-            raise HTTPException(413, str(error)) from error
+        # The path as it is routed, and the whole of it: other routes read their bodies into memory.
+        if (request.method, path) == ("POST", UPLOAD):
+            coming.enter_context(self.uploads.admit(int(length)))
+        elif int(length or 0) > MAX_BODY:
+            raise HTTPException(413, f"expected a request of at most {MAX_BODY} bytes, got {length}")
 
 
 def guards(host: str, uploads: Uploads, share: bool = False) -> list[Middleware]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ MAX_CACHES = 8
 MAX_IMAGE_BYTES = 2**30  # decoded, of all conversations
 MAX_DROPPED = 1024  # pages that are told, when they return, that their conversation was dropped
 
-State = Literal["waiting", "running", "done", "stopped", "failed"]  # waiting for another conversation's run
+State = Literal["waiting", "running", "done", "stopped", "failed", "example"]  # waiting for another page's run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Settings:
 
     def for_generate(self) -> dict[str, Any]:
         """Returns the keywords for `generate`; what the target's own config says about sampling does not count."""
-        sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": self.top_p}
+        sampling = {"do_sample": True, "temperature": float(self.temperature), "top_k": 0, "top_p": self.top_p}
         return {"max_new_tokens": self.max_new_tokens, **(sampling if self.temperature else {"do_sample": False})}
 
 
@@ -159,7 +159,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._by_page: OrderedDict[str, Conversation] = OrderedDict()
-        self._dropped: list[str] = []  # pages
+        self._dropped: deque[str] = deque(maxlen=MAX_DROPPED)  # pages
         self._lock = threading.Lock()
 
     @contextmanager
@@ -204,7 +204,8 @@ class Sessions:
         Returns True if a run is in progress; its conversation is then marked as `left`.
         """
         with self._lock:
-            self._dropped = [name for name in self._dropped if name != page]
+            if page in self._dropped:
+                self._dropped.remove(page)
             conversation = self._by_page.get(page, Conversation())
             conversation.left = conversation.busy
             conversation.stop.set()
@@ -218,8 +219,7 @@ class Sessions:
             num_bytes = sum(other.num_bytes for other in self._by_page.values())
             if len(self) > MAX_SESSIONS or (num_bytes > MAX_IMAGE_BYTES and held.num_bytes):
                 del self._by_page[page]
-                self._dropped += [page] if held.turns else []  # nobody misses an empty one
-        del self._dropped[:-MAX_DROPPED]
+                self._dropped.extend([page] if held.turns else [])  # nobody misses an empty one
         for held in [held for held in self._by_page.values() if held.cache and not held.busy][:-MAX_CACHES]:
             held.cache = None
 

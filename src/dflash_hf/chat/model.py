@@ -1,7 +1,7 @@
 """The pair that a chat talks to: prompts, answers run by run, and the race against plain `generate`.
 
-One run at a time, each in a thread of its own: a time taken beside another run says nothing. Whoever comes second
-waits, and can stop waiting.
+One run at a time, all in one thread: a time taken beside another run says nothing. Whoever comes second waits, and can
+stop waiting.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import CancelledError, wait
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -16,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cli.serving.utils import InferenceThread
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from dflash_hf.chat.branches import BROKEN, VerifiedTree
-from dflash_hf.chat.conversation import Answer, Conversation, Run, Settings, State, Turn
+from dflash_hf.chat.conversation import Answer, Conversation, Run, Settings, Turn
 from dflash_hf.evaluation.agreement import agreement
 from dflash_hf.evaluation.harness import Processor, encode_prompt, tokenizer_of
 from dflash_hf.evaluation.image_files import ChatImage, ImageError
@@ -31,11 +33,8 @@ MAX_IMAGES = 16  # of a conversation
 TICK, RACE_TICK = 0.08, 0.5  # seconds between two looks at a run; a page must not slow down what it times
 MANY_RUNS = 100  # that make looks half as frequent
 
+Race = tuple[Answer, Answer]  # of the target alone, and with the draft
 logger: Any = logging.get_logger(__name__)
-
-
-class Stopped(Exception):
-    """Raised inside `generate` to end it: the person asked for that, or nobody reads the answer any more."""
 
 
 class RunStreamer(BaseStreamer):
@@ -47,16 +46,15 @@ class RunStreamer(BaseStreamer):
         # The prompt, then committed tokens; with their times, and the trees that were verified.
         self._arrived: list[tuple[Any, float, VerifiedTree | None]] = []
         self._tree: VerifiedTree | None = None  # of the tokens that come next
-        self._given = ""  # text
 
     def put_tree(self, **tree: list[int]) -> None:
         """Notes the tree of the verify whose tokens come next, as a [`TreeReport`] of one row."""
         self._tree = VerifiedTree(**tree)
 
     def put(self, value: Any) -> None:
-        """Notes what has come, and when; raises `Stopped` if the run is to end."""
+        """Notes what has come, and when; raises `CancelledError` if the run is to end, which ends `generate`."""
         if self.stop.is_set():
-            raise Stopped
+            raise CancelledError
         self._arrived.append((value, time.perf_counter() - self.started, self._tree))
         self._tree = None
 
@@ -66,7 +64,8 @@ class RunStreamer(BaseStreamer):
     def update(self) -> None:
         """Brings the answer up to date."""
         answer = self.answer
-        answer.seconds = (self.ended or time.perf_counter()) - self.started if self.started else 0.0
+        if self.started:
+            answer.state, answer.seconds = "running", (self.ended or time.perf_counter()) - self.started
         for value, seconds, tree in self._arrived[1 + len(answer.runs) :]:
             ids = value.reshape(-1).tolist()
             # A verify's last token is taken for the target's own until the run's end tells.
@@ -74,8 +73,9 @@ class RunStreamer(BaseStreamer):
             split = len(ids) - is_verify
             run = Run(text="", bonus="", num_tokens=len(ids), num_accepted=is_verify * split, seconds=seconds)
             run.tried = None if tree is None else tree.read(answer.ids, len(ids), self.tokenizer)
-            run.text, run.bonus = self._read(ids[:split]), self._read(ids[split:])
             answer.runs.append(run)
+            run.text = self._read(ids[:split])
+            run.bonus = self._read(ids[split:])
         for run, accepted in zip(answer.runs[1:], answer.stats.num_accepted[0] if answer.stats else [], strict=False):
             if accepted >= run.num_tokens:  # cut at the end: its last token was proposed
                 run.text, run.bonus = run.text + run.bonus, ""
@@ -85,53 +85,44 @@ class RunStreamer(BaseStreamer):
         """Adds ids to the answer; returns their text, up to the last whole character, without special tokens."""
         self.answer.ids += ids  # all of them are read each time: a token's text may depend on those before it
         whole = str(self.tokenizer.decode(self.answer.ids, skip_special_tokens=True)).rstrip(BROKEN)
-        new, self._given = whole[len(self._given) :], whole
-        return new
+        return whole[len(self.answer.text) :]
 
 
-def in_turn(free: threading.Lock, streamer: RunStreamer, call: Callable[[], None], tick: float) -> Generator[Answer]:
-    """Calls something in a thread once a lock is free; yields the answer while it grows, and once at its end.
+def in_turn(
+    thread: InferenceThread, streamer: RunStreamer, call: Callable[[], None], tick: float
+) -> Generator[Answer]:
+    """Calls something in a thread once it is free; yields the answer while it grows, and once at its end.
 
-    What the call raises becomes the answer's state and error. Leaving the iterator tells the call to end, and does not
-    wait: a server's event loop must not stand still for the rest of a prefill. It yields more seldom the longer the
-    answer: a page draws all of it anew, and hears no buttons meanwhile.
+    What the call raises becomes the answer's state and error. Leaving the iterator tells the call to end. Who leaves,
+    or stops it where no tokens come, does not wait for that: a prefill may take long. It yields more seldom the
+    longer the answer: a page draws all of it anew, and hears no buttons meanwhile.
     """
-    answer, stop, over = streamer.answer, streamer.stop, threading.Event()
-    end: tuple[State, str] = "failed", ""
+    answer, stop = streamer.answer, streamer.stop
 
     def work() -> None:
-        nonlocal end
-        try:
-            while not free.acquire(timeout=0.1):
-                if stop.is_set():
-                    raise Stopped
-            try:
-                answer.state = "running"
-                call()
-                end = "done", ""
-            finally:
-                free.release()
-        except Stopped:
-            end = "stopped", ""
-        except ValueError as error:
-            end = "failed", str(error)
-        except Exception as error:
-            logger.error("A run of the chat failed.", exc_info=error)
-            end = "failed", f"The run failed ({type(error).__name__}); the server's log says more. The chat goes on."
-        finally:
-            over.set()
+        if stop.is_set():
+            raise CancelledError
+        call()
 
-    threading.Thread(target=work, name="dflash-chat-run", daemon=True).start()
+    run = thread.submit(work)
     try:
-        while not over.wait(tick * (1 + len(answer.runs) / MANY_RUNS)):
+        while not wait([run], tick * (1 + len(answer.runs) / MANY_RUNS)).done:
             streamer.update()
+            if stop.is_set() and (streamer.ended or not answer.runs):
+                break
             yield answer
-        streamer.update()
-        answer.state, answer.error = end
-        yield answer
     finally:
-        if not over.is_set():
+        if not run.done():
             stop.set()
+    streamer.update()
+    error = run.exception() if run.done() else CancelledError()
+    answer.state = "done" if error is None else "stopped" if isinstance(error, CancelledError) else "failed"
+    if isinstance(error, ValueError):
+        answer.error = str(error)
+    elif answer.state == "failed":
+        logger.error("A run of the chat failed.", exc_info=error)
+        answer.error = f"The run failed ({type(error).__name__}); the server's log says more. The chat goes on."
+    yield answer
 
 
 class ChatModel:
@@ -156,7 +147,7 @@ class ChatModel:
             f"{_count(self.target.num_parameters())} parameters · {str(target.dtype).removeprefix('torch.')} · "
             f"{str(target.device).upper()} · the draft has {_count(draft.num_parameters())}"
         )
-        self._free = threading.Lock()
+        self.thread = InferenceThread()
 
     def check_message(self, conversation: Conversation, text: str, images: Sequence[Any]) -> None:
         """Raises `ValueError` for a message that is refused as it is: nobody has to have read its images for that."""
@@ -189,39 +180,38 @@ class ChatModel:
         return inputs
 
     def ask(
-        self, conversation: Conversation, text: str, images: list[ChatImage], settings: Settings
+        self, conversation: Conversation, text: str, images: list[ChatImage], settings: Settings, again: bool = False
     ) -> Generator[Answer]:
         """Adds a turn and answers it, yielding the answer whenever there is more of it, and once at its end.
 
-        Leaving the iterator ends the run, as the conversation's `stop` does; the turn stays with what there is of its
-        answer. Raises `ValueError` at the call if the message is refused; the conversation is then as before.
+        With `again` the turn takes the newest one's place. Leaving the iterator ends the run, as the conversation's
+        `stop` does; the turn stays with what there is of its answer. Raises `ValueError` at the call if the message is
+        refused; the conversation is then as before.
         """
-        self.check_message(conversation, text, images)
+        before = replace(conversation, turns=conversation.turns[:-1] if again else conversation.turns)
+        self.check_message(before, text, images)
         answer = Answer(drafted=settings.use_draft, block_size=self.block_size)
-        turns = [*conversation.turns, Turn(text=text, images=images, answer=answer)]
-        inputs = self.encode(replace(conversation, turns=turns), settings.max_new_tokens)
+        turns = [*before.turns, Turn(text=text, images=images, answer=answer)]
+        inputs = self.encode(replace(before, turns=turns), settings.max_new_tokens)
         conversation.turns, conversation.stop = turns, threading.Event()
         return self._run(conversation, answer, inputs, settings)
 
-    def race(self, conversation: Conversation, max_new_tokens: int) -> Generator[tuple[Answer, Answer]]:
-        """Answers the newest question again, by plain `generate` and then with the draft; yields both as they grow.
+    def race(self, conversation: Conversation, turns: list[Turn], max_new_tokens: int) -> Generator[Race]:
+        """Answers the newest of some turns again, by plain `generate` and then with the draft; yields both, growing.
 
-        Greedy (Transformers' own sampler uses other random numbers), and without a cache of earlier turns. Raises
-        `ValueError` at the call if there is no question yet.
+        Greedy (Transformers' own sampler uses other random numbers), and without a cache of earlier turns; the
+        conversation's `stop` ends it. Raises `ValueError` at the call if there is no question yet.
         """
-        if not conversation.turns:
+        if not turns:
             raise ValueError("expected a question to race on, got an empty conversation; ask something first")
-        inputs = self.encode(conversation, max_new_tokens)
-        conversation.stop = threading.Event()
+        settings, conversation.stop = Settings(max_new_tokens=max_new_tokens), threading.Event()
+        inputs = self.encode(replace(conversation, turns=turns), max_new_tokens)
         plain, drafted = (Answer(drafted=use_draft, block_size=self.block_size) for use_draft in (False, True))
 
-        def run() -> Generator[tuple[Answer, Answer]]:
+        def run() -> Generator[Race]:
             for answer, other in ((plain, None), (drafted, plain)):
-                with closing(
-                    self._run(conversation, answer, inputs, Settings(max_new_tokens=max_new_tokens), other)
-                ) as running:
-                    for _ in running:
-                        yield plain, drafted
+                with closing(self._run(conversation, answer, inputs, settings, other)) as running:
+                    yield from ((plain, drafted) for _ in running)
                 if answer.state != "done":
                     return
 
@@ -238,7 +228,7 @@ class ChatModel:
         """Fills an answer, that of the newest turn or one of a race, which has no cache; compares it with `plain`."""
         answer.num_prompt_tokens = inputs["input_ids"].shape[1]
         streamer = RunStreamer(answer, conversation.stop, self.tokenizer)
-        is_turn = answer is conversation.turns[-1].answer
+        is_turn = any(answer is turn.answer for turn in conversation.turns[-1:])
 
         def call() -> None:
             options, cache = settings.for_generate(), None
@@ -260,7 +250,7 @@ class ChatModel:
                 own = ids[0, answer.num_prompt_tokens :].tolist()
                 answer.agreement = agreement(self.target, inputs, plain.ids, own, do_sample=False)
 
-        return in_turn(self._free, streamer, call, TICK if is_turn else RACE_TICK)
+        return in_turn(self.thread, streamer, call, TICK if is_turn else RACE_TICK)
 
     def _cache_for(self, conversation: Conversation, inputs: dict[str, Tensor]) -> DynamicCache:
         """The conversation's cache, if the new inputs go on from it, else an empty one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -15,7 +16,7 @@ from starlette.middleware import Middleware
 from transformers.utils import logging
 
 from dflash_hf.chat.conversation import Answer, Conversation, Sessions, Settings, Turn
-from dflash_hf.chat.model import ChatModel
+from dflash_hf.chat.model import ChatModel, Race
 from dflash_hf.chat.render import find_examples, render
 from dflash_hf.evaluation.image_files import EXTENSIONS, MAX_FILE_BYTES, ChatImage, ImageError, read_image
 
@@ -40,14 +41,8 @@ def _run(run: Callable[..., Generator[Change]]) -> Callable[..., Generator[Chang
     def changes(self: Page, data: Change, request: gr.Request) -> Generator[Change]:
         conversation = Conversation()
         try:
-            with (
-                self.sessions.use(_name_of(request)) as conversation,
-                closing(run(self, conversation, data)) as running,
-            ):
-                for change in running:
-                    if conversation.left:
-                        break
-                    yield change
+            with self.sessions.use(_name_of(request)) as conversation:
+                yield from run(self, conversation, data)
             yield self._controls(busy=False)
         except ValueError as error:
             yield {self.sentence: render("notice", str(error))}
@@ -76,52 +71,58 @@ class Page:
         hello: Any = {"role": "user", "content": _html("")}
         self.part: Any = gr.Chatbot(render=False).postprocess([hello]).root[0].content[0]
         self.opening, race = self._open()
-        answer = self.opening[0].answer if self.opening else None
-        self.fresh: dict[str, Any] = {  # before the first question, by the names of components
-            "talk": self._messages(self.opening, is_example=True),
-            "begin": render("welcome", model.takes_images, self.examples),
-            "headline": render("headline", answer, race),
-            "lanes": render("race", self.opening[0].text if self.opening else "", *(race or (None, None))),
-            "stats": render("statistics", answer, model.block_size),
-        }
+        question, answer = (self.opening[0].text, self.opening[0].answer) if self.opening else ("", None)
         longest = max(16, min(1024, model.max_length // 2))
         with gr.Blocks(title="DFlash chat", fill_width=True, delete_cache=(SWEPT_EVERY, 60 * MINUTES)) as self.blocks:
             _html(render("header", *names, model.facts, note), elem_id="df-header")
-            self.headline = _html(self.fresh["headline"], elem_id="df-headline")
+            self.headline = _html(render("headline", answer, race), elem_id="df-headline")
             with gr.Row(elem_id="df-main"):
                 with gr.Column(elem_id="df-chat"):
                     self.talk: Any = gr.Chatbot(
-                        self.fresh["talk"],
+                        self._messages(self.opening),
                         elem_id="df-talk",
                         show_label=False,
                         layout="panel",
                         buttons=["copy"],
-                        feedback_options=None,
                         group_consecutive_messages=False,
                         latex_delimiters=LATEX,
                     )
                     script = (HERE / "page.js").read_text(encoding="utf-8")
-                    self.begin = _html(self.fresh["begin"], elem_id="df-begin", js_on_load=script)
+                    welcome = render("welcome", model.takes_images, self.examples)
+                    self.begin = _html(welcome, elem_id="df-begin", js_on_load=script)
                     self.sentence = _html("", elem_id="df-notice")
-                    self.box = self._box()
+                    sees = model.takes_images
+                    self.box: Any = gr.MultimodalTextbox(
+                        show_label=False,
+                        elem_id="df-box",
+                        placeholder="Ask about an image, or anything" if sees else "Ask something",
+                        sources=["upload"] if sees else [],
+                        file_types=list(EXTENSIONS),
+                        file_count="multiple",
+                        max_plain_text_length=10**6,  # a long text stays one: it never becomes a file
+                        autofocus=True,
+                    )
                     with gr.Row(elem_id="df-settings"):
-                        self.draft = gr.Checkbox(True, label="Draft", elem_id="df-draft")
+                        draft = gr.Checkbox(True, label="Draft", elem_id="df-draft")
                         gr.Checkbox(True, label="Colours", interactive=True, elem_id="df-colours")  # see page.css
                         new = gr.Button("New chat", elem_id="df-new", size="sm")
                     with gr.Accordion("Settings", open=False, elem_id="df-more"):
-                        self.heat = gr.Slider(0, 1.5, 0, step=0.1, label="Temperature", elem_id="df-heat")
-                        self.top_p = gr.Slider(0.05, 1, 1, step=0.05, label="Top-p", elem_id="df-top-p")
+                        heat = gr.Slider(0, 1.5, 0, step=0.1, label="Temperature", elem_id="df-heat")
+                        top_p = gr.Slider(0.05, 1, 1, step=0.05, label="Top-p", elem_id="df-top-p")
                         usual = min(320, longest)
-                        self.length = gr.Slider(16, longest, usual, step=16, label="Max tokens", elem_id="df-length")
+                        length = gr.Slider(
+                            16, longest, usual, step=16, precision=0, label="Max tokens", elem_id="df-length"
+                        )
                         self.system = gr.Textbox("", label="System prompt", elem_id="df-system", max_length=20_000)
                 with gr.Column(elem_id="df-side"):
                     with gr.Row(elem_id="df-race-head"):
                         _html("<h2>Race</h2>", elem_id="df-race-title")
                         self.start = gr.Button("Start", elem_id="df-race-start", size="sm")
                         self.halt = gr.Button("Stop", elem_id="df-race-stop", size="sm", visible=False)
-                    self.lanes = _html(self.fresh["lanes"], elem_id="df-race")
+                    self.lanes = _html(render("race", question, *race), elem_id="df-race")
                     _html(render("legend"), elem_id="df-legend-card")
-                    self.stats = _html(self.fresh["stats"], elem_id="df-statistics")
+                    self.stats = _html(render("statistics", answer, model.block_size), elem_id="df-statistics")
+            self.settings = {"use_draft": draft, "temperature": heat, "top_p": top_p, "max_new_tokens": length}
             self._connect(new)
 
     def _connect(self, new: Any) -> None:
@@ -129,59 +130,43 @@ class Page:
         parts = [self.talk, self.begin, self.box, self.sentence, self.headline, self.stats, self.lanes]
         parts += [self.start, self.halt]
         changing: dict[str, Any] = {"outputs": parts, "api_visibility": "private", "show_progress": "hidden"}
-        settings = {self.draft, self.heat, self.top_p, self.length, self.system}
+        settings: set[Any] = {*self.settings.values(), self.system}
         # Not "once": the browser would drop a question that is asked while it still closes the run before.
         self.box.submit(self._ask, {self.box, *settings}, trigger_mode="multiple", **changing)
         self.begin.click(self._ask_example, settings, **changing)
         self.talk.retry(self._ask_again, settings, **changing)
-        self.start.click(self._race, {self.length}, trigger_mode="multiple", **changing)
+        self.start.click(self._race, settings, trigger_mode="multiple", **changing)
         gr.on([self.box.stop, self.halt.click], self._stop, queue=False, api_visibility="private")
         gr.on([new.click, self.talk.clear], self._new, queue=False, **changing)
         self.blocks.unload(self._leave)
 
-    def _open(self) -> tuple[list[Turn], tuple[Answer, Answer] | None]:
+    def _open(self) -> tuple[list[Turn], Race | tuple[()]]:
         """Races on the first example, once, before anybody can ask: what every page shows until then."""
         for text, files in [*self.examples.items()][:1]:
             answer = Answer(drafted=True, block_size=self.model.block_size)
             turn = Turn(text=text, images=[read_image(file) for file in files], answer=answer)
             try:
                 for length in (4, OPENING_TOKENS):  # the first calls pay for loading code
-                    *_, race = self.model.race(Conversation(turns=[turn]), length)
+                    *_, race = self.model.race(Conversation(), [turn], length)
             except ValueError as error:  # too long for this target
                 logger.warning("The chat opens without an example: %s", error)
                 break
             if race[1].agreement is not None:  # else it failed, which was logged
-                turn.answer = race[1]
+                turn.answer = replace(race[1], state="example")
                 return [turn], race
-        return [], None
-
-    def _box(self) -> Any:
-        """Where messages are written, with images if the target sees them."""
-        images = self.model.takes_images
-        return gr.MultimodalTextbox(
-            show_label=False,
-            elem_id="df-box",
-            placeholder="Ask about an image, or anything" if images else "Ask something",
-            sources=["upload"] if images else [],
-            file_types=list(EXTENSIONS),
-            file_count="multiple",
-            max_plain_text_length=10**6,  # a long text stays one: it never becomes a file
-            autofocus=True,
-        )
+        return [], ()
 
     @_run
     def _ask(self, conversation: Conversation, data: Change) -> Generator[Change]:
         text, files = data[self.box]["text"], [Path(file) for file in data[self.box]["files"]]
         uploads = [file for file in files if file.resolve().is_relative_to(self.uploads) and file.is_file()]
-        if conversation.turns[:1] == self.opening:  # raced on, but nobody's question
-            conversation.turns = []
         try:
             self.model.check_message(conversation, text, files)  # before any of them is decoded
             for file in files:
                 if file not in [*uploads, *chain(*self.examples.values())]:
                     missing = f"expected {file.name} to be an upload, got none of that name: uploads are deleted"
                     raise ImageError(f"{missing} after {MINUTES} minutes; add it again", file)
-            yield from self._answer(conversation, text, [read_image(file) for file in files], data, value=EMPTY)
+            yield from self._answer(conversation, text, [read_image(file) for file in files], data)
         except ImageError as error:
             # What was not refused stays, so that the message can be corrected.
             kept = [str(file) for file in uploads if error.path not in (None, file)]
@@ -194,30 +179,20 @@ class Page:
 
     @_run
     def _ask_again(self, conversation: Conversation, data: Change) -> Generator[Change]:
-        before, turns = conversation.turns, conversation.turns or self.opening
+        turns = conversation.turns or self.opening
         if not turns:
             raise ValueError("expected a question to answer again, got an empty conversation; ask something first")
-        conversation.turns = turns[:-1]
-        try:
-            yield from self._answer(conversation, turns[-1].text, turns[-1].images, data)
-        except ValueError:
-            conversation.turns = before
-            raise
+        yield from self._answer(conversation, turns[-1].text, turns[-1].images, data, again=True)
 
     def _answer(
-        self, conversation: Conversation, text: str, images: list[ChatImage], data: Change, **box: Any
+        self, conversation: Conversation, text: str, images: list[ChatImage], data: Change, again: bool = False
     ) -> Generator[Change]:
         """What changes while a question is answered; raises `ValueError`, before that, if it is refused."""
-        settings = Settings(
-            use_draft=data[self.draft],
-            temperature=float(data[self.heat]),
-            top_p=float(data[self.top_p]),
-            max_new_tokens=int(data[self.length]),
-        )
+        settings = Settings(**{name: data[part] for name, part in self.settings.items()})
         conversation.system = str(data[self.system] or "").strip()
-        with closing(self.model.ask(conversation, text, images, settings)) as running:
-            past = self._messages(conversation.turns[:-1])
-            yield {**self._controls(busy=True, **box), self.begin: "", self.lanes: render("race", "", None, None)}
+        with closing(self.model.ask(conversation, text, images, settings, again)) as running:
+            past, box = self._messages(conversation.turns[:-1]), {} if again else {"value": EMPTY}
+            yield {**self._controls(busy=True, **box), self.begin: "", self.lanes: render("race")}
             for answer in running:
                 yield {
                     self.talk: [*past, *self._messages(conversation.turns[-1:])],
@@ -227,13 +202,12 @@ class Page:
 
     @_run
     def _race(self, conversation: Conversation, data: Change) -> Generator[Change]:
-        conversation.turns = conversation.turns or list(self.opening)
-        with closing(self.model.race(conversation, int(data[self.length]))) as running:
-            turn = conversation.turns[-1]
+        turns = conversation.turns or self.opening
+        with closing(self.model.race(conversation, turns, data[self.settings["max_new_tokens"]])) as running:
             yield self._controls(busy=True)
             for race in running:
-                views = {self.headline: render("headline", turn.answer, race)}
-                yield {**views, self.lanes: render("race", turn.text, *race)}
+                views = {self.headline: render("headline", turns[-1].answer, race)}
+                yield {**views, self.lanes: render("race", turns[-1].text, *race)}
 
     def _stop(self, request: gr.Request) -> None:
         self.sessions.stop(_name_of(request))
@@ -247,16 +221,15 @@ class Page:
 
     def _fresh(self) -> Change:
         """The page before the first question."""
-        views = {getattr(self, name): view for name, view in self.fresh.items()}
-        return {**self._controls(busy=False, value=EMPTY), **views}
+        views = {part: part.value for part in (self.begin, self.headline, self.lanes, self.stats)}
+        return {**self._controls(busy=False, value=EMPTY), **views, self.talk: self._messages(self.opening)}
 
-    def _messages(self, turns: list[Turn], is_example: bool = False) -> list[dict[str, Any]]:
+    def _messages(self, turns: list[Turn]) -> list[Any]:
         """Turns as the chatbot takes them: question, answer in runs and, once it has ended, its text as Markdown."""
-        messages: list[dict[str, Any]] = []
+        messages: list[Any] = []
         for turn in turns:
             answer = turn.answer
-            parts = (("user", render("question", turn)), ("assistant", render("answer", answer, is_example)))
-            for role, html in parts:
+            for role, html in (("user", render("question", turn)), ("assistant", render("answer", answer))):
                 content = self.part.model_copy(update={"value": html, "props": {**self.part.props, "value": html}})
                 messages.append({"role": role, "content": content})
             if answer.state not in ("waiting", "running") and answer.text.strip():

@@ -61,14 +61,14 @@ def find_examples(draft: str, takes_images: bool) -> dict[str, list[Path]]:
     Only conversations of one turn, and images in that folder; for a target that sees images, all but one question
     have some. No questions without the file.
     """
-    path = Path(draft).parent / "held_out.jsonl"
+    folder = Path(draft).resolve().parent
+    path = folder / "held_out.jsonl"
     found: dict[str, tuple[str, list[Path]]] = {}
     for row, prompt in read_rows(path) if Path(draft).is_dir() and path.is_file() else []:
         [message, *others] = as_messages(prompt)
         parts: Any = [] if isinstance(message["content"], str) else message["content"]
         files = [Path(str(part.get("path"))) for part in parts if part["type"] == "image"]
-        ours = [file.resolve().is_relative_to(path.parent.resolve()) and file.is_file() for file in files]
-        if not others and all(ours):
+        if not others and all(file.resolve().is_relative_to(folder) and file.is_file() for file in files):
             found.setdefault(str(row.get("kind")), (text_of(prompt), files))
     seeing = [example for example in found.values() if example[1] and takes_images]
     reading = [example for example in found.values() if not example[1]]
