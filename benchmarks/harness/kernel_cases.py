@@ -443,6 +443,3 @@ def all_cases(
         cases += [*pointwise_cases(sizes, batch, dtype, device), argmax_case(sizes, batch, dtype, device)]
         cases += [top_case(sizes, batch, dtype, device), accept_case(sizes, batch, device)]
     return cases
-
-
-__all__ = ["Case", "Inputs", "Sizes", "all_cases"]

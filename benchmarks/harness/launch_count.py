@@ -188,6 +188,3 @@ class CountLaunches(TorchDispatchMode):
 
 def _tensors(values: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-
-
-__all__ = ["CountLaunches", "num_launches"]

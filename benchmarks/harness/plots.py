@@ -125,5 +125,3 @@ def _bars(axes: Any, stages: list[Row]) -> None:
 
 
 FIGURES: dict[str, Callable[[Record], Any]] = {"kernels": kernel_figure, "step": step_figure}
-
-__all__ = ["FIGURES", "Record", "conditions", "kernel_figure", "step_figure", "step_points"]

@@ -51,6 +51,3 @@ def product_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
     a, b = (torch.randn(size, size, generator=generator, device=device, dtype=dtype) for _ in range(2))
     spans = milliseconds([lambda: a @ b] * 3, device)
     return 2 * size**3 / (statistics.median(spans) / 1e3)
-
-
-__all__ = ["copy_bandwidth", "milliseconds", "product_rate"]

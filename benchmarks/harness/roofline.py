@@ -207,19 +207,3 @@ def verdict(value: float | None, limit: float, at_most: bool, judged: bool) -> V
     if value is None or not judged:
         return "unmeasured"
     return "pass" if (value <= limit if at_most else value >= limit) else "FAIL"
-
-
-__all__ = [
-    "ACCEPTANCES",
-    "REFERENCE_WIDTH",
-    "Work",
-    "derived_speeds",
-    "expected_experts",
-    "forward_work",
-    "geometric_probability",
-    "length_at",
-    "mean_length",
-    "memory_needed",
-    "step_work",
-    "verdict",
-]

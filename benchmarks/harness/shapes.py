@@ -258,6 +258,3 @@ def build_pair(
     target.generation_config.eos_token_id = None
     target.generation_config.pad_token_id = 0
     return Pair(target=target.eval(), draft=draft.eval(), name=f"random {name} (seed {seed})", random_lengths=lengths)
-
-
-__all__ = ["SHAPES", "Shape", "build_pair", "draft_config", "target_config", "tiny"]

@@ -251,6 +251,3 @@ def _host_reads(launch: Callable[[], Any], run: Run) -> str | None:
             torch.cuda.set_sync_debug_mode("default")
             synchronize(outcome.device)
     return None
-
-
-__all__ = ["Stages", "measure_stages"]

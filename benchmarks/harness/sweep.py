@@ -64,6 +64,3 @@ def sweep(sizes: Sizes, cells: list[tuple[int, int]], dtype: torch.dtype, device
                 row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         rows.append(row)
     return rows
-
-
-__all__ = ["sweep"]

@@ -189,6 +189,3 @@ def images(targets: Sequence[str] = IMAGES) -> st.SearchStrategy[Case]:
         )
 
     return draw()
-
-
-__all__ = ["EOS", "OUTPUTS", "PROCESSORS", "SAMPLERS", "Case", "Turn", "images", "texts", "turns"]

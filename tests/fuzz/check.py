@@ -359,6 +359,3 @@ def _is_refusal(error: Exception) -> bool:
 def _needs_config(target: PreTrainedModel) -> bool:
     """Returns True if a cache must be told which layers keep a state or slide."""
     return any(type(layer) is not DynamicLayer for layer in DynamicCache(config=target.config).layers)
-
-
-__all__ = ["Conversation", "check", "check_left", "check_outputs", "counts", "sequences_of"]

@@ -286,5 +286,3 @@ FAULTS: dict[str, Fault] = {
     "a cache not restored after an interrupt": Fault(cache_not_restored, "interrupts"),
     "positions that ignore images": Fault(image_counted_as_text, "images"),
 }
-
-__all__ = ["FAULTS", "Fault"]

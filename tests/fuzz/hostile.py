@@ -389,6 +389,3 @@ def _object(values: dict[str, str]) -> str:
 
 def _quoted(text: str) -> Raw:
     return Raw(json.dumps(text))
-
-
-__all__ = ["MAX_BYTES", "MAX_SECONDS", "HostileCase", "cases", "check"]

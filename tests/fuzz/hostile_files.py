@@ -362,30 +362,3 @@ def _remove(file: Path) -> None:
 def _write(file: Path, content: bytes) -> None:
     _remove(file)  # a link must not lead out of the folder
     file.write_bytes(content)
-
-
-__all__ = [
-    "BASES",
-    "DRAFTS",
-    "INDEX",
-    "PROMPTS",
-    "ROWS",
-    "TRAP",
-    "WEIGHTS",
-    "Become",
-    "Change",
-    "Cut",
-    "Drop",
-    "Header",
-    "HeaderLength",
-    "Insert",
-    "Mix",
-    "Pickle",
-    "Raw",
-    "Rename",
-    "Set",
-    "Twice",
-    "Write",
-    "base",
-    "places",
-]

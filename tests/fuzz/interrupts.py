@@ -120,6 +120,3 @@ def _same(now: Any, then: Any) -> bool:
     if isinstance(now, dict):
         return now.keys() == then.keys() and all(_same(now[key], then[key]) for key in now)
     return torch.equal(now, then) if isinstance(now, torch.Tensor) else now == then
-
-
-__all__ = ["Alarm", "InterruptCase", "check", "check_unchanged", "interrupts"]

@@ -203,6 +203,3 @@ def within(context: str | None, call: Callable[[], Any]) -> Any:
             stack.callback(torch.set_default_dtype, before)
             torch.set_default_dtype(torch.float64)
         return call()
-
-
-__all__ = ["Seen", "hooks_that_call", "on_engine", "settings_of", "within"]

@@ -127,6 +127,3 @@ def play(kind: str, number: int, num_cases: int, deadline: float, target: str | 
             found.failure = failed[-1] if isinstance(error, Exception) else failed[0]
     found.counts = dict(check.counts)
     return found
-
-
-__all__ = ["CASES_PER_ROUND", "KINDS", "Round", "cases_of", "play", "prepare"]

@@ -156,9 +156,3 @@ def left_behind(target: PreTrainedModel) -> dict[str, Any]:
         "modes": (torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.get_default_dtype()),
         "threads": threading.active_count(),
     }
-
-
-__all__ = [
-    *("DRAFTS", "IMAGES", "LEARNED", "NUM_POSITIONS", "RECURRENT", "ROUNDED", "TEXT", "TIE", "Oracle"),
-    *("arm", "draft_of", "forget", "left_behind", "target_of"),
-]

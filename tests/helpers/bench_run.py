@@ -184,17 +184,3 @@ def write_margins(folder: Path, summary: dict[str, Any], seed: int = 0) -> None:
 
 def _lines(rows: Sequence[Any]) -> str:
     return "".join(json.dumps(row.to_dict(), ensure_ascii=False) + "\n" for row in rows)
-
-
-__all__ = [
-    "METHODS",
-    "PROVENANCE",
-    "SETTINGS",
-    "WHY",
-    "answers_of",
-    "questions",
-    "simple_score",
-    "turn",
-    "write_margins",
-    "write_run",
-]

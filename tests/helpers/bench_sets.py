@@ -29,6 +29,3 @@ def upstream_rows(path: str) -> list[Any]:
     """Rows as their publishers have them."""
     text = (ROWS / path).read_text(encoding="utf-8")
     return json.loads(text) if path.endswith(".json") else [json.loads(line) for line in text.splitlines()]
-
-
-__all__ = ["PLACEHOLDER", "ROWS", "load", "upstream_rows", "write"]

@@ -192,6 +192,3 @@ class Chat:
         script = "(all, name) => all.map(e => parseFloat(e.style.getPropertyValue(name)))"
         found: Any = self.page.eval_on_selector_all(selector, script, name)
         return [float(value) for value in found]
-
-
-__all__ = ["PATIENCE", "Chat", "Server", "free_port", "start", "stop"]

@@ -80,6 +80,3 @@ def write_pair(path: Path) -> Path:
     )
     draft.save_pretrained(path / "draft")
     return path
-
-
-__all__ = ["LENGTH", "write_pair"]

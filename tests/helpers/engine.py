@@ -114,6 +114,3 @@ def freeze_each_step_first(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(StaticStep, "launch", twice)
     return frozen
-
-
-__all__ = ["GREEDY", "NEW", "Operations", "Watched", "freeze_each_step_first", "pair", "places"]

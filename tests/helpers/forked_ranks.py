@@ -54,6 +54,3 @@ def _be(rank: int, port: int, work: Callable[[], object]) -> Never:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-__all__ = ["run_ranks"]

@@ -58,6 +58,3 @@ def _marked(
         marks = [] if places in kept else [pytest.mark.slow]
         found.append(pytest.param(*values, id="-".join(names), marks=marks))
     return found
-
-
-__all__ = ["half", "pairs"]

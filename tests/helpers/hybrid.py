@@ -190,6 +190,3 @@ def _pairs(ours: Iterable[Tensor | None], plain: Iterable[Tensor | None]) -> lis
     pairs = list(zip(ours, plain, strict=True))
     assert all((x is None) == (y is None) for x, y in pairs)
     return [(x, y) for x, y in pairs if x is not None and y is not None]
-
-
-__all__ = ["check_recurrent", "fresh_states", "relative_error", "use_float64_rules", "watch_states"]

@@ -74,6 +74,3 @@ def traced(tracer: Tracer) -> Generator[None]:
         yield
     finally:
         sys.settrace(None)
-
-
-__all__ = ["Line", "Tracer", "traced"]

@@ -97,20 +97,3 @@ def content(config: DFlashConfig) -> dict[str, Any]:
     """The config without what Transformers notes about files."""
     volatile = {"architectures", "_name_or_path", "transformers_version", "dtype"}
     return {key: value for key, value in config.to_dict().items() if key not in volatile}
-
-
-__all__ = [
-    "ANCHORED",
-    "CONFIGS",
-    "CONV",
-    "DFLASH2",
-    "FULL",
-    "MUSE_LIKE",
-    "OWN",
-    "SELECTOR",
-    "SLIDING",
-    "TINY",
-    "YARN",
-    "content",
-    "make_draft",
-]

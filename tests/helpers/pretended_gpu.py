@@ -242,6 +242,3 @@ def _written_by_step(cache: Any) -> list[Tensor]:
     constant = [t for group in cache.groups for t in (group._steps, group._columns)]
     noted = [group.noted for group in cache.groups if not group.noted.numel()]
     return [t for t in cache.buffers() if not any(t is other for other in (*constant, *noted))]
-
-
-__all__ = ["Step", "begin", "build_draft", "build_target", "captured_step", "pretended_gpu"]

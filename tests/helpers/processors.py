@@ -87,6 +87,3 @@ def qwen_target(processor: Any) -> PreTrainedModel:
     config.pad_token_id = tokenizer.pad_token_id
     config.suppress_tokens = tokenizer.convert_tokens_to_ids(SPECIAL)
     return target
-
-
-__all__ = ["FAMILIES", "PICTURES", "TEMPLATE", "picture", "published_folder", "qwen_target", "qwen_tokenizer"]

@@ -58,6 +58,3 @@ class Served:
             return self.process.wait(timeout=30)
         finally:
             self.process.kill()
-
-
-__all__ = ["Served"]

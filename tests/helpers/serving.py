@@ -281,6 +281,3 @@ def sglang_draft(folder: Path) -> nn.Module:
     (architecture,) = config.architectures
     model_class = next(found for found in module.EntryClass if found.__name__ == architecture)
     return model_class(config)
-
-
-__all__ = ["ENGINES", "engines", "function_of", "installed", "sglang_draft", "vllm_draft"]

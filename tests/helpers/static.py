@@ -151,15 +151,3 @@ def use_tapes(monkeypatch: pytest.MonkeyPatch, smallest_bucket: int = 8) -> None
     monkeypatch.setattr(generate, "check_capturable", lambda target, draft: None)
     TapeStep.captured, TapeStep.widths = [], []
     Tape.num_replays = 0
-
-
-__all__ = [
-    "Tape",
-    "TapeStep",
-    "TensorOracle",
-    "capture_again",
-    "engine_of",
-    "set_engine",
-    "tensor_oracle",
-    "use_tapes",
-]

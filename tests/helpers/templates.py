@@ -110,6 +110,3 @@ def byte_tokenizer(
     )
     found.chat_template = template
     return found
-
-
-__all__ = ["FAMILIES", "QWEN3", "SMOLLM2", "THOUGHTLESS", "Family", "byte_tokenizer"]

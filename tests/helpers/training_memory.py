@@ -225,13 +225,3 @@ def _steps(
             del result
             kept = counter.live
     return {"target": weights_of_target, "draft": weights_of_draft, "kept": kept, "peak": counter.peak}
-
-
-__all__ = [
-    "LiveBytes",
-    "build_bare_draft",
-    "build_bare_target",
-    "enable_checkpointing",
-    "peak_memory",
-    "pretended_training",
-]

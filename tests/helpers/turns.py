@@ -144,21 +144,3 @@ def first_turn(
     draft = recording_draft(target, **overrides)
     ids, mask = turn(target, draft, caches, inputs["input_ids"], inputs["attention_mask"], seed=7)
     return target, draft, caches, ids, mask
-
-
-__all__ = [
-    "CACHES",
-    "GREEDY",
-    "NEW",
-    "MakeCache",
-    "Recording",
-    "answer_mask",
-    "arm",
-    "check_blocks",
-    "check_caches",
-    "first_turn",
-    "next_turn",
-    "real_tokens",
-    "recording_draft",
-    "turn",
-]

@@ -199,6 +199,3 @@ def vision_prompts(
     if name in ("gemma3", "paligemma"):
         inputs["token_type_ids"] = (input_ids == IMAGE).int()
     return inputs
-
-
-__all__ = ["IMAGE", "VIDEO", "VISION", "VISION_HYBRIDS", "Grid", "vision_prompts", "vision_target"]

@@ -97,6 +97,3 @@ def _write_prompts(folder: Path) -> None:
             content: Any = [*parts, {"type": "text", "text": question}] if parts else question
             rows.append({"kind": kind, "messages": [{"role": "user", "content": content}], "answer": "Yes."})
     (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-__all__ = ["KINDS", "write_vision_pair"]

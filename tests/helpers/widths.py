@@ -55,6 +55,3 @@ def use_random_widths(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
             super().__init__(widest, seed, is_tree, first, chain)
 
     monkeypatch.setattr(prefill, "WidthChooser", Seeded)
-
-
-__all__ = ["RandomWidths", "use_random_widths"]
