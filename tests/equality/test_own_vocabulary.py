@@ -252,7 +252,7 @@ def test_widths_beyond_the_block_are_refused_without_sample_from_anchor() -> Non
 )
 def test_transformers_own_path_is_refused(field: str) -> None:
     target = tiny_target("qwen3")
-    with pytest.raises(ValueError, match=f"speculation_type='dflash' can run, got {field} in its config"):
+    with pytest.raises(ValueError, match=f"speculation_type='dflash' can run, got '{field} in its config"):
         target.generate(
             **prompts([5], 1),
             max_new_tokens=3,

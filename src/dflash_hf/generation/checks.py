@@ -39,11 +39,9 @@ def check_stock(draft: DFlashDraftModel) -> None:
         ValueError: Naming the fields.
     """
     names = ("own_embed_tokens", "own_lm_head", "sample_from_anchor", "window_from_anchor", "tap_after_deepstack")
-    if wrong := [name for name in names if getattr(draft.config, name)]:
-        raise ValueError(
-            f"expected a draft that Transformers' speculation_type='dflash' can run, got {', '.join(wrong)} in its "
-            "config; leave speculation_type out"
-        )
+    wrong = ", ".join(name for name in names if getattr(draft.config, name))
+    what = "a draft that Transformers' speculation_type='dflash' can run"
+    require(not wrong, what, f"{wrong} in its config", "leave speculation_type out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +161,7 @@ def _check_cache(cache: object, target: Target) -> None:
     if not isinstance(cache, Cache) or type(cache).update is not Cache.update or offloading is not False:
         kind = "an offloaded cache" if offloading else type(cache).__name__
         raise ValueError(
-            f"expected past_key_values to be a DynamicCache or StaticCache on the target's device, got {kind}; use "
-            "one of those or drop assistant_model"
+            f"expected a DynamicCache or StaticCache on the target's device as past_key_values, got {kind}; use one"
         )
     references = DynamicCache(config=target.config).layers
     num, is_hybrid = len(cache.layers), any(isinstance(layer, LinearAttentionLayer) for layer in references)

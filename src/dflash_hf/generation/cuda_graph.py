@@ -17,13 +17,12 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
@@ -152,7 +151,7 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str | None:
         return "autocast, which keeps copies of weights"
     if counted := _counted_experts(target):
         return f"{counted}; 'batched_mm' does not count (target.set_experts_implementation)"
-    for name, module in _modules(target, draft):
+    for name, module in itertools.chain(model.named_modules(), draft.named_modules()):
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if any(getattr(hook, "__module__", None) not in _HARMLESS for hook in hooks):
             return f"a forward hook on {name or type(model).__name__}, which a replay would not call"
@@ -312,7 +311,7 @@ def _settings(run: Run, decides: bool) -> Settings:
 def _fingerprint(target: Target, draft: DFlashDraftModel) -> int:
     """A number that changes when weights move or are replaced, or modules are switched."""
     parts: list[object] = [getattr(target.config, "_experts_implementation", None)]
-    for _, module in _modules(target, draft):
+    for module in itertools.chain(target.model.modules(), draft.modules()):
         parts.append((id(type(module)), module.training))
         tensors = (*module._parameters.values(), *module._buffers.values())
         parts.extend((t.data_ptr(), t.dtype, t.shape) for t in tensors if t is not None)
@@ -321,11 +320,6 @@ def _fingerprint(target: Target, draft: DFlashDraftModel) -> int:
             active, merged = layer.active_adapters, getattr(layer, "merged_adapters", ())
             parts.append((str(active), str(merged), getattr(layer, "disable_adapters", False), str(layer.scaling)))
     return hash(tuple(parts))
-
-
-def _modules(target: Target, draft: DFlashDraftModel) -> Iterator[tuple[str, nn.Module]]:
-    """Every module that a step may run, with its name."""
-    return itertools.chain(target.model.named_modules(), draft.named_modules())
 
 
 def _counted_experts(target: Target) -> str | None:

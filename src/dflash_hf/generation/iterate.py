@@ -176,7 +176,7 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
             proposals=state.proposals.clone(),
             tokens=(state.tokens if rule is None else cast(_Checked, rule).second).clone(),
             positions=lengths[:, None] + torch.arange(1, state.width + 1, device=lengths.device),
-            num_accepted=state.num_accepted.masked_fill(torch.tensor(counts, device=lengths.device) == 0, 0),
+            num_accepted=state.outcome[1].masked_fill(torch.tensor(counts, device=lengths.device) == 0, 0),
             committed=[
                 state.ids[row, end - count : end].clone()
                 for row, (end, count) in enumerate(zip(state.cursor.tolist(), counts, strict=True))

@@ -202,7 +202,7 @@ def _into_ragged(
 
 def _commit_first(run: Run, outputs: CausalLMOutputWithPast) -> None:
     """Commits the token that the prefill decides: a step that has verified the prompts' last tokens."""
-    run.recorder.add_prefill(outputs)
+    run.recorder.first_hidden_states = outputs.hidden_states
     state, logits = run.state, outputs.logits
     assert logits is not None
     logits = logits[:, -1:].to(state.ids.device)

@@ -308,11 +308,6 @@ class DecodeState:
         return values if self.path is None else along(self.path, values)
 
     @property
-    def num_accepted(self) -> Tensor:
-        """Proposals that the last step has accepted, before any cut `[B]`."""
-        return self.outcome[1]
-
-    @property
     def num_new(self) -> Tensor:
         """Tokens that each row has generated so far `[B]`."""
         return self.cursor - self.columns

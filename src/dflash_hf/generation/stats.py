@@ -306,14 +306,10 @@ class Recorder:
         self.has_logits = wanted and bool(generation_config.output_logits)
         self.has_hidden_states = wanted and bool(generation_config.output_hidden_states)
         self.is_on = self.has_scores or self.has_logits or self.has_hidden_states
-        self._first_hidden_states: tuple[Tensor, ...] = ()
+        # The prefill's, which are the first token's entry as they are: `[B, S, D]` per layer.
+        self.first_hidden_states: tuple[Tensor, ...] | None = None
         # Per name and row: pieces [tokens, ...] in order.
         self._pieces = defaultdict[str, list[list[Tensor]]](lambda: [[] for _ in range(rows)])
-
-    def add_prefill(self, outputs: Any) -> None:
-        """Keeps the prefill's hidden states, which are the first token's entry as they are: `[B, S, D]` per layer."""
-        if self.has_hidden_states:
-            self._first_hidden_states = outputs.hidden_states
 
     def add(self, scores: Tensor, outputs_logits: Tensor, hidden_states: Any, num_committed: list[int]) -> None:
         """Keeps the committed part of one decision.
@@ -342,7 +338,7 @@ class Recorder:
         layers = [found.pop(name) for name in self._pieces if name not in ("scores", "logits")]
         if self.has_hidden_states:
             later = [tuple(states[:, None] for states in token) for token in zip(*layers, strict=True)]
-            found["hidden_states"] = (self._first_hidden_states, *later)
+            found["hidden_states"] = (self.first_hidden_states, *later)
         return found
 
 

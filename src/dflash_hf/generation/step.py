@@ -7,7 +7,7 @@ up, so that they are the same operations on the same addresses whatever is accep
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
 from typing import Any
 
 import torch
@@ -222,35 +222,6 @@ def take_note(run: Run, reported: list[list[int]], tokens: Tensor) -> None:
     run.note_longest()
 
 
-@dataclass(slots=True)
-class _Slot:
-    """Where the host finds a step's outcome, pinned beside CUDA, when it is there, and how many tokens it verified."""
-
-    outcome: Tensor
-    arrived: torch.cuda.Event | None
-    width: int = 0
-
-    @classmethod
-    def beside(cls, outcome: Tensor) -> _Slot:
-        """Makes one for a device's outcome."""
-        is_cuda = outcome.is_cuda
-        host = torch.empty(outcome.shape, dtype=outcome.dtype, device="cpu", pin_memory=is_cuda)
-        return cls(host, torch.cuda.Event() if is_cuda else None)
-
-    def fetch(self, outcome: Tensor, width: int) -> None:
-        """Starts copying the outcome of a step of this width; waits for nothing."""
-        self.width = width
-        self.outcome.copy_(outcome, non_blocking=True)
-        if self.arrived is not None:
-            self.arrived.record()
-
-    def read(self) -> Tensor:
-        """Waits for the outcome and returns it."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.outcome
-
-
 class StaticStep:
     """A step over a run's fixed buffers, uncaptured: on any device, as tests and benchmarks have it run.
 
@@ -286,20 +257,27 @@ class StaticStep:
 
     def _run_ahead(self) -> None:
         """Runs steps that decide by themselves, the host one step behind."""
-        run, outcome = self.run, self.run.state.outcome
-        slots = (_Slot.beside(outcome), _Slot.beside(outcome))
-        self._begin(slots[0], 0)
-        index = 0
-        fits = True
-        while not run.finished and fits:
-            fits = has_room(run, 1)
-            if fits:
-                self._begin(slots[(index + 1) % 2], 1)
-            slot = slots[index % 2]
-            outcome = slot.read()
+        run, begun = self.run, deque([self._begin(0)])
+        while begun and not run.finished:
+            if has_room(run, 1):
+                begun.append(self._begin(1))
+            outcome, arrived, width = begun.popleft()
+            if arrived is not None:
+                arrived.synchronize()
             run.watch.lap("verify")
-            finish(run, outcome, slot.width)
-            index += 1
+            finish(run, outcome, width)
+
+    def _begin(self, num_unread: int) -> tuple[Tensor, torch.cuda.Event | None, int]:
+        """Starts a step; returns where its outcome will be on the host, when it is there, and the step's width."""
+        begin(self.run)
+        self.launch(self.bound(num_unread))
+        outcome = self.run.state.outcome
+        host = torch.empty(outcome.shape, dtype=outcome.dtype, device="cpu", pin_memory=outcome.is_cuda)
+        arrived = torch.cuda.Event() if outcome.is_cuda else None
+        host.copy_(outcome, non_blocking=True)
+        if arrived is not None:
+            arrived.record()
+        return host, arrived, self.run.state.width
 
     def launch(self, bound: int) -> CausalLMOutputWithPast | None:
         """Runs a step, or its forwards alone, over the first `bound` slots of every row."""
@@ -348,8 +326,3 @@ class StaticStep:
             return [run.buffers.capacity]
         shortest = run.longest + self.widest
         return buckets_between(shortest, shortest + run.state.limit + run.generator.verify_width, run.buffers.capacity)
-
-    def _begin(self, slot: _Slot, num_unread: int) -> None:
-        begin(self.run)
-        self.launch(self.bound(num_unread))
-        slot.fetch(self.run.state.outcome, self.run.state.width)
