@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
@@ -37,7 +38,19 @@ STYLE: dict[str, Any] = {
 # Behind black text: where a token of a block comes from, and what became of it.
 TOKEN_COLOURS = {"anchor": "#dddddd", "kept": "#b7e4c7", "refused": "#f6c9a8", "own": "#bcd4f6"}
 
-MISSING = "expected {name} for this, got no module of that name; pip install 'dflash-hf[research]'"
+
+def module_of_research(name: str) -> Any:
+    """Imports a module of the extra `research`.
+
+    Raises:
+        ImportError: Without it; `pip install 'dflash-hf[research]'`.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"expected {name} for this, got no module of that name; pip install 'dflash-hf[research]'"
+        ) from error
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -46,11 +59,7 @@ def new_figure(width: float, height: float) -> Any:
     Raises:
         ImportError: Without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(MISSING.format(name="matplotlib")) from error
-    return Figure(figsize=(width, height), layout="constrained")
+    return module_of_research("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
 
 
 @contextlib.contextmanager

@@ -92,28 +92,24 @@ class FixedBuffers:
         Raises:
             OutOfRoomError: If the draft's context is larger than what is free of the device's memory.
         """
-        device, batch, features, config = shape.draft_device, shape.batch, draft.fc.in_features, draft.config
-        layers = draft.cache_shapes()
+        batch, layers, trees = shape.batch, list(shape.draft_layers), None
         check_memory(layers, batch, capacity, shape.block)
+        if shape.is_tree:
+            longest, choices = draft.config.num_proposals(shape.block_size), num_choices(target, draft)
+            trees = TreeBuilder(shape.width, longest, choices, shape.device)
+
+        def states(width: int) -> Tensor:
+            return torch.zeros(batch, width, draft.fc.in_features, dtype=draft.dtype, device=layers[0].device)
+
         return cls(
             shape=shape,
             capacity=capacity,
             state=DecodeState.allocate(shape, num_columns),
             draft_cache=RaggedCache(layers, batch=batch, max_length=capacity, block=shape.block),
-            context_states=torch.zeros(batch, shape.path, features, dtype=shape.draft_dtype, device=device),
-            node_states=(
-                torch.zeros(batch, shape.width, features, dtype=shape.draft_dtype, device=device)
-                if shape.is_tree
-                else None
-            ),
-            trees=(
-                TreeBuilder(
-                    shape.width, config.num_proposals(shape.block_size), num_choices(target, draft), shape.device
-                )
-                if shape.is_tree
-                else None
-            ),
-            context_lengths=torch.zeros(batch, dtype=torch.long, device=device),
+            context_states=states(shape.path),
+            node_states=states(shape.width) if shape.is_tree else None,
+            trees=trees,
+            context_lengths=torch.zeros(batch, dtype=torch.long, device=layers[0].device),
             offset=torch.zeros(batch, dtype=torch.long, device=shape.device),
         )
 

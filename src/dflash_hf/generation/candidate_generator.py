@@ -57,7 +57,7 @@ class DFlashCandidateGenerator:
         # slot proposes too.
         self.block_size, self.verify_width = buffers.shape.block_size, buffers.shape.width
         self.num_proposals = draft.config.num_proposals(self.block_size)
-        self.device, self.dtype = buffers.shape.draft_device, buffers.shape.draft_dtype
+        self.device, self.dtype = buffers.shape.draft_layers[0].device, draft.dtype
         # How far ahead of each slot's own position the token is that it proposes.
         self.ahead = int(draft.config.sample_from_anchor)
         self.cache = buffers.draft_cache

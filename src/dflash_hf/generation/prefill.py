@@ -71,7 +71,8 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     longest = int(positions[:, -1].max()) + 1
     check_length(target, min(longest, past or longest), positions.shape[1] + limit + width - 1)
     delta = position_delta(call, lengths)
-    eos_ids = _eos_ids(call.criteria, input_ids.device)
+    ends = [one.eos_token_id.reshape(-1) for one in call.criteria if isinstance(one, EosTokenCriteria)]
+    eos_ids = torch.cat(ends).to(input_ids.device) if ends else None
     room = first_room(limit, affordable_length(target, draft, len(input_ids)) - longest if keeps_buffers else None)
     shape = BufferShape.of(draft, block_size, width, nodes is not None, delta, eos_ids)
     buffers = take_buffers(target, draft, shape, longest + room, input_ids.shape[1] + room, keeps_buffers)
@@ -143,7 +144,7 @@ def _fill(
         nullcontext(lambda: True) if runs_whole(target) else outermost(target.model, target.decoder) as is_ours,
         Taps(target.layers, ids, sink, deepstack, counts=lambda kwargs: is_ours()).open(),
     ):
-        outputs = run_prefill(call, past, positions.shape[1])
+        outputs = _run_prefill(call, past, positions.shape[1])
     if seen != positions.shape[1]:
         raise RuntimeError(
             f"expected taps on {positions.shape[1] - past} prompt tokens, got {seen - past}; a compiled target runs "
@@ -288,30 +289,16 @@ def _limit(criteria: StoppingCriteriaList, generation_config: GenerationConfig, 
     return max(1, min(lengths, default=int(generation_config.max_length)) - num_columns)
 
 
-def _eos_ids(criteria: StoppingCriteriaList, device: torch.device) -> Tensor | None:
-    """Every end-of-sequence id that the criteria know."""
-    ids = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
-    return torch.cat([i.reshape(-1) for i in ids]).to(device) if ids else None
-
-
 # Inputs of a forward that go along with the tokens, column by column.
 PER_TOKEN = {"attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 # Sizes of the images: Transformers hands them to every forward, where they do nothing beside explicit positions.
 IMAGE_SIZES = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
 
 
-def run_prefill(call: Call, past: int, num_columns: int) -> Any:
-    """Runs `GenerationMixin._prefill` over the columns that the cache does not have yet.
+def _run_prefill(call: Call, past: int, num_columns: int) -> Any:
+    """Runs `GenerationMixin._prefill` over those of a conversation's columns that the cache does not have yet.
 
     Older Transformers cut a continued conversation into chunks as if nothing was cached, so that is done here.
-
-    Args:
-        call (`Call`): Its `inputs` hold the cache to fill.
-        past (`int`): Columns in that.
-        num_columns (`int`): Columns of the whole conversation.
-
-    Returns:
-        What the target returned for the last chunk.
     """
     model: Any = call.target.model
     if not past or call.inputs.get("inputs_embeds") is not None:  # embeddings are cut by `_prefill` itself

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dflash_hf import ops
 from dflash_hf.cache.rows import kept_rows
-from dflash_hf.devices import execution_device
+from dflash_hf.cache.size import LayerShape
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.tree import DraftTree, along
 
@@ -32,8 +32,8 @@ class BufferShape:
         num_eos (`int`): End-of-sequence ids, rounded up.
         mask_token_id (`int`): The draft's.
         position_delta (`tuple[int, ...]`): Shape of the target's position deltas.
-        device, draft_device (`torch.device`): The target's, and the draft's.
-        draft_dtype (`torch.dtype`): The draft's.
+        device (`torch.device`): The target's.
+        draft_layers (`tuple[LayerShape, ...]`): Those of the draft's cache.
     """
 
     batch: int
@@ -45,8 +45,7 @@ class BufferShape:
     mask_token_id: int
     position_delta: tuple[int, ...]
     device: torch.device
-    draft_device: torch.device
-    draft_dtype: torch.dtype
+    draft_layers: tuple[LayerShape, ...]
 
     @classmethod
     def of(
@@ -70,8 +69,7 @@ class BufferShape:
             mask_token_id=draft.config.mask_token_id,
             position_delta=tuple(position_delta.shape),
             device=position_delta.device,
-            draft_device=execution_device(draft),
-            draft_dtype=draft.dtype,
+            draft_layers=tuple(draft.cache_shapes()),
         )
 
     @property

@@ -31,7 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from dflash_hf.figures import BLUE, MISSING, ORANGE, legend_above, new_figure, styled
+from dflash_hf.figures import BLUE, ORANGE, legend_above, module_of_research, new_figure, styled
 
 Definition = Literal["zlab", "vllm", "sglang"]
 Part = Literal["prepare", "prefill", "draft", "verify", "accept", "rest"]
@@ -209,17 +209,13 @@ class SpeculativeStats:
         Raises:
             ImportError: Without pandas; `pip install 'dflash-hf[research]'`.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError(MISSING.format(name="pandas")) from error
         columns = ["row", "verify", "num_tried", "num_accepted", "num_committed", "num_new"]
         lines: list[tuple[int, ...]] = []
         for row, committed in enumerate(self.num_committed):
             num_new = [1 + total for total in accumulate(committed)]  # the prefill's token too
             counts = zip(self._checked(row), committed, num_new, strict=True)
             lines += [(row, verify, tried, right, *rest) for verify, ((right, tried), *rest) in enumerate(counts)]
-        return pandas.DataFrame(lines, columns=columns)
+        return module_of_research("pandas").DataFrame(lines, columns=columns)
 
     def plot(self) -> Any:
         """Draws acceptance per position (joint and conditional) beside the histogram of acceptance lengths.
