@@ -129,9 +129,7 @@ class Guard:
             if not length.isdecimal():
                 raise HTTPException(411, "expected a request that says its length, got none; add Content-Length")
         elif path.startswith(CALL):
-            raise HTTPException(
-                403, "expected a request of the chat's page, got one of a program; open it in a browser"
-            )
+            raise HTTPException(403, "expected a request of the chat's page, got one of a program; open that page")
         if "://" in path:  # Gradio fetches such an address for anybody, in the server's name
             raise HTTPException(403, "expected a file of this chat, got an address elsewhere")
         named = [path.removeprefix(HEARTBEAT)] if path.startswith(HEARTBEAT) else []

@@ -168,8 +168,7 @@ class Sessions:
 
         Raises `ValueError` if the page has a run already, or says no name, or once if its conversation was dropped.
         """
-        if not page:
-            raise ValueError("expected a page with a session, got none; open the chat in a browser")
+        require(bool(page), "a page with a session", page, "open the chat in a browser")
         with self._lock:
             if page in self._dropped:
                 self._dropped.remove(page)

@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from dflash_hf.chat.branches import BROKEN, VerifiedTree
 from dflash_hf.chat.conversation import Answer, Conversation, Run, Settings, Turn
+from dflash_hf.errors import require
 from dflash_hf.evaluation.agreement import agreement
 from dflash_hf.evaluation.harness import Processor, encode_prompt, tokenizer_of
 from dflash_hf.evaluation.image_files import ChatImage, ImageError
@@ -135,11 +136,9 @@ class ChatModel:
         self.target: Any = target
         self.draft, self.encoder, self.tokenizer = draft, encoder, tokenizer_of(encoder)
         self.takes_images = encoder is not self.tokenizer
-        if getattr(encoder, "chat_template", None) is None and self.tokenizer.chat_template is None:
-            raise ValueError(
-                f"expected a target with a chat template, got {target.name_or_path} without one; choose one that was "
-                "trained for chats, or use dflash-hf generate"
-            )
+        templates = [getattr(encoder, "chat_template", None), self.tokenizer.chat_template]
+        action = "choose one that was trained for chats, or use dflash-hf generate"
+        require(any(templates), "a target with a chat template", f"{target.name_or_path} without one", action)
         config = target.config.get_text_config(decoder=True)
         self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31)
         self.block_size = draft.generation_config.block_size or draft.config.block_size
@@ -172,11 +171,9 @@ class ChatModel:
         except ValueError as error:  # those before it passed, and a text alone is not refused
             raise ImageError(str(error)) if conversation.turns[-1].images else error from error
         num_tokens, room = inputs["input_ids"].shape[1], self.max_length - max_new_tokens
-        if num_tokens > room:
-            raise ValueError(
-                f"expected a conversation of at most {max(room, 0):,} tokens, beside an answer of {max_new_tokens:,}, "
-                f"got {num_tokens:,}; shorten the message, lower the most tokens of an answer, or start a new chat"
-            )
+        what = f"a conversation of at most {max(room, 0):,} tokens, beside an answer of {max_new_tokens:,}"
+        action = "shorten the message, lower the most tokens of an answer, or start a new chat"
+        require(num_tokens <= room, what, num_tokens, action)
         return inputs
 
     def ask(
