@@ -273,7 +273,7 @@ class SynchronizedRows:
             if walk is not None:
                 prefix = state.ids[:, : state.columns + self.num_columns]
                 # A copy, because processors may write into what they get while the raw logits may be asked for.
-                processed = self.processors(prefix, scores[:, column].to(torch.float32, copy=True))
+                processed = self.processors.processors(prefix, scores[:, column].to(torch.float32, copy=True))
                 scores = scores.to(torch.promote_types(scores.dtype, processed.dtype))
                 scores[:, column] = processed
                 state.tokens[:, column] = choose(scores[:, column, None], state.key, positions[:, column, None])[:, 0]

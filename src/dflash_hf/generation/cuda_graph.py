@@ -45,6 +45,7 @@ Settings = tuple[object, ...]
 Size = tuple[int, int]  # slots that are read, tokens that are verified
 # Each has graphs for several lengths; a sampling temperature of its own is a setting of its own.
 MAX_SETTINGS = 4
+EAGER = "Steps with a DFlash draft run eagerly, not as CUDA graphs: {reason}"
 # Replays that are timed to see what a width costs.
 NUM_TIMED = 3
 # One capture at a time: the beginning of one returns memory to the driver.
@@ -131,7 +132,7 @@ def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
     if wanted == "eager" or target.device.type != "cuda":
         return "eager"
     if reason := why_not(target, draft):
-        _log_eager(reason)
+        logger.warning_once(EAGER.format(reason=reason))
     return "eager" if reason else "cuda_graph"
 
 
@@ -168,7 +169,7 @@ def start_engine(run: Run, engine: Engine) -> StaticStep | None:
     try:
         step.capture()
     except NotCapturableError as reason:
-        _log_eager(str(reason))
+        logger.warning_once(EAGER.format(reason=reason))
         run.stats.engine = "eager"
         return None
     return step
@@ -185,12 +186,11 @@ class GraphStep(StaticStep):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.buffers = run.buffers
         self.settings = _settings(run, self.decides)
         fingerprint = _fingerprint(run.call.target, run.generator.draft)
-        if self.buffers.graphs is None or self.buffers.graphs.fingerprint != fingerprint:
-            self.buffers.graphs = Graphs(fingerprint)
-        self.graphs: Graphs = self.buffers.graphs
+        if run.buffers.graphs is None or run.buffers.graphs.fingerprint != fingerprint:
+            run.buffers.graphs = Graphs(fingerprint)
+        self.graphs: Graphs = run.buffers.graphs
         self.kept = self.graphs.captured.get(self.settings, Kept())
 
     def capture(self) -> None:
@@ -270,7 +270,7 @@ class GraphStep(StaticStep):
         """Captures the step over `bound` slots, of the state's width, after running it once on the same stream."""
         if self.graphs.pool is None:
             self.graphs.pool = torch.cuda.graph_pool_handle()
-        device, pool = self.buffers.shape.device, self.graphs.pool
+        device, pool = self.run.buffers.shape.device, self.graphs.pool
         graph, outputs = capture(lambda: self.warm_up(bound), lambda: self.body(bound), device, pool)
         return Captured(graph, outputs, self.run.state.draft_probs)
 
@@ -341,10 +341,6 @@ def _counted_experts(target: Target) -> str | None:
 def _is_plain(value: object) -> bool:
     """Says whether a value can be part of a graph's settings."""
     return value is None or isinstance(value, bool | int | float | str)
-
-
-def _log_eager(reason: str) -> None:
-    logger.warning_once(f"Steps with a DFlash draft run eagerly, not as CUDA graphs: {reason}")
 
 
 # ---- one capture: what comes before and after it, and what a refused one has left behind

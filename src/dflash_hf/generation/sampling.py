@@ -85,18 +85,11 @@ class BlockProcessors:
 
     def settings(self) -> tuple[object, ...]:
         """Returns the kinds and numbers of the stateless warpers: what a captured step has of them. Reads tensors."""
-
-        def plain(value: object) -> object:
-            return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else value
-
         return tuple(
-            (type(warper), *sorted((name, plain(value)) for name, value in vars(warper).items()))
+            (type(warper), name, str(value.tolist()) if isinstance(value, Tensor) else value)
             for warper in self.warpers
+            for name, value in [("", None), *sorted(vars(warper).items())]
         )
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Applies all processors to one position: prefixes `[B, S]`, scores `[B, V]`."""
-        return self.processors(ids, scores)
 
     def at(self, ids: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
         """Applies all processors to one position; a prefix function is asked about the given rows `[B]` only."""
