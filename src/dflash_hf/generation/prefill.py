@@ -107,7 +107,7 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
         watch=watch,
         chooser=_chooser(generator, state, keeps_buffers),
         kept=kept,
-        extra=extra_inputs(call.inputs),
+        extra={name: value for name, value in call.inputs.items() if name not in OF_PREFILL and value is not None},
         reach=None if target.num_positions is None else (target.num_positions - delta).tolist(),
         prompt=longest,
         longest=longest,
@@ -293,6 +293,9 @@ def _limit(criteria: StoppingCriteriaList, generation_config: GenerationConfig, 
 PER_TOKEN = {"attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 # Sizes of the images: Transformers hands them to every forward, where they do nothing beside explicit positions.
 IMAGE_SIZES = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
+# What a verify does not get of what a prefill got: it has ids, positions and a cache of its own, and sees no image.
+OF_PREFILL = {"past_key_values", "use_cache", "logits_to_keep", "inputs_embeds", "return_dict"}
+OF_PREFILL |= PER_TOKEN | IMAGE_SIZES | set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
 
 
 def _run_prefill(call: Call, past: int, num_columns: int) -> Any:
@@ -370,13 +373,6 @@ def position_delta(call: Call, lengths: Tensor) -> Tensor:
     counts = f"{type(model).__name__}, which counts them itself"
     require(position_ids is not None, "a target that takes its positions from generate", counts, "drop the draft")
     return position_ids[..., -1].to(lengths.device) - (lengths - 1)
-
-
-def extra_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a verify gets besides ids, positions and cache: the caller's keywords, and nothing of an image."""
-    own = {"past_key_values", "use_cache", "logits_to_keep", "inputs_embeds", "return_dict"}
-    known = PER_TOKEN | IMAGE_SIZES | own | set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
-    return {name: value for name, value in model_kwargs.items() if name not in known and value is not None}
 
 
 def keep_new_images(target: Target, input_ids: Tensor, past: int, arguments: dict[str, Any]) -> None:
