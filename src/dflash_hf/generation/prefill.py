@@ -294,13 +294,8 @@ PER_TOKEN = {"attention_mask", "position_ids", "token_type_ids", "mm_token_type_
 # Sizes of the images: Transformers hands them to every forward, where they do nothing beside explicit positions.
 IMAGE_SIZES = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
 # What a verify does not get of what a prefill got: it has ids, positions and a cache of its own, and sees no image.
-OF_PREFILL = (
-    PER_TOKEN
-    | IMAGE_SIZES
-    | set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL).union(
-        ("past_key_values", "use_cache", "logits_to_keep", "inputs_embeds", "return_dict")
-    )
-)
+OF_CALL = {"past_key_values", "use_cache", "logits_to_keep", "inputs_embeds", "return_dict"}
+OF_PREFILL = PER_TOKEN | IMAGE_SIZES | OF_CALL | set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
 
 
 def _run_prefill(call: Call, past: int, num_columns: int) -> Any:
