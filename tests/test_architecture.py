@@ -99,7 +99,7 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.target.hidden_states": set(),
     "dflash_hf.target.parts": set(),
     "dflash_hf.generation.accept": {"_take_column", "decide_by_position", "stop_by_criteria"},
-    "dflash_hf.generation.sampling": {"at", "plain"},
+    "dflash_hf.generation.sampling": {"at", "settings"},
     "dflash_hf.generation.buffers": set(),
     "dflash_hf.generation.candidate_generator": set(),
     "dflash_hf.generation.run": set(),
