@@ -205,10 +205,10 @@ class GraphStep(StaticStep):
         if unknown := [name for name, value in run.extra.items() if not _is_plain(value)]:
             raise NotCapturableError(f"inputs of the caller's own in every forward: {', '.join(unknown)}")
         captured, state, before = self.graphs.captured, run.state, (run.state.done.clone(), run.state.width)
-        others = [settings for settings in captured if settings != self.settings]
-        for oldest in others[: max(len(others) - MAX_SETTINGS + 1, 0)]:
-            del captured[oldest]
+        captured.pop(self.settings, None)
         captured[self.settings] = self.kept
+        while len(captured) > MAX_SETTINGS:
+            del captured[next(iter(captured))]  # the one that was not asked for the longest
         try:
             # Rows that count as finished: a step changes nothing but scratch.
             state.done.fill_(True)

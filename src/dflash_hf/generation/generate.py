@@ -93,9 +93,7 @@ def answer_with(
     Args:
         answer (callable): What is done once everything is prepared: `decode`, or what takes the same.
         generate (callable): `model.generate`, or what it was.
-        model (`PreTrainedModel`): The target.
-        draft (`DFlashDraftModel`): The draft.
-        arguments (`dict`): What the user passed to `generate`.
+        model, draft, arguments: The target, the draft, and what else the user passed to `generate`, by name.
 
     Raises:
         ValueError: If something in the call cannot be honoured.
@@ -243,11 +241,9 @@ def advance(run: Run, engine: Engine = "eager") -> None:
 
 
 def keep(run: Run, sequences: Tensor) -> None:
-    """Advances the cache that was passed in or asked for, if there is one, after the run has finished.
+    """Advances the cache that was passed in or asked for, if there is one; the finished run cannot go on afterwards.
 
-    Args:
-        run (`Run`): Finished; it cannot go on afterwards.
-        sequences (`torch.Tensor` of shape `[B, columns + longest answer]`): What `generate` returns.
+    `sequences` `[B, columns + longest answer]` are what `generate` returns.
     """
     if run.kept is None:
         return

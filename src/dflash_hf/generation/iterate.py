@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -163,7 +164,7 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
     for index in itertools.count():
         if index:
             with run.call.ranks.together(), eagerly(*compiled), no_gradients():
-                run.watch.skip()
+                run.watch.last = time.perf_counter()  # the pause was the user's own
                 before = state.anchor.clone(), state.lengths.clone()
                 logits, counts = step(run)
         # Outside inference mode, so that autograd takes the copies.

@@ -269,10 +269,6 @@ class Stopwatch:
         setattr(self.stats, name, getattr(self.stats, name) + now - self.last)
         self.last = now
 
-    def skip(self) -> None:
-        """Drops the time since the last lap: it was the user's own, between two steps."""
-        self.last = time.perf_counter()
-
 
 @dataclass
 class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
