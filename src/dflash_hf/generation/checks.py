@@ -206,6 +206,7 @@ def _check_columns(cache: Cache, rows: int, num_ids: int, mask: Tensor | None) -
     require(own <= {rows}, wanted, sorted(own), "call cache.batch_repeat_interleave, or start from a new one")
     num_columns = num_ids if mask is None or mask.shape[1] == num_ids else past + num_ids
     if past and (num_columns <= past or (mask is not None and mask.shape[1] != num_columns)):
-        got = f"{num_ids} columns with " + ("no mask" if mask is None else f"a mask of {mask.shape[1]}")
+        got = f"{num_ids} columns with {'no' if mask is None else 'an'} attention_mask"
+        got += "" if mask is None else f" of {mask.shape[1]}"
         what = f"input_ids of the whole conversation (more than the {past} columns of past_key_values), or the new "
         raise ValueError(f"expected {what}tokens with an attention_mask over all, got {got}; pass one of the two")
