@@ -215,7 +215,7 @@ def streamer_gets_more(patches: Patches) -> None:
     """A streamer gets a token that was not committed."""
 
     def more(note: Any, one: Any, reported: Any, tokens: Tensor) -> None:
-        streamer = one.streamer
+        streamer = one.call.streamer
         if streamer is not None and one.synchronized is None and tokens.shape[1] > reported[0][0] > 0:
             streamer.put(tokens[0, reported[0][0] : reported[0][0] + 1].clone())
         note(one, reported, tokens)
