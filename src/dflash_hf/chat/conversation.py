@@ -203,8 +203,7 @@ class Sessions:
         Returns True if a run is in progress; its conversation is then marked as `left`.
         """
         with self._lock:
-            if page in self._dropped:
-                self._dropped.remove(page)
+            self._dropped = deque((other for other in self._dropped if other != page), MAX_DROPPED)
             conversation = self._by_page.get(page, Conversation())
             conversation.left = conversation.busy
             conversation.stop.set()

@@ -171,9 +171,10 @@ class ChatModel:
         except ValueError as error:  # those before it passed, and a text alone is not refused
             raise ImageError(str(error)) if conversation.turns[-1].images else error from error
         num_tokens, room = inputs["input_ids"].shape[1], self.max_length - max_new_tokens
-        what = f"a conversation of at most {max(room, 0):,} tokens, beside an answer of {max_new_tokens:,}"
-        action = "shorten the message, lower the most tokens of an answer, or start a new chat"
-        require(num_tokens <= room, what, num_tokens, action)
+        if num_tokens > room:
+            limit = f"{max(room, 0):,} tokens, beside an answer of {max_new_tokens:,}"
+            do = "shorten the message, lower the most tokens of an answer, or start a new chat"
+            raise ValueError(f"expected a conversation of at most {limit}, got {num_tokens:,}; {do}")
         return inputs
 
     def ask(
