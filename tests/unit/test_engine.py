@@ -230,6 +230,16 @@ def test_graphs_without_cuda_are_refused_before_any_forward(monkeypatch: pytest.
     assert draft.last_stats.engine == "eager"
 
 
+def test_experts_on_a_cpu_are_refused_as_any_target_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    target: Any = tiny_target("qwen3-moe").float()
+    target.set_experts_implementation("grouped_mm")
+    draft = tiny_draft(target)
+    draft.generation_config.engine = "cuda_graph"
+    with pytest.raises(ValueError, match="expected a target on CUDA under engine='cuda_graph'"):
+        target.generate(**prompts([4], 0), **GREEDY, assistant_model=draft)
+
+
 def test_the_uncaptured_step_is_no_engine_of_a_users() -> None:
     target, draft, inputs, _ = pair("auto")
     sentence = r"^expected engine in \('auto', 'eager', 'cuda_graph'\), got 'static'; leave it at 'auto'$"

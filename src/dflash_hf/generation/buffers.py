@@ -265,7 +265,8 @@ def give_buffers(draft: DFlashDraftModel, target: Target, buffers: FixedBuffers)
         kept[:] = [*kept, buffers][-MAX_KEPT:]
         while kept and total is not None and sum(b.num_bytes() for b in kept) > total * KEPT_SHARE:
             del kept[0]
-    if not kept:
+        is_kept = bool(kept)  # another thread may take it behind the lock
+    if not is_kept:
         logger.warning_once(
             f"Buffers of a run with a DFlash draft were more than {KEPT_SHARE:.0%} of the memory of "
             f"{buffers.shape.device} and are not kept: such calls allocate and capture every time. Fewer rows "

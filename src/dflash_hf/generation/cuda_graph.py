@@ -118,9 +118,10 @@ def check_capturable(target: Target, draft: DFlashDraftModel) -> None:
     """
     if draft.generation_config.engine != "cuda_graph" or draft in _uncaptured:
         return
-    device, counted = target.device, _counted_experts(target)
+    device = target.device
     require(device.type == "cuda", "a target on CUDA under engine='cuda_graph'", str(device), "leave engine at 'auto'")
     action = "call target.set_experts_implementation('batched_mm'), or leave engine at 'auto'"
+    counted = _counted_experts(target)  # asks CUDA about its device
     require(counted is None, "experts that need no host under engine='cuda_graph'", counted, action)
 
 
