@@ -51,11 +51,7 @@ def inspect_draft(path_or_repo: str | PathLike[str]) -> dict[str, Any]:
     Returns:
         `dict[str, Any]`: Plain values: `format`, `is_dflash2`, `num_parameters`, `num_bytes`, `dtypes` (as safetensors
         spells them), `num_proposals`, `target` (what the config, or the model card, names; else `None`), and fields of
-        [`DFlashConfig`].
-
-    Raises:
-        ValueError: If the format is unknown, its config contradicts itself, or weights are missing, unknown or of a
-            wrong shape; see [`DFlashDraftModel.from_pretrained`].
+        [`DFlashConfig`]. What is refused, and how, is as in [`DFlashDraftModel.from_pretrained`].
     """
     found = DFlashDraftModel._checked(path_or_repo, {}, {})
     config, tensors = found.config, found.stored.values()
@@ -147,11 +143,7 @@ def save_draft(
 def _complete(
     config: DFlashConfig, state: dict[str, Tensor], chosen: CheckpointFormat, target: PreTrainedModel
 ) -> None:
-    """Adds what the target knows to a config and weights, in place, and takes out copies of its embedding and head.
-
-    Raises:
-        ValueError: If the draft does not fit the target.
-    """
+    """Adds what the target knows to a config and weights, in place, and takes out copies of its embedding and head."""
     found = find_target(target)
     check_pair(found, config)
     config.vocab_size = found.config.vocab_size

@@ -44,11 +44,7 @@ def is_a(value: object, *kinds: type) -> bool:
 
 
 def require(good: bool, what: str, got: object, action: str) -> None:
-    """Raises the project's one form of refusal unless it is good.
-
-    Raises:
-        ValueError: `"expected <what>, got <got>; <action>"`, the value in part where it is long.
-    """
+    """Raises `ValueError("expected <what>, got <got>; <action>")` unless it is good: a long value in part."""
     if not good:
         raise ValueError(f"expected {what}, got {shown(got)}; {action}")
 

@@ -40,11 +40,7 @@ TOKEN_COLOURS = {"anchor": "#dddddd", "kept": "#b7e4c7", "refused": "#f6c9a8", "
 
 
 def module_of_research(name: str) -> Any:
-    """Imports a module of the extra `research`.
-
-    Raises:
-        ImportError: Without it; `pip install 'dflash-hf[research]'`.
-    """
+    """Imports a module of the extra `research`; raises `ImportError` without it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -54,26 +50,14 @@ def module_of_research(name: str) -> Any:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Returns an empty `matplotlib.figure.Figure` of this many inches, not registered with pyplot.
-
-    Raises:
-        ImportError: Without matplotlib.
-    """
+    """Returns an empty `matplotlib.figure.Figure` of this many inches, not registered with pyplot."""
     return module_of_research("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
 
 
 @contextlib.contextmanager
 def styled(style: Mapping[str, Any] = STYLE) -> Generator[None]:
-    """Draws what is drawn inside in a style, and leaves the settings of the rest as they are.
-
-    Raises:
-        ImportError: Without matplotlib.
-    """
-    new_figure(1.0, 1.0)  # which says what is missing
-    import matplotlib
-
-    settings: Any = style  # matplotlib's stub names every key
-    with matplotlib.rc_context(settings):
+    """Draws what is drawn inside in a style, and leaves the settings of the rest as they are."""
+    with module_of_research("matplotlib").rc_context(style):
         yield
 
 
@@ -89,9 +73,6 @@ def svg(draw: Callable[[Any], None], width: float, height: float, style: Mapping
         draw (callable): Draws on the `matplotlib.figure.Figure` that it is given. No text is read as a formula.
         width, height (`float`): In inches.
         style (mapping): Of matplotlib's `rcParams`.
-
-    Raises:
-        ImportError: Without matplotlib.
     """
     fixed = {"svg.fonttype": "none", "svg.hashsalt": "dflash-hf", "text.parse_math": False}
     with styled({**style, **fixed}):

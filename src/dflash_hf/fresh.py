@@ -36,11 +36,7 @@ def fresh_config(
     tokenizer: Tokenizer | None = None,
     draft_token_ids: Sequence[int] | None = None,
 ) -> DFlashConfig:
-    """Returns the config of a draft for a target; see [`DFlashDraftModel.from_target`].
-
-    Raises:
-        ValueError: See there.
-    """
+    """Returns the config of a draft for a target, or refuses; see [`DFlashDraftModel.from_target`]."""
     embedding, head = vocabulary_of(target)
     text: Any = target.config.get_text_config(decoder=True)
     theirs = sorted({*OF_THE_TARGET} & fields.keys())
@@ -84,11 +80,7 @@ def fresh_config(
 
 
 def vocabulary_of(target: PreTrainedModel) -> tuple[Any, Any]:
-    """Returns a target's embedding and head.
-
-    Raises:
-        ValueError: If it lacks one, or is no decoder.
-    """
+    """Returns a target's embedding and head; raises `ValueError` if it lacks one, or is no decoder."""
     name = type(target).__name__
     embedding: Any = target.get_input_embeddings()
     head: Any = target.get_output_embeddings()
@@ -101,16 +93,11 @@ def vocabulary_of(target: PreTrainedModel) -> tuple[Any, Any]:
 
 
 def choose_mask_token(target: PreTrainedModel, tokenizer: Tokenizer | None, size: int) -> int:
-    """Chooses a token that stands in no text, and logs which.
+    """Chooses a token below `size` that stands in no text, and logs which.
 
     The tokenizer's own mask token; else the first id behind its tokens that the embedding has a row for, as in z-lab's
     drafts for Qwen3; else a special token that neither a role, nor a config, nor the chat template names, those
     that are called reserved first.
-
-    Ids below `size` can be looked up.
-
-    Raises:
-        ValueError: If there is no tokenizer, or all its tokens are in use.
     """
     tokens: Any = getattr(tokenizer, "tokenizer", tokenizer)
     if tokens is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from transformers import GenerationConfig
@@ -106,7 +105,15 @@ class DFlashGenerationConfig(GenerationConfig):
         self.proposal: Proposal = kwargs.pop("proposal", "auto")
         self.compile_layers: bool = kwargs.pop("compile_layers", False)
         self.synchronize: bool = kwargs.pop("synchronize", False)
-        self._check_fields(kwargs)
+        # Transformers sets an attribute of each name that it does not know: one of a method would take its place.
+        for name, value in kwargs.items():
+            kinds = TYPES.get(name)
+            is_public = not name.startswith("_") or kinds is not None
+            is_free = name.isidentifier() and is_public and not hasattr(type(self), name)
+            require(is_free, "names of settings of generation", name, "leave it out")
+            if kinds is not None and value is not None:
+                expected = " or ".join(kind.__name__ for kind in kinds)
+                require(is_a(value, *kinds), f"{name} of type {expected}", value, "leave it out")
         try:
             super().__init__(**kwargs)
         except (TypeError, AttributeError, KeyError, ValueError) as error:  # whatever comparing such values leads to
@@ -115,21 +122,6 @@ class DFlashGenerationConfig(GenerationConfig):
                 "them out"
             ) from error
         self.validate_options()
-
-    @classmethod
-    def _check_fields(cls, fields: Mapping[str, Any]) -> None:
-        """Raises unless every name can be that of a field, and every value is of its field's type.
-
-        Transformers sets an attribute of each name that it does not know: one of a method would take its place.
-        """
-        for name, value in fields.items():
-            kinds = TYPES.get(name)
-            is_public = not name.startswith("_") or kinds is not None
-            is_free = name.isidentifier() and is_public and not hasattr(cls, name)
-            require(is_free, "names of settings of generation", name, "leave it out")
-            if kinds is not None and value is not None:
-                expected = " or ".join(kind.__name__ for kind in kinds)
-                require(is_a(value, *kinds), f"{name} of type {expected}", value, "leave it out")
 
     def validate_options(self, max_block_size: int | None = None, sample_from_anchor: bool = False) -> None:
         """Checks the options, also against a checkpoint's block size.

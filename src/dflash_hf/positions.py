@@ -62,10 +62,8 @@ def slot_positions(last: Tensor, slots: Tensor, ring: int) -> Tensor:
 def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> list[int]:
     """Chooses the tapped target layers when nothing else says so: evenly from layer 1 to the third from the end.
 
-    Layer ids are 0-based and mean "the output of that layer"; there are as many as draft layers.
-
-    Raises:
-        ValueError: If the target has fewer than 4 layers.
+    Layer ids are 0-based and mean "the output of that layer"; there are as many as draft layers. Raises `ValueError`
+    for a target of fewer than 4 layers.
 
     Source: z-lab `dflash/model.py::build_target_layer_ids`.
     """

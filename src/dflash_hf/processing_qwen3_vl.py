@@ -50,11 +50,7 @@ class WithoutVideos(ProcessorMixin):
     def __call__(
         self, images: Any = None, text: Any = None, videos: Any = None, audio: Any = None, **kwargs: Any
     ) -> Any:
-        """Makes a model's inputs of texts and images, as the original does.
-
-        Raises:
-            ValueError: On a video, or an image without pixels.
-        """
+        """Makes a model's inputs as the original does; raises `ValueError` on a video, or an image without pixels."""
         if videos is not None:
             raise ValueError("expected images and text, got a video; install torchvision for videos")
         check_pixels(images)
@@ -93,13 +89,9 @@ class Qwen2_5_VLProcessor(WithoutVideos, processing_qwen2_5_vl.Qwen2_5_VLProcess
 
 
 def check_pixels(images: Any) -> None:
-    """Refuses images without pixels, on which Transformers' resizing divides by zero.
+    """Raises `ValueError` on images without pixels, on which Transformers' resizing divides by zero.
 
-    Args:
-        images: An image (PIL image, array, anything without a size) or lists of them; `None` for none.
-
-    Raises:
-        ValueError: If one has a side of 0.
+    They are PIL images, arrays, what has no size, or lists of them.
     """
     if isinstance(images, (list, tuple)):
         for image in images:  # type: ignore[reportUnknownVariableType]
@@ -112,11 +104,7 @@ def check_pixels(images: Any) -> None:
 
 
 def register_processors(auto: Any) -> None:
-    """Lets `AutoProcessor` choose these classes; `registration` does it where it could only fail otherwise.
-
-    Args:
-        auto (module): `transformers.models.auto.processing_auto`.
-    """
+    """Lets the `AutoProcessor` of `transformers.models.auto.processing_auto` choose these: it could only fail else."""
     names: dict[str, str] = auto.PROCESSOR_MAPPING_NAMES
     for ours in (Qwen3VLProcessor, Qwen2_5_VLProcessor):
         for model_type in [model for model, name in names.items() if name == ours.__name__]:
