@@ -6,30 +6,24 @@ own carries as `_hf_hook`, bring them in around its forward.
 
 from __future__ import annotations
 
-import functools
 import os
-import threading
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from dflash_hf.scopes import undoing
+from dflash_hf.scopes import shared
 
 logger: Any = logging.get_logger(__name__)
 
 
 def execution_device(module: nn.Module) -> torch.device:
-    """Returns the device a module's first weight is on while it computes.
-
-    Raises:
-        ValueError: If that weight is on `meta` and nothing brings it in.
-    """
+    """Returns the device of a module's first weight while it computes; raises `ValueError` if it stays on `meta`."""
     for part in module.modules():  # one by one: the first few decide
-        weight = _first_weight(part)
+        weight = next((weight for weight in part._parameters.values() if weight is not None), None)
         if weight is None:
             continue
         if weight.device.type != "meta":
@@ -44,10 +38,6 @@ def execution_device(module: nn.Module) -> torch.device:
         f"expected weights in {type(module).__name__}, got none, or only on the device 'meta' without accelerate's "
         "hooks; load the model with from_pretrained"
     )
-
-
-def _first_weight(module: nn.Module) -> Tensor | None:
-    return next((weight for weight in module._parameters.values() if weight is not None), None)
 
 
 class Inventory(NamedTuple):
@@ -112,12 +102,7 @@ def total_memory(device: torch.device) -> int | None:
     """Returns the bytes of memory that a device has; `None` where that is not known."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    return _host_memory() if device.type == "cpu" else None
-
-
-@functools.cache
-def _host_memory() -> int | None:
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+    if device.type == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
 
@@ -160,9 +145,7 @@ def raw_embeddings(embedding: nn.Module, token_ids: Tensor) -> Tensor:
 def _hooks(module: nn.Module) -> list[Any]:
     """The accelerate hooks of a module: one, or several in a `SequentialHook`."""
     hook = getattr(module, "_hf_hook", None)
-    if hook is None:
-        return []
-    return list(getattr(hook, "hooks", [hook]))
+    return [] if hook is None else list(getattr(hook, "hooks", [hook]))
 
 
 def is_offloaded(module: nn.Module) -> bool:
@@ -174,20 +157,16 @@ def is_compiled(parts: Inventory) -> bool:
     """Returns True if a call of one of these modules runs code of `torch.compile`, however that was asked for."""
     if any(hasattr(kind, "_torchdynamo_orig_callable") for kind in set(map(type, parts.modules))):
         return True
-    for part in parts.altered:
-        own = part.__dict__
-        if ("_compiled_call_impl" in own and own["_compiled_call_impl"] is not None) or "_orig_mod" in own["_modules"]:
+    for own in (part.__dict__ for part in parts.altered):
+        forwards = own.get("forward"), own.get("_old_forward")
+        if own.get("_compiled_call_impl") is not None or "_orig_mod" in own["_modules"]:
             return True
-        if "forward" in own and any(
-            hasattr(own.get(name), "_torchdynamo_orig_callable") for name in ("forward", "_old_forward")
-        ):
+        if any(hasattr(forward, "_torchdynamo_orig_callable") for forward in forwards):
             return True
     return False
 
 
-_forcing = threading.Lock()
-_forced: set[object] = set()
-_stance: Any = None
+_stance = ExitStack()
 
 
 @contextmanager
@@ -205,25 +184,5 @@ def eagerly(*models: Inventory) -> Generator[None]:
         f"{' and '.join(compiled)} runs eagerly with a DFlash draft: hooks that record hidden states do not run in "
         "code of torch.compile"
     )
-    run = object()
-
-    def put_back() -> None:
-        with _forcing:
-            _forced.discard(run)
-            _set_stance()
-
-    with undoing(put_back):
-        with _forcing:
-            _forced.add(run)
-            _set_stance()
+    with shared(_stance, lambda: _stance.enter_context(torch.compiler.set_stance("force_eager")), _stance.close):
         yield
-
-
-def _set_stance() -> None:
-    """Sets the stance for the first run that needs it and restores it after the last."""
-    global _stance
-    if _forced and _stance is None:
-        _stance = torch.compiler.set_stance("force_eager")
-    elif not _forced and _stance is not None:
-        _stance.__exit__(None, None, None)
-        _stance = None

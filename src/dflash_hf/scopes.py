@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from types import FrameType, MappingProxyType
@@ -42,8 +43,7 @@ _open = _Open()
 def undoing(undo: Callable[[], None]) -> Generator[None]:
     """Calls `undo` at the end, whatever happens: make the change inside.
 
-    Args:
-        undo (callable): Takes the change back; it may be called several times, and before the change was made.
+    It may be called several times, and before the change was made.
     """
     change, is_undone = (_holder(), undo), False
     try:
@@ -83,15 +83,57 @@ def _holder() -> FrameType:
     return frame
 
 
-class Hook(NamedTuple):
-    """A forward hook to be registered.
+class Current(threading.local):
+    """What this thread is doing, for code that other threads run too; `None` where it does nothing of the kind."""
+
+    scope: tuple[Any, Any] | None = None  # with what stood here before
+
+    @contextmanager
+    def doing(self, value: Any) -> Generator[None]:
+        """Sets it for as long as it is open."""
+        scope = (value, self.scope)
+
+        def put_back() -> None:
+            if self.scope is scope:  # this may come late, in another scope or thread
+                self.scope = scope[1]
+
+        with undoing(put_back):
+            self.scope = scope
+            yield
+
+
+_sharing = threading.Lock()
+_users: weakref.WeakKeyDictionary[Any, set[object]] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def shared(key: Any, change: Callable[[], object], undo: Callable[[], None]) -> Generator[None]:
+    """Has a change in force that all threads see: the first to come makes it, and the last to go takes it back.
 
     Args:
-        module (`nn.Module`): Whose forward.
-        function (callable): The hook.
-        before (`bool`): Whether it is called before the forward.
-        options (`dict`): Of `register_forward_hook` or `register_forward_pre_hook`.
+        key: What the change is of; held weakly.
+        change, undo (callable): Make it and take it back; `undo` may be called several times, and before `change`.
     """
+    user = object()
+
+    def leave() -> None:
+        with _sharing:
+            users = _users.setdefault(key, set())
+            users.discard(user)
+            if not users:
+                undo()
+
+    with undoing(leave):
+        with _sharing:
+            users = _users.setdefault(key, set())
+            if not users:
+                change()
+            users.add(user)
+        yield
+
+
+class Hook(NamedTuple):
+    """A forward hook of a module, to be called after its forward or before, and what torch is to register it with."""
 
     module: nn.Module
     function: Callable[..., None]

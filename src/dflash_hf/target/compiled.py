@@ -13,7 +13,6 @@ verifying thread only. Hooks are called outside of `forward`, so taps fire as ev
 from __future__ import annotations
 
 import functools
-import threading
 import types
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dflash_hf.scopes import undoing
+from dflash_hf.scopes import Current, shared
 from dflash_hf.target.code import attention_modules
 from dflash_hf.target.fused import COMPILED, fused_attention
 from dflash_hf.target.parts import Target
@@ -33,15 +32,7 @@ backend = "inductor"
 Shape = tuple[int, int]  # rows, tokens
 
 
-class _Here(threading.local):
-    """The shape that this thread verifies with compiled layers, and what stood here before."""
-
-    scope: tuple[Shape, Any] | None = None
-
-
-_here = _Here()
-_patching = threading.Lock()
-_users: weakref.WeakKeyDictionary[nn.Module, set[object]] = weakref.WeakKeyDictionary()
+_here = Current()  # the shape that is verified with compiled layers
 
 
 @contextmanager
@@ -49,33 +40,10 @@ def compiled_layers(target: Target, shape: Shape) -> Generator[None]:
     """Runs the target's decoder layers compiled, in this thread only.
 
     Recurrent layers, those whose attention kernels compute, and those that carry hooks inside or a forward of their
-    own run as they would without. The first verify of a shape compiles.
-
-    Args:
-        target (`Target`): The target.
-        shape (`tuple[int, int]`): Rows and tokens of the verify: each has graphs of its own.
-
-    Raises:
-        torch._dynamo.exc.TorchDynamoException: From the body, if something cannot be compiled; see `compile_errors`.
+    own run as they would without. The first verify of a shape compiles: each has graphs of its own. What cannot be
+    compiled raises one of `compile_errors` in the body.
     """
-    scope, user = (shape, _here.scope), object()
-
-    def put_back() -> None:
-        if _here.scope is scope:  # this may come late, in another verify or thread
-            _here.scope = scope[1]
-        with _patching:
-            users = _users.setdefault(target.model, set())
-            users.discard(user)
-            if not users:
-                _detach(target)
-
-    with undoing(put_back):
-        with _patching:
-            users = _users.setdefault(target.model, set())
-            if not users:
-                _attach(target)
-            users.add(user)
-        _here.scope = scope
+    with shared(target.model, lambda: _attach(target), lambda: _detach(target)), _here.doing(shape):
         yield
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from dflash_hf.attention import RaggedMask, attend
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.scopes import Hook, hooked, undoing
+from dflash_hf.scopes import Current, Hook, hooked
 from dflash_hf.target.parts import Target
 
 KEYWORD = "ragged"
@@ -43,13 +42,7 @@ def is_in_verify() -> bool:
     return False
 
 
-class _Verifying(threading.local):
-    """The text config whose model this thread is verifying with, and what stood here before."""
-
-    scope: tuple[PreTrainedConfig, Any] | None = None
-
-
-_verifying = _Verifying()
+_verifying = Current()  # the text config whose model this thread is verifying with
 
 
 def _make_switchable(kind: type[PreTrainedConfig]) -> None:
@@ -58,9 +51,6 @@ def _make_switchable(kind: type[PreTrainedConfig]) -> None:
     The value that is stored in a config never changes: other threads, copies, saved files, and calls of the user's
     that a verify runs into, see what the user set.
     The getter stays on the class, without effect outside a verify.
-
-    Raises:
-        RuntimeError: If Transformers does not keep the setting in a property.
     """
     setting = inspect.getattr_static(kind, _SETTING, None)
     if not isinstance(setting, property) or setting.fget is None:
@@ -87,14 +77,7 @@ def ragged_attention(target: Target) -> Generator[None]:
     Other threads may run the same model, or another one with the same config object, at the same time.
     """
     _make_switchable(type(target.config))  # two threads at once set the same property twice
-    scope = (target.config, _verifying.scope)
-
-    def put_back() -> None:
-        if _verifying.scope is scope:  # this may come late, in another verify or thread
-            _verifying.scope = scope[1]
-
-    with undoing(put_back):
-        _verifying.scope = scope
+    with _verifying.doing(target.config):
         yield
 
 
@@ -152,11 +135,7 @@ def ragged_block(
         ragged (`RaggedCache`): Given to the target's forward as a keyword and handed down to here.
         kwargs: What other attention implementations need; ignored.
 
-    Returns:
-        `tuple[torch.Tensor, None]`: Output `[B, K, H, E]`, and no attention weights.
-
-    Raises:
-        ValueError: If it is reached without `ragged`, or with a mask of the model's own.
+    Returns the output `[B, K, H, E]`, and no attention weights.
     """
     if ragged is None:
         raise ValueError(
