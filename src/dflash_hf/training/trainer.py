@@ -38,8 +38,8 @@ from dflash_hf.training.checkpoints import STATE_FILE, Records, whole_checkpoint
 from dflash_hf.training.collators import Batch, epoch_batches
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.features import FeatureCache
-from dflash_hf.training.forward import LIKELY_TOKENS, batch_labels, batch_loss, check_packing
-from dflash_hf.training.loss import decay_weights, loss_weight
+from dflash_hf.training.forward import LIKELY_TOKENS, batch_loss, check_packing
+from dflash_hf.training.loss import block_labels, decay_weights, loss_weight
 from dflash_hf.training.optimizer import MuonAndAdamW, matrix_names
 from dflash_hf.training.steps import Collator, EpochBatches, Rows, share_of
 from dflash_hf.training.walking import walked_acceptance
@@ -224,7 +224,7 @@ class DFlashTrainer(Trainer):
         weight = torch.zeros((), dtype=torch.float64, device="cpu")
         for micro, inputs in enumerate(batches):
             inputs["anchors"] = anchors = self._anchors(inputs["batch"], micro)
-            labels = batch_labels(self.draft, inputs["batch"], anchors)
+            labels = block_labels(inputs["batch"], anchors, int(self.draft.config.sample_from_anchor))
             weight += loss_weight(labels, self.weights.double(), self.args.loss)
         # Gradients are averaged over processes, hence the mean of the weights and not their sum.
         alone = self.args.world_size == 1
