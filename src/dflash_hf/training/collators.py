@@ -96,8 +96,7 @@ def collate(
 def collate_packed(examples: Sequence[Example], max_length: int) -> Batch:
     """Fills rows of at most `max_length` tokens with examples, in their order; rows are padded on the right.
 
-    Raises:
-        ValueError: If an example is longer, or has inputs beside its tokens (images ...).
+    Raises `ValueError` if an example is longer, or has inputs beside its tokens (images ...).
     """
     rows: list[Example] = []
     starts: list[list[int]] = []
@@ -162,13 +161,8 @@ def epoch_batches(
     Rows that are packed are filled by best fit; at whichever of their examples [`collate_packed`] goes on to a new
     row, what is left of that row fits into it.
 
-    Args:
-        batch_size (`int`): Examples per batch, or most packed rows; one batch may have fewer.
-        seed, epoch (`int`): What the order depends on, and all that it depends on.
-        packing_length (`int`, *optional*): Tokens of a row that examples are packed into.
-
-    Returns:
-        `list[list[int]]`: Indices of the examples of each batch.
+    Returns the indices of the examples of each batch: `batch_size` of them, or those of as many rows of
+    `packing_length` tokens. The order depends on seed and epoch alone.
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
 

@@ -233,7 +233,6 @@ def block_loss(
 
     Args:
         hidden_BQD (`torch.Tensor` of shape `[B, A * K, D]`): The draft's output.
-        labels (`BlockLabels`): What to predict.
         weights_K (`torch.Tensor` of shape `[K]`): Weight of each slot; see `decay_weights`.
         logits_of (callable): Hidden states `[N, D]` to logits `[N, V]`, each row by itself; they may be on another
             device.
@@ -243,9 +242,6 @@ def block_loss(
         objective (`str`): See this module.
         known_V (`torch.Tensor` of shape `[V]`, bool, *optional*): The tokens that a draft with a reduced vocabulary
             can propose. Slots of others are wrong and add nothing to the loss.
-
-    Raises:
-        ValueError: For `"kl"` without likely tokens among the labels.
     """
     block_size, device = labels.ids.shape[2], hidden_BQD.device
     if objective == "kl" and labels.likely is None:

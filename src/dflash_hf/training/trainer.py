@@ -173,16 +173,9 @@ class DFlashTrainer(Trainer):
         def batches_of(epoch: int) -> list[list[int]]:
             return epoch_batches(self.lengths, self._train_batch_size, seed, epoch, args.packing_length)
 
-        sampler = EpochBatches(
-            batches_of,
-            rank=args.process_index,
-            world_size=args.world_size,
-            batches_per_step=args.gradient_accumulation_steps,
-            next_step=lambda: self.state.global_step,
-        )
         return DataLoader(
             Rows(dataset),  # type: ignore[arg-type]
-            batch_sampler=sampler,
+            batch_sampler=EpochBatches(batches_of, args, next_step=lambda: self.state.global_step),
             collate_fn=Collator(args.packing_length, self._cache()),
             num_workers=args.dataloader_num_workers,
             persistent_workers=args.dataloader_persistent_workers,
@@ -397,11 +390,7 @@ def _stored_as(draft: DFlashDraftModel, dtype: torch.dtype) -> Generator[None]:
 
 
 def _check_kinds(model: Any, target: Any, args: Any) -> DFlashDraftModel:
-    """Returns the draft in `model`.
-
-    Raises:
-        ValueError: If one of the three is something else, or one process has several GPUs.
-    """
+    """Returns the draft in `model`; `ValueError` if one of them is something else, or there are several GPUs."""
     draft = model.get_base_model() if hasattr(model, "get_base_model") else model
     order = "write DFlashTrainer(model=draft, target=target, args=args, train_dataset=examples)"
     for name, value, kind in (
