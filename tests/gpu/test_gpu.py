@@ -32,7 +32,7 @@ from dflash_hf.training import forward
 from dflash_hf.training.anchors import BlockMaskRule, sample_anchors
 from dflash_hf.training.collators import Batch, collate
 from dflash_hf.training.data import Example
-from dflash_hf.training.forward import attention_kinds, batch_loss, run_blocks, target_features
+from dflash_hf.training.forward import batch_loss, run_blocks, target_features
 from dflash_hf.training.loss import decay_weights
 from tiny import DFLASH2, FAMILIES, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
@@ -419,7 +419,7 @@ def test_block_masks_hide_what_dense_masks_hide(device: str, examples: list[Exam
     anchors = sample_anchors(batch.loss_mask, 3, 6, torch.Generator().manual_seed(0)).to(torch.device(device))
     batch = batch.to(torch.device(device))
     taps = target_features(find_target(target), [0, 2], batch).taps
-    masks = BlockMaskRule(batch.attention_mask, anchors).masks(attention_kinds(draft), flex=True)
+    masks = BlockMaskRule(batch.attention_mask, anchors).masks(draft.config, flex=True)
     assert all(isinstance(mask, BlockMask) for mask in masks.values())
     dense, flexible = (run_blocks(draft, find_target(target), batch, taps, anchors, flex) for flex in ("sdpa", "flex"))
     assert relative_error(flexible, dense) < 1e-4

@@ -146,12 +146,12 @@ def test_the_loss_counts_what_the_walk_would_accept(pair: tuple[DFlashDraftModel
     features = target_features(target, draft.config.target_layer_ids, batch).taps
     result = block_loss(
         run_blocks(draft, target, batch, features, anchors),
-        block_labels(batch.input_ids, batch.loss_mask, anchors),
+        block_labels(batch, anchors),
         decay_weights(6, 3.0),
         lambda hidden: draft.compute_logits(hidden, target.head),
         selector=draft.candidate_selector,
     )
-    assert int(result.accepted) == int(accepted_at_anchors(draft, target, examples).sum()) > 3
+    assert int(result.accepted) == int(accepted_at_anchors(draft, target, batch).sum()) > 3
 
 
 def test_the_cases_of_the_walk() -> None:
@@ -166,11 +166,11 @@ def test_the_cases_of_the_walk() -> None:
 @torch.no_grad()
 def test_chunks_of_anchors_do_not_matter(pair: tuple[DFlashDraftModel, Target], examples: list[Example]) -> None:
     draft, target = pair
-    whole, parts = (accepted_at_anchors(draft, target, examples, chunk_anchors=size) for size in (64, 3))
+    whole, parts = (accepted_at_anchors(draft, target, collate(examples), chunk_anchors=size) for size in (64, 3))
     assert torch.equal(whole, parts)
 
 
 def test_widths_out_of_range_are_refused(pair: tuple[DFlashDraftModel, Target], examples: list[Example]) -> None:
     for widths in ({"block_size": 7}, {"block_size": 1}, {"block_size": 4, "verify_width": 5}, {"verify_width": 0}):
         with pytest.raises(ValueError, match="expected 2 <= block_size <= 6"):
-            accepted_at_anchors(*pair, examples, **widths)
+            accepted_at_anchors(*pair, collate(examples), **widths)

@@ -26,7 +26,7 @@ def train(draft: DFlashDraftModel, target: Qwen3ForCausalLM, examples: list[Exam
     """Trains whatever wants a gradient on all anchors; returns the losses."""
     found, batch = find_target(target), collate(examples)
     anchors = all_anchors(batch.loss_mask, draft.config.block_size)
-    labels = block_labels(batch.input_ids, batch.loss_mask, anchors)
+    labels = block_labels(batch, anchors)
     weights = decay_weights(draft.config.block_size, 4.0)
     taps = target_features(found, draft.config.target_layer_ids, batch).taps
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=2e-2)

@@ -69,7 +69,7 @@ def test_a_fresh_draft_learns_what_decoding_then_accepts(kind: str, target: Qwen
     draft.eval()
     with torch.no_grad():
         counted = batch_loss(draft, found, batch, anchors, weights)
-    assert int(counted.accepted) == int(accepted_at_anchors(draft, found, examples).sum()) > 10
+    assert int(counted.accepted) == int(accepted_at_anchors(draft, found, collate(examples)).sum()) > 10
     walked = walked_acceptance(draft, found, examples)
     ids = torch.tensor([[0] * (8 - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (8 - len(prompt)) + [1] * len(prompt) for prompt in prompts])

@@ -16,8 +16,6 @@ from dflash_hf.target.parts import Target, find_target
 from dflash_hf.training.anchors import Anchors, BlockMaskRule, all_anchors, sample_anchors
 from dflash_hf.training.collators import Batch
 from dflash_hf.training.forward import (
-    attention_kinds,
-    batch_labels,
     batch_loss,
     block_inputs,
     run_blocks,
@@ -183,7 +181,7 @@ def test_draft_and_target_may_be_of_different_dtypes(
     result.loss.backward()
     assert all(p.grad is not None and p.grad.dtype == dtypes[1] for p in draft.parameters())
     assert abs(result.loss.item() / wanted.loss.item() - 1) < 0.05
-    assert result.weight == wanted.weight == loss_weight(batch_labels(draft, batch, anchors), weights, objective)
+    assert result.weight == wanted.weight == loss_weight(block_labels(batch, anchors), weights, objective)
 
 
 def test_distillation_compares_with_the_targets_own_distribution(
@@ -196,7 +194,7 @@ def test_distillation_compares_with_the_targets_own_distribution(
     taps = target_features(found, [0, 2], batch).taps
     own = target.lm_head(run_blocks(draft, found, batch, taps, anchors)).log_softmax(dim=-1).detach()
     theirs = target(batch.input_ids, attention_mask=batch.attention_mask.long()).logits.log_softmax(dim=-1).detach()
-    labels, loss = block_labels(batch.input_ids, batch.loss_mask, anchors), 0.0
+    labels, loss = block_labels(batch, anchors), 0.0
     for row, number, slot in labels.mask.nonzero().tolist():
         p = theirs[row, int(anchors.indices[row, number]) + slot - 1]
         q = own.unflatten(1, (-1, 6))[row, number, slot]
@@ -212,7 +210,8 @@ def test_labels_of_the_target_are_its_argmax_in_a_batch_loss(
     result = batch_loss(draft, found, batch, anchors, weights, target_labels=True)
     own = target(batch.input_ids, attention_mask=batch.attention_mask.long()).logits.argmax(dim=-1)
     ids = torch.cat([batch.input_ids[:, :1], own[:, :-1]], dim=1)
-    labels = block_labels(ids, batch.loss_mask, anchors, batch.input_ids)
+    labels = block_labels(batch, anchors)
+    labels = replace(labels, ids=block_labels(replace(batch, input_ids=ids), anchors).ids)
     hidden = run_blocks(draft, found, batch, target_features(found, [0, 2], batch).taps, anchors)
     wanted = block_loss(hidden, labels, weights, found.head)
     torch.testing.assert_close(result.loss, wanted.loss, rtol=1e-5, atol=0)
@@ -224,7 +223,7 @@ def test_flex_attention_gives_the_same_states(target: Qwen3ForCausalLM, make_dra
     found, draft = find_target(target), make_draft(**SLIDING)
     taps = target_features(found, [0, 2], batch).taps
     anchors = sample_anchors(batch.loss_mask, 3, 6, torch.Generator().manual_seed(0))
-    masks = BlockMaskRule(batch.attention_mask, anchors).masks(attention_kinds(draft), flex=True)
+    masks = BlockMaskRule(batch.attention_mask, anchors).masks(draft.config, flex=True)
     assert all(isinstance(mask, BlockMask) for mask in masks.values())
     dense = run_blocks(draft, found, batch, taps, anchors)
     with torch.no_grad():
@@ -239,7 +238,7 @@ def test_gradient_flows_into_the_draft_only(target: Qwen3ForCausalLM, make_draft
     taps = target_features(found, [0, 2], batch).taps
     anchors = sample_anchors(batch.loss_mask, 3, 6)
     hidden = run_blocks(draft, found, batch, taps, anchors)
-    labels = block_labels(batch.input_ids, batch.loss_mask, anchors)
+    labels = block_labels(batch, anchors)
     block_loss(hidden, labels, decay_weights(6, 3.0), found.head).loss.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft.parameters())
     assert all(p.grad is None for p in target.parameters())

@@ -43,7 +43,7 @@ def case(batch: Batch) -> tuple[Tensor, Anchors, nn.Linear]:
     torch.manual_seed(3)
     anchors = sample_anchors(batch.loss_mask, 4, BLOCK, torch.Generator().manual_seed(0))
     head = nn.Linear(WIDTH, VOCAB, bias=False).double()
-    labels = block_labels(batch.input_ids, batch.loss_mask, anchors)
+    labels = block_labels(batch, anchors)
     hidden = torch.randn(3, 4 * BLOCK, WIDTH, dtype=torch.float64)
     right = torch.rand(3, 4 * BLOCK) < 0.6
     hidden[right] = 20 * nn.functional.normalize(head.weight.detach(), dim=-1)[labels.ids.flatten(1)[right]]
@@ -52,7 +52,7 @@ def case(batch: Batch) -> tuple[Tensor, Anchors, nn.Linear]:
 
 def losses_of(case: tuple[Tensor, Anchors, nn.Linear], batch: Batch, chunk_blocks: int) -> BlockLoss:
     hidden, anchors, head = case
-    labels = block_labels(batch.input_ids, batch.loss_mask, anchors)
+    labels = block_labels(batch, anchors)
     return block_loss(hidden, labels, decay_weights(BLOCK, GAMMA), head, chunk_blocks)
 
 
@@ -82,7 +82,7 @@ def test_selector_loss_equals_the_loop(
     chunk_blocks: int, case: tuple[Tensor, Anchors, nn.Linear], batch: Batch, selector: CandidateSelector
 ) -> None:
     hidden, anchors, head = case
-    labels = block_labels(batch.input_ids, batch.loss_mask, anchors)
+    labels = block_labels(batch, anchors)
     weights = decay_weights(BLOCK, GAMMA)
     result = block_loss(hidden, labels, weights, head, chunk_blocks, selector)
     loss, right, missing = 0.0, torch.zeros(BLOCK, dtype=torch.long), 0
@@ -109,13 +109,16 @@ def test_selector_loss_equals_the_loop(
 
 
 def test_the_token_before_a_slot_is_what_the_target_was_shown() -> None:
-    """Also where the labels are not the text: the anchor is always the text's."""
-    shown, labels = torch.arange(10, 18)[None], torch.arange(30, 38)[None]
+    """And what is likely there is what the target said after that one."""
+    shown, said, mask = torch.arange(10, 18)[None], torch.arange(30, 38)[None, :, None], torch.ones(1, 8).bool()
     anchors = Anchors(indices=torch.tensor([[2]]), keep=torch.tensor([[True]]), block_size=4)
-    result = block_labels(labels, torch.ones(1, 8).bool(), anchors, shown)
-    assert result.ids[0, 0, 1:].tolist() == [33, 34, 35]
+    batch = Batch(input_ids=shown, attention_mask=mask, loss_mask=mask)
+    result = block_labels(batch, anchors, likely_BSP=(said, -said.double()))
+    assert result.ids[0, 0, 1:].tolist() == [13, 14, 15]
     assert result.before[0, 0, 1:].tolist() == [12, 13, 14]
-    assert block_labels(labels, torch.ones(1, 8).bool(), anchors).before[0, 0, 1:].tolist() == [32, 33, 34]
+    assert result.likely is not None
+    assert result.likely[0][0, 0, 1:].flatten().tolist() == [32, 33, 34]
+    assert result.likely[1][0, 0, 1:].flatten().tolist() == [-32, -33, -34]
 
 
 def test_chunks_do_not_change_the_gradient(case: tuple[Tensor, Anchors, nn.Linear], batch: Batch) -> None:
@@ -131,7 +134,7 @@ def test_labels_stop_where_the_answer_stops() -> None:
     loss_mask = torch.tensor([[0, 1, 1, 1, 0, 1, 1, 1]]).bool()
     tokens = torch.arange(10, 18)[None]
     anchors = Anchors(indices=torch.tensor([[1, 5, 0]]), keep=torch.tensor([[True, True, False]]), block_size=5)
-    labels = block_labels(tokens, loss_mask, anchors)
+    labels = block_labels(Batch(input_ids=tokens, attention_mask=tokens > 0, loss_mask=loss_mask), anchors)
     assert labels.mask.int().tolist() == [[[0, 1, 1, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0]]]
     assert labels.ids[labels.mask].tolist() == [12, 13, 16, 17]
 
@@ -139,7 +142,8 @@ def test_labels_stop_where_the_answer_stops() -> None:
 def test_no_labels_give_a_zero_loss_with_a_gradient() -> None:
     anchors = Anchors(indices=torch.zeros(1, 1, dtype=torch.long), keep=torch.zeros(1, 1).bool(), block_size=3)
     hidden = torch.randn(1, 3, WIDTH, requires_grad=True)
-    labels = block_labels(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4).bool(), anchors)
+    tokens, mask = torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4).bool()
+    labels = block_labels(Batch(input_ids=tokens, attention_mask=mask, loss_mask=mask), anchors)
     result = block_loss(hidden, labels, decay_weights(3, 1.0), nn.Linear(WIDTH, VOCAB))
     result.loss.backward()
     assert result.loss == 0

@@ -93,9 +93,8 @@ def test_objective_and_gradient_equal_the_definition(
     if reduced:  # among the likely ones some are known, and some are not
         ids[..., 0] = int(head.known.nonzero()[0])
         ids[..., 1] = int((~head.known).nonzero()[0])
-    labels = block_labels(
-        batch.input_ids, batch.loss_mask, anchors, ahead=ahead, likely_BSP=(ids, log_p) if objective == "kl" else None
-    )
+    said = (ids.roll(-1, dims=1), log_p.roll(-1, dims=1)) if objective == "kl" else None  # after each token
+    labels = block_labels(batch, anchors, ahead, said)
     weights = decay_weights(BLOCK, GAMMA, bool(ahead))
     known = head.known if reduced else None
     wanted_states = hidden.clone().requires_grad_()
@@ -130,7 +129,7 @@ def test_the_likely_tokens_of_all_of_the_vocabulary_are_the_whole_distribution()
 
 def test_kl_without_the_targets_distribution_is_refused(batch: Batch) -> None:
     anchors = all_anchors(batch.loss_mask, BLOCK)
-    labels = block_labels(batch.input_ids, batch.loss_mask, anchors)
+    labels = block_labels(batch, anchors)
     hidden = torch.randn(3, anchors.indices.shape[1] * BLOCK, WIDTH)
     with pytest.raises(ValueError, match=r"expected labels with likely tokens for objective='kl', got none; "):
         block_loss(hidden, labels, decay_weights(BLOCK, GAMMA), nn.Linear(WIDTH, VOCAB), objective="kl")
@@ -138,7 +137,7 @@ def test_kl_without_the_targets_distribution_is_refused(batch: Batch) -> None:
 
 def test_losses_that_are_no_numbers_are_told_by_row(batch: Batch) -> None:
     anchors = all_anchors(batch.loss_mask, BLOCK)
-    labels = block_labels(batch.input_ids, batch.loss_mask, anchors)
+    labels = block_labels(batch, anchors)
     hidden = torch.randn(3, anchors.indices.shape[1] * BLOCK, WIDTH)
     head, weights = nn.Linear(WIDTH, VOCAB), decay_weights(BLOCK, GAMMA)
     good = block_loss(hidden, labels, weights, head)
@@ -155,7 +154,7 @@ def test_a_frozen_head_gives_the_gradient_of_a_trained_one_under_autocast(object
     torch.manual_seed(3)
     anchors, head = all_anchors(batch.loss_mask, BLOCK), nn.Linear(WIDTH, VOCAB)
     log_p, ids = torch.log_softmax(torch.randn(*batch.input_ids.shape, VOCAB), dim=-1).topk(LIKELY)
-    labels = block_labels(batch.input_ids, batch.loss_mask, anchors, likely_BSP=(ids, log_p))
+    labels = block_labels(batch, anchors, likely_BSP=(ids, log_p))
     hidden = torch.randn(3, anchors.indices.shape[1] * BLOCK, WIDTH)
     found: list[tuple[Tensor, Tensor]] = []
     for is_frozen in (True, False):

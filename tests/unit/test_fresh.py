@@ -217,7 +217,7 @@ def first_loss(target: Any, draft: DFlashDraftModel) -> float:
     with torch.no_grad():
         taps = target_features(found, draft.config.target_layer_ids, batch).taps
         hidden = run_blocks(draft, found, batch, taps, anchors)
-        labels = block_labels(batch.input_ids, batch.loss_mask, anchors)
+        labels = block_labels(batch, anchors)
         weights = decay_weights(draft.config.block_size, 7.0)
         result = block_loss(hidden, labels, weights, lambda states: draft.compute_logits(states, found.head))
     return float(result.loss / result.weight)

@@ -98,13 +98,11 @@ def agreement(
         seed (`int`, *optional*): What was given to `torch.manual_seed` before each of two sampled answers, both with
             a draft, one of them at block size 1, each alone in its batch.
         settings: Of the `generate` calls, for sampling and logits processors; lengths do not matter.
-
-    Raises:
-        ValueError: If there is more than one row, or the answers are sampled and there is no seed.
     """
     index = first_difference(plain, drafted)
     if index is None:
         return Agreement(sentence="identical")
+    differs = f"differs from token {index + 1} on"
     rows = inputs["input_ids"].shape[0]
     if rows != 1:
         raise ValueError(f"expected the inputs of one prompt, got those of {rows}; compare answers one by one")
@@ -112,7 +110,7 @@ def agreement(
     if sampled and seed is None:
         raise ValueError("expected the seed of sampled answers, got none; give what torch.manual_seed was given")
     if index in (len(plain), len(drafted)):
-        sentence = f"differs from token {index + 1} on, where one answer ends and the other goes on"
+        sentence = f"{differs}, where one answer ends and the other goes on"
         return Agreement(sentence=sentence, token=index, is_tie=False)
     reference = reference_for(target) if reference is None else reference
     scores, size = _scores(reference, inputs, plain[:index], seed if sampled else None, settings)
@@ -121,8 +119,16 @@ def agreement(
     is_tie: bool | None = margin <= tolerance
     if not is_tie and sampled and bool(scores.isneginf().any()):
         is_tie = None  # rounding may also have moved the edge of what top-k or top-p leaves
+    what = "two logits with their noise" if sampled else "two logits"
+    if is_tie is None:
+        why = "whether by rounding cannot be said where top-k or top-p cut tokens off"
+    elif is_tie:
+        why = f"where {what} tie within rounding"
+    else:
+        why = f"where {what} do not tie within rounding to {_name(target.dtype)}"
+    measured = f" in {_name(reference.dtype)}" if reference.dtype in HALF else ""
     return Agreement(
-        sentence=_sentence(index, margin, is_tie, sampled, target.dtype, reference.dtype),
+        sentence=f"{differs}, {why} (margin {margin:.2g}{measured})",
         token=index,
         margin=margin if math.isfinite(margin) else None,
         tolerance=tolerance,
@@ -204,20 +210,6 @@ def _scores(
     position = row["attention_mask"].sum(dim=1, keepdim=True)
     noise = gumbel_noise(key, position, torch.arange(len(scores), device=ids.device))[0, 0]
     return scores + noise, size / (settings.get("temperature") or model.generation_config.temperature or 1.0)
-
-
-def _sentence(
-    index: int, margin: float, is_tie: bool | None, sampled: bool, dtype: torch.dtype, measured: torch.dtype
-) -> str:
-    """Says where answers differ and whether rounding explains it."""
-    what = "two logits with their noise" if sampled else "two logits"
-    said = f"margin {margin:.2g}" + ("" if measured not in HALF else f" in {_name(measured)}")
-    if is_tie:
-        return f"differs from token {index + 1} on, where {what} tie within rounding ({said})"
-    if is_tie is None:
-        unknown = "whether by rounding cannot be said where top-k or top-p cut tokens off"
-        return f"differs from token {index + 1} on, {unknown} ({said})"
-    return f"differs from token {index + 1} on, where {what} do not tie within rounding to {_name(dtype)} ({said})"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -162,10 +162,7 @@ def diagnose(
 
 
 def write_answers(model: PreTrainedModel, inputs: Sequence[dict[str, Tensor]], max_new_tokens: int) -> list[Example]:
-    """Answers prompts of one row each with plain greedy `generate`, and returns prompt and answer together.
-
-    What the target's forward takes beside ids and mask goes with them; a value per token is 0 on the answer.
-    """
+    """Answers prompts of one row each with plain greedy `generate`, and returns prompt and answer together."""
     prompts = [Example.from_pair(row, []) for row in inputs]
     config: Any = model.generation_config
     ends = end_tokens(model)
@@ -179,10 +176,7 @@ def write_answers(model: PreTrainedModel, inputs: Sequence[dict[str, Tensor]], m
 def _try_settings(
     probe: Probe, tokenizer: PreTrainedTokenizerBase, on_progress: Callable[[str], object]
 ) -> tuple[Setup, list[Check]]:
-    """Tries every other form of every setting; adopts the best clear gain and goes on until there is none.
-
-    Returns the setup that was reached, and one check per setting.
-    """
+    """Adopts the best clear gain until there is none; returns the setup that was reached, and a check per setting."""
     setup, base = Setup(), probe.measure({})
     found: dict[str, Check] = {}
     while True:
@@ -249,10 +243,11 @@ def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> Iterator[Trial]
     # Without a window where layers slide, with one where none does; no text shows it that is not longer.
     own = config.sliding_window
     window = own or getattr(probe.target.config, "sliding_window", None) or 2048
-    if probe.longest > window and own is not None:
+    longest = max(len(example.input_ids) for example in probe.examples)
+    if longest > window and own is not None:
         change = {"sliding_window": None, "layer_types": ["full_attention"] * count, "is_causal": now}
         yield Trial("sliding_window", "no window", "set every entry of layer_types to 'full_attention'", change)
-    elif probe.longest > window:
+    elif longest > window:
         advice = f"set layer_types to 'sliding_attention' with sliding_window {window}"
         change = {"sliding_window": window, "layer_types": ["sliding_attention"] * count}
         yield Trial("sliding_window", f"window {window}", advice, change)
@@ -287,15 +282,11 @@ def mask_candidates(target: Target, draft: DFlashDraftModel, tokenizer: PreTrain
 
 def _check_vocabulary(target: Target, draft: DFlashDraftModel, tokenizer: PreTrainedTokenizerBase) -> Check:
     """Finds out if tokenizer, target and draft can mean the same ids."""
-    rows, size = target.vocab_size, len(tokenizer)
+    rows, size, mask = target.vocab_size, len(tokenizer), draft.config.mask_token_id
     beyond = sorted(i for i in tokenizer.all_special_ids if i >= rows)
-    wrong: list[str] = []
-    if size > rows:
-        wrong.append(f"the tokenizer has {size} ids, the target's embedding {rows} rows")
-    if beyond:
-        wrong.append(f"special ids {beyond} lie outside the target's embedding")
-    if draft.config.mask_token_id in end_tokens(target.model):
-        wrong.append(f"the mask token {draft.config.mask_token_id} is an end-of-sequence token")
+    wrong = [f"the tokenizer has {size} ids, the target's embedding {rows} rows"] * (size > rows)
+    wrong += [f"special ids {beyond} lie outside the target's embedding"] * bool(beyond)
+    wrong += [f"the mask token {mask} is an end-of-sequence token"] * (mask in end_tokens(target.model))
     advice = "use the tokenizer and the draft that belong to this target"
     return _judged("vocabulary", wrong, advice, f"{size} ids of the tokenizer within {rows} rows of the embedding")
 

@@ -103,20 +103,13 @@ def encode_prompts(
     A conversation, and a text where there is a chat template, goes through `apply_chat_template`, with `options`;
     under `template=False` neither does, and a conversation is its messages' texts, one per line.
 
-    Args:
-        processor (tokenizer or processor): Anything with `apply_chat_template`; images need a processor.
-        prompts (sequence of `str` or lists of messages): What to answer.
-        device (`torch.device`): Where the tensors go.
-        template (`bool`): Whether to apply the chat template.
-        options: For the chat template.
-
     Returns:
-        `dict[str, torch.Tensor]`: `input_ids` and `attention_mask`, both `[B, S]`, and of a processor all that it
-        makes of the images.
+        `dict[str, torch.Tensor]`: `input_ids` and `attention_mask`, both `[B, S]`, on `device`, and of a processor all
+        that it makes of the images.
 
     Raises:
-        ValueError: If there are images and no processor, or no template that says where they go, or an image
-            cannot be read.
+        ValueError: If there are images and no processor, or no template that says where they go; if an image cannot be
+            read, or the template refuses the conversation.
     """
     tokenizer, either = tokenizer_of(processor), cast(Any, processor)
     names = [name for prompt in prompts for name in image_names(prompt)]
@@ -176,15 +169,7 @@ def answer(
     encoding: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Answer:
-    """Answers one prompt with the draft.
-
-    Args:
-        encoding (mapping, *optional*): Options of [`encode_prompts`].
-        settings: For `generate`.
-
-    Raises:
-        ValueError: See [`encode_prompts`].
-    """
+    """Answers one prompt with the draft; `encoding` are options of [`encode_prompts`], `settings` of `generate`."""
     inputs = encode_prompt(processor, prompt, target.device, **(encoding or {}))
     seed = torch.initial_seed()
     torch.manual_seed(seed)
@@ -214,16 +199,10 @@ def check_comparable(draft: DFlashDraftModel, settings: Mapping[str, Any]) -> No
 def compare_with_plain(
     target: PreTrainedModel, draft: DFlashDraftModel, answered: Answer, *, kind: str = "prompt", **settings: Any
 ) -> Comparison:
-    """Answers a prompt again, without the draft, and compares.
+    """Answers a prompt again, without the draft, under the same settings of `generate`, and compares.
 
     Sampled answers are compared with the draft at block size 1, which is plain sampling with the same keyed noise:
-    Transformers' own sampler draws its noise in another order.
-
-    Args:
-        settings: For `generate`, those of the answer.
-
-    Raises:
-        ValueError: See [`check_comparable`].
+    Transformers' own sampler draws its noise in another order. See [`check_comparable`].
     """
     check_comparable(draft, settings)
     inputs = answered.inputs
@@ -276,11 +255,7 @@ def warm_up(target: PreTrainedModel, draft: DFlashDraftModel, processor: Process
 
 
 def pool(rows: Sequence[Comparison]) -> dict[str, Any]:
-    """Sums up comparisons: all identical or not, differences at ties, tokens, forwards, acceptance, seconds, ratio.
-
-    Raises:
-        ValueError: If there is nothing to sum up.
-    """
+    """Sums up comparisons: identical or not, ties, tokens, forwards, acceptance, seconds; `ValueError` if none."""
     if not rows:
         raise ValueError("expected at least one comparison, got none; answer a prompt first")
     verifies = sum(row.stats.num_verifies for row in rows)

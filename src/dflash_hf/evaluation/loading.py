@@ -24,22 +24,14 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def check_place(option: str, place: str) -> None:
-    """Says of a path that there is nothing; a Hub id has at most one slash and is looked up later.
-
-    Raises:
-        ValueError: Naming the option.
-    """
+    """Raises `ValueError` for a path that is not there; a Hub id has at most one slash and is looked up later."""
     looks_local = place.startswith((".", "~", "/")) or place.count("/") > 1
     if looks_local and not Path(place).exists():
         raise ValueError(f"expected a folder or a Hub id as {option}, got {place!r}, which is not there; fix the path")
 
 
 def _check_device(device: str) -> None:
-    """Says of a device that this machine has none such.
-
-    Raises:
-        ValueError: If it is neither a way of Transformers' to spread a model nor a device that is here.
-    """
+    """Raises `ValueError` if it is neither a way of Transformers' to spread a model nor a device that is here."""
     if device in DEVICE_MAPS:
         return
     import torch
@@ -77,9 +69,8 @@ def load_target(target: str, dtype: str = "auto", device: str = "auto") -> tuple
         dtype (`str`): A torch dtype's name, or `"auto"` for what the checkpoint says.
         device (`str`): A device map for Transformers; `"auto"` takes an accelerator where there is one.
 
-    Raises:
-        ValueError: If it is not there, is a draft, does not load, or has no tokenizer, if there is no such dtype or
-            device, or no Pillow for a target that takes images.
+    Raises `ValueError` if it is not there, is a draft, does not load, or has no tokenizer, if there is no such dtype
+    or device, or no Pillow for a target that takes images.
     """
     check_place("--target", target)
     require(dtype in DTYPES, f"one of {', '.join(DTYPES)} as --dtype", dtype, "choose one of them")
@@ -119,12 +110,7 @@ def load_target(target: str, dtype: str = "auto", device: str = "auto") -> tuple
 
 
 def _loaded(what: str, place: str, load: Callable[[], Loaded]) -> Loaded:
-    """Loads something; what libraries raise for damaged files becomes a sentence.
-
-    Raises:
-        ValueError, OSError, ImportError: Transformers' own sentences.
-        ValueError: In place of anything else, but for memory that does not suffice.
-    """
+    """Loads something; what libraries raise for damaged files, no sentence of Transformers', becomes `ValueError`."""
     import torch
 
     try:
@@ -143,13 +129,8 @@ def _loaded(what: str, place: str, load: Callable[[], Loaded]) -> Loaded:
 def load_pair(
     target: str, draft: str, dtype: str = "auto", device: str = "auto"
 ) -> tuple[PreTrainedModel, DFlashDraftModel, Processor]:
-    """Loads a target, its draft and what encodes its prompts; see [`load_target`].
-
-    Raises:
-        ValueError: If one of them is not there, if the target is a draft, or if the draft is none or does not load.
-    """
-    for option, place in (("--target", target), ("--draft", draft)):
-        check_place(option, place)
+    """Loads a target, its draft and what encodes its prompts; see [`load_target`], also for what it raises."""
+    check_place("--draft", draft)
     model, processor = load_target(target, dtype, device)
     from dflash_hf.modeling_dflash import DFlashDraftModel
 

@@ -29,11 +29,7 @@ Setup = dict[str, Any]
 
 
 def variant(draft: DFlashDraftModel, setup: Setup) -> DFlashDraftModel:
-    """Builds a second model over the same weights, with other settings (with another dtype over copies of them).
-
-    Raises:
-        ValueError: If the settings contradict each other.
-    """
+    """Builds a second model over the same weights, with other settings (with another dtype over copies of them)."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in draft.parameters()}
     twin = copy.deepcopy(draft, shared)
     config = DFlashConfig.from_dict({**draft.config.to_dict(), **setup})
@@ -75,10 +71,7 @@ class Measurement:
         return sum(g * w for g, w in zip(self.groups, self.weights, strict=True)) / total if total else 1.0
 
     def beats(self, other: Measurement) -> bool:
-        """Returns True if this setup is clearly better on the same texts.
-
-        That is by 3 % of the other's mean, and by three standard errors of the paired difference.
-        """
+        """Whether it is better on the same texts by 3 % of the mean and three standard errors of the difference."""
         gain, count = self.mean - other.mean, len(self.groups)
         if count < 3 or gain < 0.03 * other.mean:  # two runs of anchors say nothing about chance
             return False
@@ -112,27 +105,17 @@ class Probe:
 
     def _states(self, batch: Batch, layer_ids: list[int]) -> dict[bool, dict[int, Tensor]]:
         """Layers' outputs `[1, S, D]`, without and with what DeepStack adds to them; once where that is nothing."""
-        found: dict[bool, dict[int, Tensor]] = {}
-        for after in (False, True):
+        found: list[dict[int, Tensor]] = []
+        for after in (False, True) if batch.model_inputs else (False,):
             taps = target_features(self.target, layer_ids, batch, after_deepstack=after).taps
-            found[after] = dict(zip(layer_ids, taps.chunk(len(layer_ids), dim=-1), strict=True))
-            if not batch.model_inputs or (after and not self._differ(found, layer_ids)):
-                return {False: found[False], True: found[False]}
-        return found
-
-    @staticmethod
-    def _differ(states: dict[bool, dict[int, Tensor]], layer_ids: list[int]) -> bool:
-        return any(not torch.equal(states[False][i], states[True][i]) for i in layer_ids)
+            found.append(dict(zip(layer_ids, taps.chunk(len(layer_ids), dim=-1), strict=True)))
+        before, after = found[0], found[-1]
+        return {False: before, True: {i: before[i] if torch.equal(before[i], after[i]) else after[i] for i in after}}
 
     @property
     def deepstack_differs(self) -> bool:
         """True if it is not the same on these texts to tap before and after DeepStack's additions."""
-        return any(self._differ(states, self.layer_ids) for _, states in self.texts)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest text."""
-        return max(len(example.input_ids) for example in self.examples)
+        return any(states[True][i] is not states[False][i] for _, states in self.texts for i in self.layer_ids)
 
     def shifted(self, shift: int) -> list[int]:
         """Returns the tapped layers' neighbours in the target; -1, the embedding, only where the draft taps it."""

@@ -51,11 +51,7 @@ def image_names(prompt: Prompt) -> list[str]:
 
 
 def with_images(text: str, files: Sequence[Path]) -> Prompt:
-    """Returns a prompt with image files before its text; the text alone where there is none.
-
-    Raises:
-        ValueError: If a file is not there.
-    """
+    """Returns a prompt with image files before its text, or the text alone; `ValueError` if a file is not there."""
     for file in files:
         if not file.is_file():
             raise ValueError(f"expected an image file, got {str(file)!r}, which is not there; fix the path")
@@ -66,11 +62,7 @@ def with_images(text: str, files: Sequence[Path]) -> Prompt:
 
 
 def read_lines(path: Path) -> list[tuple[int, str]]:
-    """Returns the lines of a text file that have something in them, with their numbers from 1.
-
-    Raises:
-        ValueError: If the file is too large, or no UTF-8.
-    """
+    """Returns the lines that are not empty, with their numbers from 1; `ValueError` for large files, and no UTF-8."""
     if (size := path.stat().st_size) > MAX_BYTES:
         raise ValueError(
             f"expected a file of prompts of at most {MAX_BYTES / 2**20:.0f} MB, got {path} with {size / 2**20:.0f}; "
@@ -87,11 +79,7 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def read_rows(path: Path) -> list[tuple[dict[str, Any], Prompt]]:
-    """Returns the objects of a `.jsonl` file, each with what it asks: see [`prompt_of`].
-
-    Raises:
-        ValueError: If a line is no JSON object, or asks nothing; see also [`read_lines`].
-    """
+    """Returns the objects of a `.jsonl` file, each with what it asks; raises as `read_lines` and `prompt_of` do."""
     found: list[tuple[dict[str, Any], Prompt]] = []
     for number, line in read_lines(path):
         where = f"line {number} of {path}"
@@ -103,10 +91,7 @@ def read_rows(path: Path) -> list[tuple[dict[str, Any], Prompt]]:
 def read_prompts(path: Path) -> list[Prompt]:
     """Reads prompts: the lines of a text file, or `"messages"` or else `"prompt"` of the objects of a `.jsonl` one.
 
-    Paths of images in messages are relative to the file.
-
-    Raises:
-        ValueError: If there is no such file, no prompt in it, or none or a malformed one in one of its lines.
+    Paths of images in messages are relative to the file. Raises `ValueError` if a file or line has no prompt.
     """
     if not path.is_file():
         raise ValueError(f"expected a file of prompts as --prompts, got {str(path)!r}, which is none; fix the path")
@@ -118,11 +103,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def prompt_of(row: Mapping[str, Any], where: str, folder: Path) -> Prompt:
-    """Returns what a row of a `.jsonl` file asks, with relative paths of images taken from `folder`.
-
-    Raises:
-        ValueError: If it asks nothing, or not in one of the two forms; `where` says in which row.
-    """
+    """Returns what a row asks, relative paths of images taken from `folder`; `ValueError` if nothing, or malformed."""
     messages, prompt = row.get("messages"), row.get("prompt")
     if messages:
         _check_messages(messages, where)
@@ -169,11 +150,7 @@ def _check_part(part: Any, where: str) -> None:
 
 
 def check_text(text: Any, what: str, may_be_empty: bool = False, action: str = FIX) -> str:
-    """Returns a text that a tokenizer can read.
-
-    Raises:
-        ValueError: If it is something else.
-    """
+    """Returns a text that a tokenizer can read; raises `ValueError` if it is something else."""
     require(isinstance(text, str) and (bool(text) or may_be_empty), f"a text as {what}", text, action)
     is_whole = not any("\ud800" <= letter <= "\udfff" for letter in text)
     require(is_whole, f"a text of whole characters as {what}", text, action)

@@ -60,11 +60,7 @@ class RowFile:
 
 
 def parsed(text: str | bytes, where: str, action: str) -> Any:
-    """Returns what a text of JSON says.
-
-    Raises:
-        ValueError: If it is none; `where` says what it is a line of, `action` what to do about it.
-    """
+    """Returns what a text of JSON says; raises `ValueError` if it is none, with `where` it is and `action` to take."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -84,11 +80,7 @@ def line_of(row: Mapping[str, Any]) -> str:
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes rows behind those of a file, and waits until the disk has them.
-
-    Raises:
-        ValueError: If they cannot be written, on a full disk for example; what was there is kept.
-    """
+    """Writes rows behind those of a file, and waits until the disk has them; `ValueError` where it is full."""
     try:
         with path.open("ab") as file:
             file.write("".join(map(line_of, rows)).encode())
@@ -119,37 +111,26 @@ def repair(path: Path) -> None:
             file.truncate(end)
 
 
-def write_whole(path: Path, text: str) -> Path:
-    """Writes a file whole or not at all, whenever the process is killed, and returns its path.
-
-    Raises:
-        ValueError: If the disk is full.
-    """
-    return _write(path, (text,))
-
-
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Writes rows to a file whole or not at all, also where getting the next row fails, and returns its path.
+    """Writes rows to a file, as [`write_whole`] does, and returns its path."""
+    return write_whole(path, map(line_of, rows))
 
-    Raises:
-        ValueError: If the disk is full.
+
+def write_whole(path: Path, text: str | Iterable[str]) -> Path:
+    """Writes a text, or its parts as they come, to a file and returns its path; `ValueError` if the disk is full.
+
+    Whole or not at all, also where the process is killed or getting the next part fails.
     """
-    return _write(path, map(line_of, rows))
-
-
-def _write(path: Path, parts: Iterable[str]) -> Path:
     part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("w", encoding="utf-8", newline="") as file:
-            file.writelines(parts)
+            file.writelines((text,) if isinstance(text, str) else text)
             file.flush()
             os.fsync(file.fileno())
+        return part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
         sentence = f"expected to write {path}, got {one_line(error.strerror or error)}; make room and run it again"
         raise ValueError(sentence) from error
-    except BaseException:
+    finally:
         part.unlink(missing_ok=True)
-        raise
-    return part.replace(path)

@@ -45,11 +45,7 @@ class Row:
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def value(self, *names: str) -> Any:
-        """Returns the same.
-
-        Raises:
-            ValueError: If it has none of them.
-        """
+        """Returns the same, or raises `ValueError` if it has none of them."""
         if (value := self.first(*names)) is not None:
             return value
         raise ValueError(
@@ -70,11 +66,7 @@ class Row:
         return tuple(self._checked(text, " and ".join(names)) for text in value)
 
     def turns(self, *names: str) -> tuple[str, ...]:
-        """Returns what the user says, from one of some columns: a text or texts.
-
-        Raises:
-            ValueError: If it is neither, or what NVIDIA puts in place of a text.
-        """
+        """Returns what the user says, from one of some columns: a text or texts; raises `ValueError` otherwise."""
         value: Any = self.value(*names)
         if isinstance(value, str):
             value = [value]
@@ -92,9 +84,7 @@ class Row:
         """Returns a row's conversation in two parts: what stands before, and what the user is to ask, turn by turn.
 
         Only the last message is asked, unless all are the user's; both parts are empty where the row has texts only.
-
-        Raises:
-            ValueError: If it is malformed, does not end with the user's, or has an image behind its first turn.
+        Raises `ValueError` if it is malformed, does not end with the user's, or has an image behind its first turn.
         """
         value = self.first(*CONVERSATION)
         if not isinstance(value, list | tuple) or not value or not isinstance(value[0], Mapping):
@@ -122,11 +112,7 @@ class Row:
         return value
 
     def images(self) -> list[ImageSource]:
-        """Returns where the row's images are: their bytes as a Hub set has them, or their files.
-
-        Raises:
-            ValueError: If a column `image` or `images` has something else in it, or a file is not there.
-        """
+        """Returns where the row's images are, those of its messages too: see `image`."""
         value = [] if (value := self.first("images", "image")) is None else value
         values = list(value) if isinstance(value, list | tuple) else [value]
         for message in self.messages()[1][:1]:
@@ -135,10 +121,9 @@ class Row:
         return [self.image(source) for source in values]
 
     def image(self, source: Any) -> ImageSource:
-        """Returns where one of them is: of bytes, of a path relative to the row's folder, or of a mapping with either.
+        """Returns an image's bytes or file: of bytes, a path relative to the row's folder, or a mapping with either.
 
-        Raises:
-            ValueError: If it is something else, or the file is not there.
+        Raises `ValueError` if it is something else, or the file is not there.
         """
         if isinstance(source, Mapping):  # as `datasets` has it where images are not decoded
             source = source.get("bytes") or source.get("path")
@@ -159,12 +144,7 @@ class Row:
 def file_rows(paths: Sequence[Path], columns: Sequence[str] = (), *, streaming: bool = False) -> Iterator[Row]:
     """Yields the rows of `.jsonl`, `.json` (one list), `.parquet` or `.txt` (a prompt a line) files in turn.
 
-    Args:
-        columns (sequence of `str`): What is read of Parquet files; all of it where empty.
-        streaming (`bool`): Read Parquet files as they are, without a copy in the cache of `datasets`.
-
-    Raises:
-        ValueError: If a file is not there or has something else in it.
+    Of Parquet files some `columns` (all where empty); `streaming` makes no copy in the cache of `datasets`.
     """
     number = 0
     for path in paths:
@@ -207,16 +187,12 @@ def hub_rows(
     """Yields the rows of a set that `datasets` can load: its name on the Hub, or a folder.
 
     Args:
-        path (`str`): What `load_dataset` takes first.
-        config (`str`, *optional*): The configuration.
-        split (`str`, *optional*): The split; without one `"test"` where there is one, or else the only one.
+        split (`str`, *optional*): Without one `"test"` where there is one, or else the only one.
         columns (sequence of `str`): What is read of it; all of it where empty.
         files (sequence of `str`): Addresses of its JSONL files, where they are not found by the name.
         streaming (`bool`): Fetch rows as they are asked for, and keep none.
 
-    Raises:
-        ValueError: If there is no `datasets`, or the set cannot be read; so where `HF_HUB_OFFLINE` is set and it was
-            not read before.
+    Raises `ValueError` if there is no `datasets`, or the set cannot be read.
     """
     called = f"{path} ({', '.join(part for part in (config, split) if part)})" if config or split else path
     if files:
@@ -264,8 +240,7 @@ def _loaded(
 def filled(template: str, row: Row) -> str:
     """Returns a template with the row's columns in the places of their names in braces; `{{` is a brace.
 
-    Raises:
-        ValueError: If it names no column or one that the row has not, or has more between its braces than a name.
+    Raises `ValueError` if it names no column or one that the row has not, or has more between its braces than a name.
     """
     action = "fix --template"
     try:

@@ -16,12 +16,7 @@ TIMEOUT = httpx.Timeout(10.0, read=600.0)  # seconds; the second is between two 
 
 
 def first_model(client: httpx.Client) -> str:
-    """Returns the first model that a server names.
-
-    Raises:
-        httpx.HTTPError: If the server cannot be reached, or refuses.
-        ValueError: If it names none.
-    """
+    """Returns the first model that a server names; raises `ValueError` if none, and what httpx raises."""
     response = client.get("/v1/models")
     response.raise_for_status()
     models = response.json().get("data") or []

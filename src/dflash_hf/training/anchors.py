@@ -11,14 +11,14 @@ Shapes: `B` rows, `S` context tokens, `A` anchors, `K` block, `Q = A * K` querie
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from dflash_hf.configuration_dflash import AttentionKind
+from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig
 from dflash_hf.positions import visible
 from dflash_hf.training.collators import Movable
 
@@ -56,17 +56,10 @@ class Anchors(Movable):
 
 
 def valid_anchors(loss_mask_BS: Tensor, starts_BS: Tensor | None = None) -> Tensor:
-    """Says which tokens can be anchors: answer tokens that an answer token of the same example follows.
+    """Says which tokens `[B, S]` can be anchors: answer tokens that an answer token of the same example follows.
 
-    In decoding the first anchor is the first generated token, which the prefill yields.
-
-    Args:
-        loss_mask_BS (`torch.Tensor` of shape `[B, S]`, bool): `True` on tokens that the target wrote.
-        starts_BS (`torch.Tensor` of shape `[B, S]`, int64, *optional*): Where each token's example begins, in packed
-            rows.
-
-    Returns:
-        `torch.Tensor` of shape `[B, S]`, bool.
+    In decoding the first anchor is the first generated token, which the prefill yields. `starts_BS` (int64) says in
+    packed rows where each token's example begins.
     """
     followed = torch.zeros_like(loss_mask_BS)
     followed[:, :-1] = loss_mask_BS[:, 1:]
@@ -82,14 +75,9 @@ def sample_anchors(
     generator: torch.Generator | None = None,
     starts_BS: Tensor | None = None,
 ) -> Anchors:
-    """Draws up to `num_anchors` different anchors per example, uniformly; `A` is what the fullest row needs.
+    """Draws up to `num_anchors` of the `valid_anchors` per example, uniformly; `A` is what the fullest row needs.
 
-    Args:
-        loss_mask_BS (`torch.Tensor` of shape `[B, S]`, bool, on the CPU): See `valid_anchors`.
-        num_anchors (`int`): Most anchors per example.
-        block_size (`int`): Slots per block.
-        generator (`torch.Generator`, *optional*): Of the draw, on the CPU.
-        starts_BS (`torch.Tensor` of shape `[B, S]`, int64, *optional*): See `valid_anchors`.
+    Mask (bool, `[B, S]`) and generator are on the CPU.
     """
     valid = valid_anchors(loss_mask_BS, starts_BS)
     scores = torch.rand(valid.shape, generator=generator, device=valid.device).masked_fill_(~valid, -1.0)
@@ -140,12 +128,7 @@ class BlockMaskRule:
         self.key_block_T = torch.cat([torch.full_like(columns, -1), blocks])
 
     def __call__(self, row: Tensor, query: Tensor, key: Tensor, kind: AttentionKind) -> Tensor:
-        """Says whether query `[row, query]` sees key `[row, key]` in a layer of this kind; arguments broadcast.
-
-        Args:
-            row, query, key (`torch.Tensor`, integer): Below `B`, `Q` and `T`.
-            kind (`tuple`): `(window, causal, from_anchor)` of the layer.
-        """
+        """Says whether query `[row, query]` sees key `[row, key]` in a layer of this kind; arguments broadcast."""
         key_position, key_block = self.key_BT[row, key], self.key_block_T[key]
         in_context = (key_block < 0) & (key_position < self.anchor_BQ[row, query])
         in_context = in_context & (key_position >= self.start_BQ[row, query])
@@ -170,14 +153,10 @@ class BlockMaskRule:
         make = _compiled_create_block_mask() if self.key_BT.is_cuda else create_block_mask
         return make(mask_mod, batch, None, num_queries, num_keys, device=self.key_BT.device)
 
-    def masks(self, kinds: Iterable[AttentionKind], flex: bool) -> dict[AttentionKind, Mask]:
-        """Returns one mask per kind of layer, as `DFlashDraftModel.forward` takes them.
-
-        Args:
-            kinds (iterable of `tuple`): `(window, causal, from_anchor)` of each layer; repeats cost nothing.
-            flex (`bool`): Build `BlockMask`s (for CUDA) instead of dense booleans.
-        """
-        return {kind: self.block_mask(kind) if flex else self.dense(kind) for kind in set(kinds)}
+    def masks(self, config: DFlashConfig, flex: bool) -> dict[AttentionKind, Mask]:
+        """Returns one mask per kind of layer, as `DFlashDraftModel.forward` takes them: dense, or `BlockMask`s."""
+        kinds = {config.attention_kind(index) for index in range(config.num_hidden_layers)}
+        return {kind: self.block_mask(kind) if flex else self.dense(kind) for kind in kinds}
 
 
 @functools.cache

@@ -140,11 +140,7 @@ class ChatDataset(Sequence[Example]):
 
 
 def parts_of(row: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[Any]]:
-    """Returns a row's messages, and the images outside of them.
-
-    Raises:
-        ValueError: If it has no messages, or malformed ones.
-    """
+    """Returns a row's messages, and the images outside of them; `ValueError` if they are missing or malformed."""
     if "messages" not in row:
         raise ValueError(f"expected a row with messages, got one with {', '.join(row)}; name its chat messages")
     check_messages(row["messages"])

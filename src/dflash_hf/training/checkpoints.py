@@ -40,14 +40,9 @@ class Records(TrainerCallback):
 
 
 def whole_checkpoint(asked: str | bool | None, output_dir: Path) -> str | None:
-    """Returns the checkpoint to go on from, `None` to begin.
+    """Returns the folder to go on from, `None` to begin; `ValueError` if there is no whole one.
 
-    Args:
-        asked (`str` or `bool`, *optional*): A folder, or `True` for the newest one of the run that was written to its
-            end.
-
-    Raises:
-        ValueError: If there is none.
+    What is `asked` is a folder, or `True` for the newest one of the run that was written to its end.
     """
     if not asked:
         return None

@@ -96,8 +96,7 @@ def collate(
 def collate_packed(examples: Sequence[Example], max_length: int) -> Batch:
     """Fills rows of at most `max_length` tokens with examples, in their order; rows are padded on the right.
 
-    Raises:
-        ValueError: If an example is longer, or has inputs beside its tokens (images ...).
+    Raises `ValueError` if an example is longer, or has inputs beside its tokens (images ...).
     """
     rows: list[Example] = []
     starts: list[list[int]] = []
@@ -125,18 +124,14 @@ def _check_room(length: int, max_length: int, index: int) -> None:
     require(length <= max_length, what, length, f"cut or drop example {index}, or pack longer rows")
 
 
-def best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
+def best_fit(indices: Iterable[int], lengths: Sequence[int], max_length: int) -> list[list[int]]:
     """Fills rows of `max_length` tokens: the longest example first, each into the fullest row that has room for it.
 
-    Returns:
-        `list[list[int]]`: Indices of the examples of each row.
-
-    Raises:
-        ValueError: If an example is longer than a row.
+    Returns the indices of the examples of each row; raises `ValueError` if one is longer than a row.
     """
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # room and row, the fullest first
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+    for index in sorted(indices, key=lambda index: -lengths[index]):
         _check_room(lengths[index], max_length, index)
         place = bisect.bisect_left(free, (lengths[index], -1))
         room, row = free.pop(place) if place < len(free) else (max_length, len(rows))
@@ -166,13 +161,8 @@ def epoch_batches(
     Rows that are packed are filled by best fit; at whichever of their examples [`collate_packed`] goes on to a new
     row, what is left of that row fits into it.
 
-    Args:
-        batch_size (`int`): Examples per batch, or most packed rows; one batch may have fewer.
-        seed, epoch (`int`): What the order depends on, and all that it depends on.
-        packing_length (`int`, *optional*): Tokens of a row that examples are packed into.
-
-    Returns:
-        `list[list[int]]`: Indices of the examples of each batch.
+    Returns the indices of the examples of each batch: `batch_size` of them, or those of as many rows of
+    `packing_length` tokens. The order depends on seed and epoch alone.
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
 
@@ -183,8 +173,7 @@ def epoch_batches(
     if packing_length is None:
         pools = cuts(order, batch_size * POOL_BATCHES)
         return mixed([batch for pool in pools for batch in sorted_batches(pool, lengths, batch_size)])
-    filled = best_fit([lengths[index] for index in order], packing_length)
-    rows = mixed([[order[at] for at in row] for row in filled])
+    rows = mixed(best_fit(order, lengths, packing_length))
     return [list(chain.from_iterable(part)) for part in cuts(rows, batch_size)]
 
 

@@ -141,13 +141,7 @@ class Example:
 
 
 def example_lengths(examples: Sequence[Example]) -> list[int]:
-    """Returns the number of tokens of each example: `examples.lengths` where there is one.
-
-    Otherwise every example is built once, one at a time.
-
-    Raises:
-        ValueError: If `lengths` does not have one entry per example.
-    """
+    """Returns each example's number of tokens: `examples.lengths`, or else every one is built, one at a time."""
     lengths = getattr(examples, "lengths", None)
     if lengths is None:
         return [len(example.input_ids) for example in examples]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.generic import ModelOutput
 
-from dflash_hf.configuration_dflash import AttentionKind
 from dflash_hf.devices import execution_device
 from dflash_hf.errors import one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -25,7 +24,7 @@ from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
 from dflash_hf.training.anchors import Anchors, BlockMaskRule
 from dflash_hf.training.collators import Batch, Movable
-from dflash_hf.training.loss import BlockLabels, BlockLoss, Objective, block_labels, block_loss
+from dflash_hf.training.loss import BlockLoss, Objective, block_labels, block_loss
 
 logger: Any = logging.get_logger(__name__)
 
@@ -156,11 +155,7 @@ def likely_tokens(logits: Tensor, num_likely: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def check_packing(target: Target) -> None:
-    """Refuses targets in which examples of one packed row would not be as each by itself; runs two short forwards.
-
-    Raises:
-        ValueError: Saying why.
-    """
+    """Raises `ValueError` if packed examples would not be as each is by itself; runs two short forwards."""
     name, advice = type(target.model).__name__, "train without packing"
     decoder: Any = target.model.get_decoder()
     if target.recurrences:
@@ -182,11 +177,6 @@ def check_packing(target: Target) -> None:
             f"expected states of a packed example to be those of the example alone, got a relative difference of "
             f"{float(error):.2g} in {name}; {advice}"
         )
-
-
-def attention_kinds(draft: DFlashDraftModel) -> list[AttentionKind]:
-    """Returns `(window, causal, from_anchor)` of each draft layer."""
-    return [draft.config.attention_kind(index) for index in range(draft.config.num_hidden_layers)]
 
 
 def block_inputs(input_ids_BS: Tensor, anchors: Anchors, mask_token_id: int) -> Tensor:
@@ -238,7 +228,7 @@ def run_blocks(
             noise_embeds=noise_embeds.to(device, dtype),
             context_hidden_states=features[:, seen].to(device, dtype),
             position_ids=torch.cat([batch.position_ids[:, seen], positions], dim=1),
-            attention_mask=rule.masks(attention_kinds(draft), flex),
+            attention_mask=rule.masks(draft.config, flex),
             block_size=anchors.block_size,
             then=then,
         )
@@ -307,16 +297,14 @@ def batch_loss(
         weights_K (`torch.Tensor` of shape `[K]`): Weight of each slot; see `decay_weights`.
         objective, chunk_blocks: See `block_loss`.
         target_labels (`bool`): Learn the target's argmax at each position instead of the data's tokens.
-        features ([`Features`], *optional*): Of the batch, where they are known already.
+        features ([`Features`], *optional*): Of the batch, where they are known already; with the target's next tokens
+            (else `ValueError`) where the objective or the labels need them.
         attention, module: See `run_blocks`.
-
-    Raises:
-        ValueError: If given features lack the target's next tokens, and the objective or the labels need them.
     """
     config, device = draft.config, draft.fc.weight.device
     num_likely = LIKELY_TOKENS if objective == "kl" else int(target_labels)
     if features is None:
-        columns = _columns_before_labels(draft, batch, anchors) if num_likely else None
+        columns = _columns_before_labels(batch, anchors, int(config.sample_from_anchor)) if num_likely else None
         features = target_features(
             target,
             config.target_layer_ids,
@@ -326,7 +314,7 @@ def batch_loss(
             columns=columns,
         )
     batch, anchors, features = batch.to(device), anchors.to(device), features.to(device)
-    ids, likely = batch.input_ids, None
+    likely = None
     if num_likely:
         wanted = min(num_likely, target.vocab_size)
         found = 0 if features.next_ids is None else features.next_ids.shape[-1]
@@ -334,10 +322,14 @@ def batch_loss(
         require(found >= wanted, what, found, f"write them with num_likely={wanted}")
         assert features.next_ids is not None
         assert features.next_log_probs is not None
-        likely = (_one_later(features.next_ids), _one_later(features.next_log_probs))
-        ids = likely[0][..., 0] if target_labels else ids
-    labels = batch_labels(draft, batch, anchors, ids, likely if objective == "kl" else None)
-    known = None if draft.d2t is None else _known_tokens(draft)
+        likely = (features.next_ids, features.next_log_probs)
+    labels = block_labels(batch, anchors, int(config.sample_from_anchor), likely)
+    if target_labels and labels.likely is not None:
+        labels = replace(labels, ids=labels.likely[0][..., 0])
+    known = None  # the tokens that a reduced vocabulary has
+    if draft.d2t is not None:
+        known = torch.zeros(config.vocab_size or 0, dtype=torch.bool, device=device)
+        known[draft.d2t + torch.arange(len(draft.d2t), device=device)] = True
 
     def sums_of(hidden: Tensor) -> dict[str, Tensor]:
         logits, selector = logits_of(draft, target), draft.candidate_selector
@@ -354,34 +346,9 @@ def batch_loss(
     return BlockLoss(**run_blocks(draft, target, batch, features.taps, anchors, attention, module, sums_of))
 
 
-def batch_labels(
-    draft: DFlashDraftModel,
-    batch: Batch,
-    anchors: Anchors,
-    ids: Tensor | None = None,
-    likely: tuple[Tensor, Tensor] | None = None,
-) -> BlockLabels:
-    """Returns the labels of a batch for this draft; `ids` are the right ones where the tokens of the batch are not."""
-    ahead = int(draft.config.sample_from_anchor)
-    ids = batch.input_ids if ids is None else ids
-    return block_labels(ids, batch.loss_mask, anchors, batch.input_ids, batch.starts, ahead, likely)
-
-
-def _columns_before_labels(draft: DFlashDraftModel, batch: Batch, anchors: Anchors) -> Tensor:
+def _columns_before_labels(batch: Batch, anchors: Anchors, ahead: int) -> Tensor:
     """The columns behind which some slot's token stands, ascending."""
     anchors, num_columns = anchors.to(batch.input_ids.device), batch.input_ids.shape[1]
-    mask = batch_labels(draft, batch, anchors).mask.flatten()
-    columns = (anchors.positions + int(draft.config.sample_from_anchor) - 1).flatten().clamp(0, num_columns - 1)
+    mask = block_labels(batch, anchors, ahead).mask.flatten()
+    columns = (anchors.positions + ahead - 1).flatten().clamp(0, num_columns - 1)
     return torch.zeros(num_columns, device=mask.device).index_add_(0, columns, mask.float()).nonzero()[:, 0]
-
-
-def _one_later(states_BSP: Tensor) -> Tensor:
-    """What is said after each token, at the token it is said of; of the first one nothing is."""
-    return torch.cat([torch.zeros_like(states_BSP[:, :1]), states_BSP[:, :-1]], dim=1)
-
-
-def _known_tokens(draft: DFlashDraftModel) -> Tensor:
-    """The tokens that a reduced vocabulary has: bool of shape `[V]`."""
-    assert draft.d2t is not None
-    known = torch.zeros(draft.config.vocab_size or 0, dtype=torch.bool, device=draft.d2t.device)
-    return known.index_fill_(0, draft.d2t + torch.arange(len(draft.d2t), device=draft.d2t.device), True)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,10 @@ from torch.utils.checkpoint import checkpoint
 
 from dflash_hf.dflash2 import CandidateSelector
 from dflash_hf.training.anchors import Anchors
+from dflash_hf.training.collators import Batch
 
 Objective = Literal["cross_entropy", "dpace", "kl"]
-OBJECTIVES: tuple[Objective, ...] = ("cross_entropy", "dpace", "kl")
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 DPACE_SMOOTHING = 0.5  # the paper's: stable from 0.3 to 0.7
 
 
@@ -86,12 +87,7 @@ class BlockLoss:
 
 
 def decay_weights(block_size: int, gamma: float, from_anchor: bool = False) -> Tensor:
-    """Returns `w` of shape `[K]`, float64: 0 in the anchor's slot, then `exp(-(k - 1) / gamma)`.
-
-    Args:
-        block_size (`int`): `K`.
-        from_anchor (`bool`): The anchor's slot is the first that proposes.
-    """
+    """Returns `w` `[K]`, float64: 0 in the anchor's slot unless that proposes, then `exp(-(k - 1) / gamma)`."""
     first = 0 if from_anchor else 1
     weights = torch.exp(-(torch.arange(block_size, dtype=torch.float64, device="cpu") - first) / gamma)
     weights[:first] = 0
@@ -99,76 +95,39 @@ def decay_weights(block_size: int, gamma: float, from_anchor: bool = False) -> T
 
 
 def block_labels(
-    token_ids_BS: Tensor,
-    loss_mask_BS: Tensor,
-    anchors: Anchors,
-    input_ids_BS: Tensor | None = None,
-    starts_BS: Tensor | None = None,
-    ahead: int = 0,
-    likely_BSP: tuple[Tensor, Tensor] | None = None,
+    batch: Batch, anchors: Anchors, ahead: int = 0, likely_BSP: tuple[Tensor, Tensor] | None = None
 ) -> BlockLabels:
     """Looks up what each slot should predict; a block's labels stop where its answer stops.
 
     Args:
-        token_ids_BS (`torch.Tensor` of shape `[B, S]`, int64): The right token at each index.
-        loss_mask_BS (`torch.Tensor` of shape `[B, S]`, bool): Tokens that the target wrote.
-        input_ids_BS (`torch.Tensor` of shape `[B, S]`, int64, *optional*): The tokens that the target was shown;
-            default `token_ids_BS`.
-        starts_BS (`torch.Tensor` of shape `[B, S]`, int64, *optional*): Where each token's example begins, in packed
-            rows: see [`Batch`].
         ahead (`int`): By how much the token that a slot proposes is ahead of its own index: 1 for drafts that sample
             from the anchor.
         likely_BSP (`tuple` of two `torch.Tensor` of shape `[B, S, P]`, *optional*): The target's most likely tokens
-            at each index, and their log-probabilities.
+            after each token, and their log-probabilities.
     """
-    batch, num_columns = token_ids_BS.shape
+    num_rows, num_columns = batch.input_ids.shape
     positions = anchors.positions + ahead
-    inside = (positions < num_columns) & anchors.keep[:, :, None]
-    columns = positions.clamp_max(num_columns - 1).view(batch, -1)
-    if starts_BS is not None:
-        own = starts_BS.gather(1, anchors.indices)[:, :, None]
-        inside = inside & (starts_BS.gather(1, columns).view_as(positions) == own)
-    wanted = loss_mask_BS.gather(1, columns).view_as(positions) & inside
+    columns = positions.clamp_max(num_columns - 1)
+    before = (columns - 1).clamp_min(0)
+    rows = torch.arange(num_rows, device=columns.device)[:, None, None]
+    wanted = batch.loss_mask[rows, columns] & (positions < num_columns) & anchors.keep[:, :, None]
+    if batch.starts is not None:
+        wanted &= batch.starts[rows, columns] == batch.starts[rows, anchors.indices[:, :, None]]
     wanted = wanted.cumprod(dim=-1).bool()
     wanted[:, :, : 1 - ahead] = False
-    shown = token_ids_BS if input_ids_BS is None else input_ids_BS
-
-    def at(states_BSP: Tensor) -> Tensor:
-        size = states_BSP.shape[-1]
-        return states_BSP.gather(1, columns[:, :, None].expand(-1, -1, size)).view(*positions.shape, size)
-
     return BlockLabels(
-        ids=token_ids_BS.gather(1, columns).view_as(positions),
+        ids=batch.input_ids[rows, columns],
         mask=wanted,
-        before=shown.gather(1, (columns - 1).clamp_min(0)).view_as(positions),
-        likely=None if likely_BSP is None else (at(likely_BSP[0]), at(likely_BSP[1])),
+        before=batch.input_ids[rows, before],
+        likely=None if likely_BSP is None else (likely_BSP[0][rows, before], likely_BSP[1][rows, before]),
     )
 
 
 def loss_weight(labels: BlockLabels, weights_K: Tensor, objective: Objective = "cross_entropy") -> Tensor:
-    """Returns what the sums of a batch are divided by: `sum(w)`, or under D-PACE the number of blocks.
-
-    It needs no forward, so that the one of a whole step is known before its first batch.
-
-    Args:
-        weights_K (`torch.Tensor` of shape `[K]`): See `decay_weights`.
-        objective (`str`): See this module.
-    """
+    """Returns what the sums of a batch are divided by, before any forward: `sum(w)`, or under D-PACE the blocks."""
     if objective == "dpace":
         return labels.mask.any(dim=-1).sum()
     return (labels.mask * weights_K.to(labels.mask.device)).sum()
-
-
-def dpace_weights(losses_BAK: Tensor, mask_BAK: Tensor) -> Tensor:
-    """Returns D-PACE's weight of each slot, `[B, A, K]`: the module's `w`, slots without a label left out.
-
-    Args:
-        losses_BAK (`torch.Tensor` of shape `[B, A, K]`): Cross entropies; infinite where the draft cannot be right.
-        mask_BAK (`torch.Tensor` of shape `[B, A, K]`, bool): Slots with a label.
-    """
-    smooth = (1 - DPACE_SMOOTHING) * torch.exp(-losses_BAK.detach()) + DPACE_SMOOTHING
-    reached = smooth.masked_fill(~mask_BAK, 1).cumprod(dim=-1) * mask_BAK
-    return reached.flip(-1).cumsum(dim=-1).flip(-1)
 
 
 def _slot_losses(
@@ -274,7 +233,6 @@ def block_loss(
 
     Args:
         hidden_BQD (`torch.Tensor` of shape `[B, A * K, D]`): The draft's output.
-        labels (`BlockLabels`): What to predict.
         weights_K (`torch.Tensor` of shape `[K]`): Weight of each slot; see `decay_weights`.
         logits_of (callable): Hidden states `[N, D]` to logits `[N, V]`, each row by itself; they may be on another
             device.
@@ -284,9 +242,6 @@ def block_loss(
         objective (`str`): See this module.
         known_V (`torch.Tensor` of shape `[V]`, bool, *optional*): The tokens that a draft with a reduced vocabulary
             can propose. Slots of others are wrong and add nothing to the loss.
-
-    Raises:
-        ValueError: For `"kl"` without likely tokens among the labels.
     """
     block_size, device = labels.ids.shape[2], hidden_BQD.device
     if objective == "kl" and labels.likely is None:
@@ -304,7 +259,10 @@ def block_loss(
         table = losses.new_full(scored.shape, torch.inf)
         table.view(-1)[places] = losses.detach()
         weights_BAK = weights_K.to(device, losses.dtype).expand_as(table)
-        weights_BAK = dpace_weights(table, labels.mask) if objective == "dpace" else weights_BAK
+        if objective == "dpace":  # `table` is infinite where the draft cannot be right
+            smooth = (1 - DPACE_SMOOTHING) * torch.exp(-table) + DPACE_SMOOTHING
+            reached = smooth.masked_fill(~labels.mask, 1).cumprod(dim=-1) * labels.mask
+            weights_BAK = reached.flip(-1).cumsum(dim=-1).flip(-1)
         weights_N = weights_BAK.flatten()[places]
         loss, selector_loss = (losses * weights_N).sum(), (extra * weights_N).sum()
         table.view(-1)[places] = (losses + extra).detach()

@@ -6,6 +6,7 @@ Any processor with a chat template works; nothing here knows a family. Shapes: `
 from __future__ import annotations
 
 import base64
+import itertools
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
@@ -21,27 +22,20 @@ PLACE = "@@place@@"  # a text that no template has
 
 
 def check_messages(messages: Any) -> None:
-    """Refuses what is no conversation, in a sentence, before a chat template does in its own way.
-
-    Raises:
-        ValueError: If it is none, or has no turn.
-    """
-    form = 'a list of turns like {"role": "user", "content": "..."}'
+    """Raises `ValueError` for what is no conversation, in a sentence, before a chat template does in its own way."""
+    form = 'messages as a list of turns like {"role": "user", "content": "..."}'
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise ValueError(f"expected messages as {form}, got {_kind(messages)}; put it into a turn")
+        kind = type(messages).__name__
+        raise ValueError(f"expected {form}, got {kind} {shown(messages)}; put it into a turn")
     turns: Sequence[Any] = messages
     if not turns:
-        raise ValueError(f"expected messages as {form}, got none; leave the row out")
+        raise ValueError(f"expected {form}, got none; leave the row out")
     for at, turn in enumerate(turns):
         if not isinstance(turn, Mapping):
-            raise ValueError(f"expected messages as {form}, got {_kind(turn)} as turn {at}; give its role and content")
+            got = f"{type(turn).__name__} {shown(turn)} as turn {at}"
+            raise ValueError(f"expected {form}, got {got}; give its role and content")
         if "role" not in turn:  # a turn of tool calls has no content
-            raise ValueError(f"expected messages as {form}, got turn {at} without a role; add it")
-
-
-def _kind(value: Any) -> str:
-    """What a value is, and itself, in part where it is long."""
-    return f"{type(value).__name__} {shown(value)}"
+            raise ValueError(f"expected {form}, got turn {at} without a role; add it")
 
 
 def prepare_multimodal_messages(messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> list[dict[str, Any]]:
@@ -97,9 +91,6 @@ class ChatTemplate:
     Args:
         processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, a processor for both.
         options (mapping, *optional*): What else the template reads: `enable_thinking`, `tools` ...
-
-    Raises:
-        ValueError: If it has no template.
     """
 
     def __init__(
@@ -182,7 +173,7 @@ class ChatTemplate:
 def encode_messages(
     template: ChatTemplate, messages: Sequence[Mapping[str, Any]], images: Sequence[Any], turns: Sequence[int] | None
 ) -> tuple[Mapping[str, Any], list[int]]:
-    """Applies the chat template to a conversation, and finds what the assistant writes.
+    """Applies the chat template to a conversation, and finds what the assistant writes: see `Example.from_messages`.
 
     Templates that mark it with `{% generation %}` say so themselves; of others see [`dflash_hf.training.masks`]. The
     mask holds after images are expanded to many tokens.
@@ -190,10 +181,6 @@ def encode_messages(
     Returns:
         `tuple[Mapping[str, Any], list[int]]`: What the tokenizer or processor gives, and 1 for each of the `S` tokens
         that the assistant writes, else 0. Where nothing is marked `S` ends with the last turn that counts.
-
-    Raises:
-        ValueError: If there are images and no processor, not as many images as places, a message of `turns` is not
-            the assistant's, or what the assistant writes cannot be told.
     """
     prepared = template.messages(messages, images)
     every = assistant_turns(prepared)
@@ -208,10 +195,16 @@ def encode_messages(
             return_dict=True,
             **template.options,
         )
-        mask = _chosen(_checked(list(plain["assistant_masks"])), every, chosen)
+        mask = list(plain["assistant_masks"])
+        mask = mask if chosen == every else _chosen(mask, every, chosen)
     else:
         prepared = prepared[: chosen[-1] + 1]
         plain, mask = _located(template, prepared, chosen)
+    if not any(mask):
+        raise ValueError(
+            "expected a chat template with {% generation %} around assistant turns, got one that marks nothing; "
+            "add the markers or build the example with Example.from_pair"
+        )
     if not template.is_processor:
         return plain, mask
     encoded = template.encode(prepared, return_tensors="pt")
@@ -228,32 +221,16 @@ def _located(
     encoded = template.tokenizer(
         template.render(messages), add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )
-    return encoded, _checked(token_mask(encoded["offset_mapping"], spans))
+    return encoded, token_mask(encoded["offset_mapping"], spans)
 
 
 def _chosen(mask: list[int], every: Sequence[int], turns: Sequence[int]) -> list[int]:
     """The runs of a mask that belong to some of the assistant's turns."""
-    if list(turns) == list(every):
-        return mask
-    starts = [at for at, marked in enumerate(mask) if marked and (at == 0 or not mask[at - 1])]
+    runs = [list(run) for marked, run in itertools.groupby(range(len(mask)), mask.__getitem__) if marked]
     what = f"a chat template that marks each of the assistant's {len(every)} turns"
-    require(len(starts) == len(every), what, f"{len(starts)} marks", "take all turns, or leave the row out")
-    kept = [0] * len(mask)
-    for start, turn in zip(starts, every, strict=True):
-        stop = next((at for at in range(start, len(mask)) if not mask[at]), len(mask))
-        if turn in turns:
-            kept[start:stop] = mask[start:stop]
-    return kept
-
-
-def _checked(mask: list[int]) -> list[int]:
-    """Refuses a mask that marks nothing."""
-    if not any(mask):
-        raise ValueError(
-            "expected a chat template with {% generation %} around assistant turns, got one that marks nothing; "
-            "add the markers or build the example with Example.from_pair"
-        )
-    return mask
+    require(len(runs) == len(every), what, f"{len(runs)} marks", "take all turns, or leave the row out")
+    kept = {at for run, turn in zip(runs, every, strict=True) if turn in turns for at in run}
+    return [int(at in kept) for at in range(len(mask))]
 
 
 def _laid(template: ChatTemplate, ids: list[int], plain: Mapping[str, Any], mask: Sequence[int]) -> list[int]:

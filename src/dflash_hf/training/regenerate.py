@@ -105,11 +105,7 @@ def generated(
 
 
 def as_prompt(prompt: Prompt) -> Example:
-    """Returns a prompt as an example without an answer.
-
-    Raises:
-        ValueError: If it has one.
-    """
+    """Returns a prompt as an example without an answer; raises `ValueError` if it has one."""
     example = prompt if isinstance(prompt, Example) else Example.from_pair(prompt, [])
     if any(example.loss_mask):
         raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import Sampler, Subset
+from transformers import TrainingArguments
 
 from dflash_hf.training.collators import collate, collate_packed
 from dflash_hf.training.data import Example, example_lengths
@@ -24,32 +25,24 @@ class EpochBatches(Sampler[list[int]]):
 
     Args:
         batches_of (callable): From an epoch to all processes' batches, as many in every one: see [`epoch_batches`].
-        rank, world_size (`int`): Which process this is, and of how many.
-        batches_per_step (`int`): Batches that a process accumulates.
+        args (`TrainingArguments`): Say which process this is, of how many, and how many batches it accumulates.
         next_step (callable): The number of steps done, from which the epoch follows; so a resumed run asks for the
             right one.
     """
 
     def __init__(
-        self,
-        batches_of: Callable[[int], list[list[int]]],
-        *,
-        rank: int,
-        world_size: int,
-        batches_per_step: int,
-        next_step: Callable[[], int],
+        self, batches_of: Callable[[int], list[list[int]]], args: TrainingArguments, next_step: Callable[[], int]
     ) -> None:
-        self.batches_of = batches_of
-        self.rank, self.world_size = rank, world_size
-        self.batches_per_step, self.next_step = batches_per_step, next_step
+        self.batches_of, self.args, self.next_step = batches_of, args, next_step
         self.num_batches = len(batches_of(0))
 
     def __len__(self) -> int:
-        return math.ceil(self.num_batches / self.world_size)
+        return math.ceil(self.num_batches / self.args.world_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        batches = self.batches_of(self.next_step() // math.ceil(len(self) / self.batches_per_step))
-        for at in range(self.rank, len(self) * self.world_size, self.world_size):
+        steps_per_epoch = math.ceil(len(self) / self.args.gradient_accumulation_steps)
+        batches, world_size = self.batches_of(self.next_step() // steps_per_epoch), self.args.world_size
+        for at in range(self.args.process_index, len(self) * world_size, world_size):
             yield batches[at] if at < len(batches) else [~index for index in batches[0]]
 
 

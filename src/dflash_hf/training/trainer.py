@@ -38,8 +38,8 @@ from dflash_hf.training.checkpoints import STATE_FILE, Records, whole_checkpoint
 from dflash_hf.training.collators import Batch, epoch_batches
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.features import FeatureCache
-from dflash_hf.training.forward import LIKELY_TOKENS, batch_labels, batch_loss, check_packing
-from dflash_hf.training.loss import decay_weights, loss_weight
+from dflash_hf.training.forward import LIKELY_TOKENS, batch_loss, check_packing
+from dflash_hf.training.loss import block_labels, decay_weights, loss_weight
 from dflash_hf.training.optimizer import MuonAndAdamW, matrix_names
 from dflash_hf.training.steps import Collator, EpochBatches, Rows, share_of
 from dflash_hf.training.walking import walked_acceptance
@@ -173,16 +173,9 @@ class DFlashTrainer(Trainer):
         def batches_of(epoch: int) -> list[list[int]]:
             return epoch_batches(self.lengths, self._train_batch_size, seed, epoch, args.packing_length)
 
-        sampler = EpochBatches(
-            batches_of,
-            rank=args.process_index,
-            world_size=args.world_size,
-            batches_per_step=args.gradient_accumulation_steps,
-            next_step=lambda: self.state.global_step,
-        )
         return DataLoader(
             Rows(dataset),  # type: ignore[arg-type]
-            batch_sampler=sampler,
+            batch_sampler=EpochBatches(batches_of, args, next_step=lambda: self.state.global_step),
             collate_fn=Collator(args.packing_length, self._cache()),
             num_workers=args.dataloader_num_workers,
             persistent_workers=args.dataloader_persistent_workers,
@@ -224,7 +217,7 @@ class DFlashTrainer(Trainer):
         weight = torch.zeros((), dtype=torch.float64, device="cpu")
         for micro, inputs in enumerate(batches):
             inputs["anchors"] = anchors = self._anchors(inputs["batch"], micro)
-            labels = batch_labels(self.draft, inputs["batch"], anchors)
+            labels = block_labels(inputs["batch"], anchors, int(self.draft.config.sample_from_anchor))
             weight += loss_weight(labels, self.weights.double(), self.args.loss)
         # Gradients are averaged over processes, hence the mean of the weights and not their sum.
         alone = self.args.world_size == 1
@@ -397,11 +390,7 @@ def _stored_as(draft: DFlashDraftModel, dtype: torch.dtype) -> Generator[None]:
 
 
 def _check_kinds(model: Any, target: Any, args: Any) -> DFlashDraftModel:
-    """Returns the draft in `model`.
-
-    Raises:
-        ValueError: If one of the three is something else, or one process has several GPUs.
-    """
+    """Returns the draft in `model`; `ValueError` if one of them is something else, or there are several GPUs."""
     draft = model.get_base_model() if hasattr(model, "get_base_model") else model
     order = "write DFlashTrainer(model=draft, target=target, args=args, train_dataset=examples)"
     for name, value, kind in (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
-from dflash_hf.training.anchors import Anchors, all_anchors
+from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import Batch, collate, sorted_batches
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.forward import logits_of, run_blocks, target_features
@@ -61,7 +61,7 @@ def walk(num_accepted: Sequence[int], first: int, last: int) -> list[int]:
 def accepted_at_anchors(
     draft: DFlashDraftModel,
     target: Target,
-    examples: Sequence[Example] | Batch,
+    batch: Batch,
     features: Tensor | None = None,
     *,
     block_size: int | None = None,
@@ -73,7 +73,7 @@ def accepted_at_anchors(
 
     Args:
         draft, target: In eval mode.
-        examples (sequence of [`Example`], or `Batch`): The target's own greedy answers, one batch.
+        batch ([`Batch`]): The target's own greedy answers, padded on the right.
         features (`torch.Tensor` of shape `[B, S, L * D]`, *optional*): Tapped states of the batch that are there
             already.
         block_size (`int`, *optional*): Width of the draft's block; default the draft's own.
@@ -84,40 +84,36 @@ def accepted_at_anchors(
 
     Returns:
         `torch.Tensor` of shape `[B, S]`, int64, on the CPU: Accepted draft tokens, below `verify_width`; 0 where there
-        is no anchor.
-
-    Raises:
-        ValueError: If a width is out of range.
+        is no anchor. Raises `ValueError` if a width is out of range.
     """
     config = draft.config
+    ahead = int(config.sample_from_anchor)  # of its own index, the token that a slot proposes
     block_size = config.block_size if block_size is None else block_size
-    widest = block_size + int(config.sample_from_anchor)
+    widest = block_size + ahead
     verify_width = widest if verify_width is None else verify_width
     if not 2 <= block_size <= config.block_size or not 1 <= verify_width <= widest:
         raise ValueError(
             f"expected 2 <= block_size <= {config.block_size} and 1 <= verify_width <= {widest}, got "
             f"{block_size} and {verify_width}; use the draft's block or a smaller one"
         )
-    batch = examples if isinstance(examples, Batch) else collate(examples)
     if verify_width == 1:  # nothing is proposed
         return torch.zeros_like(batch.input_ids)
     batch = batch.to(draft.fc.weight.device)
     if features is None:
         deep = config.tap_after_deepstack
         features = target_features(target, config.target_layer_ids, batch, after_deepstack=deep).taps
-    ahead = int(config.sample_from_anchor)  # of its own index, the token that a slot proposes
+    # Only as many slots as a verify would look at go through the head.
+    slots = slice(1 - ahead, verify_width - ahead)
     anchors = all_anchors(batch.loss_mask.cpu(), block_size)
     logits = logits_of(draft, target)
     accepted = torch.zeros_like(batch.input_ids)
     for start in range(0, anchors.indices.shape[1], chunk_anchors):
         part = anchors.select(start, start + chunk_anchors).to(batch.input_ids.device)
-        proposed = Anchors(indices=part.indices, keep=part.keep, block_size=block_size + ahead)
-        labels = block_labels(batch.input_ids, batch.loss_mask, proposed)
+        labels = block_labels(batch, part, ahead)
+        truth = labels.ids.masked_fill(~labels.mask, -1)[:, :, slots]
         hidden = run_blocks(draft, target, batch, features, part)
-        # Only as many slots as a verify would look at go through the head; every block is a row of its own.
-        hidden = hidden.view(-1, block_size, hidden.shape[-1])[:, 1 - ahead : verify_width - ahead]
+        hidden = hidden.view(-1, block_size, hidden.shape[-1])[:, slots]  # every block is a row of its own
         heads = batch.input_ids.gather(1, part.indices).flatten()
-        truth = labels.ids[:, :, 1:verify_width].masked_fill(~labels.mask[:, :, 1:verify_width], -1)
         if is_tree:
             right = _along_tree(draft, hidden, logits(hidden), heads, truth.flatten(0, 1)).view_as(part.indices)
         else:
@@ -167,7 +163,7 @@ def walked_acceptance(
     done = 0
     for chosen in sorted_batches(range(len(examples)), example_lengths(examples), batch_size):
         part = [examples[i] for i in chosen]
-        accepted = accepted_at_anchors(draft, target, part, block_size=block_size, verify_width=verify_width)
+        accepted = accepted_at_anchors(draft, target, collate(part), block_size=block_size, verify_width=verify_width)
         for index, example, row in zip(chosen, part, accepted.tolist(), strict=True):
             first = example.prompt_length()
             mask = example.loss_mask
