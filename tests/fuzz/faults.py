@@ -21,6 +21,7 @@ from dflash_hf.cache.recurrent import RecurrentGroup
 from dflash_hf.generation import accept, generate, prefill, sampling, step
 from dflash_hf.generation.accept import SynchronizedRows, accepted
 from dflash_hf.generation.sampling import BlockProcessors
+from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import Recorder
 from dflash_hf.generation.user_cache import UserCache
 from dflash_hf.target import hidden_states
@@ -165,7 +166,11 @@ def end_of_sequence_missed(patches: Patches) -> None:
 
 def limit_passed(patches: Patches) -> None:
     """A row may get one token more than the limit."""
-    _wrapped(patches, prefill, "_limit", lambda limit, *args: limit(*args) + 1)
+
+    def more(begin: Any, self: DecodeState, *args: Any, limit: int, **kwargs: Any) -> None:
+        begin(self, *args, limit=limit + 1, **kwargs)
+
+    _wrapped(patches, DecodeState, "begin", more)
 
 
 def noise_by_slot(patches: Patches) -> None:

@@ -205,14 +205,14 @@ def test_devices_are_waited_for_only_when_asked(monkeypatch: pytest.MonkeyPatch)
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     card = torch.device("cuda", 0)
-    Stopwatch(SpeculativeStats()).lap("draft")
-    Stopwatch(SpeculativeStats(), devices=[torch.device("cpu")]).lap("draft")
+    Stopwatch(SpeculativeStats(), 0.0, ()).lap("draft")
+    Stopwatch(SpeculativeStats(), 0.0, [torch.device("cpu")]).lap("draft")
     assert waited == []
-    Stopwatch(SpeculativeStats(), devices=[card, torch.device("cpu")]).lap("draft")
+    Stopwatch(SpeculativeStats(), 0.0, [card, torch.device("cpu")]).lap("draft")
     assert waited == [card]
     given: list[Any] = []
 
-    def watch(stats: SpeculativeStats, started: float | None = None, devices: Any = ()) -> Stopwatch:
+    def watch(stats: SpeculativeStats, started: float, devices: Any) -> Stopwatch:
         given.append(list(devices))
         return Stopwatch(stats, started, ())
 

@@ -39,12 +39,9 @@ class VerifiedTree(NamedTuple):
     sources: list[int]
 
     def read(self, before: list[int], num_tokens: int, tokenizer: PreTrainedTokenizerBase) -> Tried:
-        """Reads its continuations.
+        """Reads its continuations; `before` are the tokens before the verify's, the last ones or more.
 
-        Args:
-            before (`list[int]`): Tokens before the verify's, the last ones or more.
-            num_tokens (`int`): That it committed: behind a cut there is nothing to be beside.
-            tokenizer (`PreTrainedTokenizerBase`): Of the target.
+        It committed `num_tokens`: behind a cut there is nothing to be beside.
         """
         found = [nodes for nodes in self.not_taken() if self.path.index(self.parents[nodes[0]]) < num_tokens]
         branches: list[Branch] = []

@@ -127,10 +127,7 @@ def in_turn(
 
 
 class ChatModel:
-    """A target with its draft and its tokenizer or processor, ready to chat; with a processor it sees images.
-
-    Raises `ValueError` if there is no chat template.
-    """
+    """A target, its draft and its encoder, of which a processor sees images; `ValueError` without a chat template."""
 
     def __init__(self, target: PreTrainedModel, draft: DFlashDraftModel, encoder: Processor) -> None:
         self.target: Any = target

@@ -6,30 +6,34 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_hf.checkpoints.deepspec import DEEPSPEC
-from dflash_hf.checkpoints.mapping import FIELDS, CheckpointFormat, make_config
+from dflash_hf.checkpoints.mapping import COMMON_IGNORED, FIELDS, CheckpointFormat, make_config
 from dflash_hf.checkpoints.muse import MUSE
-from dflash_hf.checkpoints.own import OWN
 from dflash_hf.checkpoints.speculators import SPECULATORS
 from dflash_hf.checkpoints.zlab import ZLAB
+from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.errors import shown
 
+# Our own: what `DFlashConfig.save_pretrained` writes and the module's own weight names; nothing is renamed.
+OWN = CheckpointFormat(
+    name="dflash",
+    matches=lambda config: config.get("model_type") == DFlashConfig.model_type,
+    read_rest=lambda reader: {name: reader.take(name, default=None) for name in FIELDS if name in reader.values},
+    write_rest=DFlashConfig.to_diff_dict,
+    ignored=COMMON_IGNORED - set(FIELDS),
+)
 FORMATS = {known.name: known for known in (OWN, ZLAB, SPECULATORS, MUSE, DEEPSPEC)}
 
 
 def detect_format(config: Mapping[str, Any]) -> CheckpointFormat:
-    """Returns the format of a parsed `config.json`.
-
-    Raises:
-        ValueError: If it is none that is supported.
-    """
+    """Returns the format of a parsed `config.json`; raises `ValueError` if it is none that is supported."""
     for candidate in FORMATS.values():
         if candidate.matches(config):
             return candidate
     raise ValueError(
         "expected a DFlash draft (model_type 'dflash' or 'muse_glimmer_assistant', a section dflash_config, "
         "speculators_model_type 'dflash' with a transformer_layer_config, or markov_rank beside target_layer_ids), "
-        f"got model_type {shown(config.get('model_type'))} with the keys "
-        f"{shown(sorted(config))}; give the folder of the draft"
+        f"got model_type {shown(config.get('model_type'))} with the keys {shown(sorted(config))}; give the folder of "
+        "the draft"
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers.modeling_utils import _add_variant
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
@@ -44,9 +45,7 @@ class StoredTensor(NamedTuple):
 def read_config(path: PathOrRepo, hub: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the `config.json` of a folder or a Hub repository; `path` may also be the file itself.
 
-    Raises:
-        ValueError: If it is no JSON dictionary.
-        OSError: If there is none, as Transformers raises it.
+    Raises `ValueError` if it is no JSON dictionary, and `OSError`, as Transformers does, if there is none.
     """
     if Path(path).is_file():
         return read_json(Path(path))
@@ -63,12 +62,9 @@ def stored_tensors(
 ) -> dict[str, StoredTensor]:
     """Opens the safetensors files of a folder or Hub repository, shards included, and returns name -> tensor.
 
-    `hub` are Transformers' arguments for finding files, and `variant` is its own.
-
-    Raises:
-        ValueError: If a file is damaged, a shard is missing, an index and its shards disagree, or a folder has no
-            safetensors files of the expected names.
-        OSError: If a Hub repository has none, or cannot be reached.
+    `hub` are Transformers' arguments for finding files, and `variant` is its own. Raises `ValueError` if a file is
+    damaged, a shard is missing, an index and its shards disagree, or a folder has no safetensors files of the expected
+    names, and `OSError` if a Hub repository has none, or cannot be reached.
     """
     hub = hub or {}
     whole = find_file(path, _add_variant(SAFE_WEIGHTS_NAME, variant), hub)
@@ -124,12 +120,6 @@ def find_file(path: PathOrRepo, name: str, hub: Mapping[str, Any]) -> Path | Non
     return None if file is None else Path(file)
 
 
-def _add_variant(name: str, variant: str | None) -> str:
-    """The name of a file's variant, as Transformers has it."""
-    stem, _, ending = name.rpartition(".")
-    return name if variant is None else f"{stem}.{variant}.{ending}"
-
-
 def _headers(file: Path) -> dict[str, StoredTensor]:
     """What a safetensors file holds; the header is checked against the file's size."""
     try:
@@ -143,11 +133,7 @@ def _headers(file: Path) -> dict[str, StoredTensor]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON dictionary.
-
-    Raises:
-        ValueError: If the file holds something else.
-    """
+    """Reads a JSON dictionary; raises `ValueError` if the file holds something else."""
     size = file.stat().st_size
     what = f"at most {MAX_JSON_BYTES / 2**20:.0f} MB of JSON in {file}"
     require(size <= MAX_JSON_BYTES, what, round(size / 2**20), "download it again")

@@ -1,8 +1,7 @@
 """Making, loading and saving a draft: fresh for a target, or any known format in, our own out.
 
-Safetensors only, and no code of the checkpoint runs.
-
-The formats themselves are tables in `dflash_hf.checkpoints`; files, devices and dtypes are Transformers' own business.
+Safetensors only, and no code of the checkpoint runs. The formats themselves are tables in `dflash_hf.checkpoints`;
+files, devices and dtypes are Transformers' own business.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -137,7 +136,13 @@ class DFlashPreTrainedModel(PreTrainedModel):
                     name = re.sub(pattern, replacement, name)
                 if name not in form.dropped:
                     found[form.our_name(name)] = tensor
-            config = _draft_config(form.read_config(raw, frozenset(found)), given, kwargs)
+            values = form.read_config(raw, frozenset(found))
+            if isinstance(given, PreTrainedConfig):
+                what = "a DFlashConfig as config"
+                require(isinstance(given, DFlashConfig), what, type(given).__name__, "leave it out")
+                config = cast(DFlashConfig, copy.deepcopy(given))
+            else:
+                config = make_config(values | {name: kwargs.pop(name) for name in FIELDS if name in kwargs})
         except ValueError as error:
             raise ValueError(f"{error} (in config.json of {source})") from error
         _check_weights(found, cls._shapes(config, model_args), form, path)
@@ -216,17 +221,6 @@ class DFlashPreTrainedModel(PreTrainedModel):
             self.push_to_hub(
                 kwargs.get("repo_id", Path(save_directory).name), **{n: kwargs[n] for n in names if n in kwargs}
             )
-
-
-def _draft_config(
-    values: dict[str, Any], given: PreTrainedConfig | PathOrRepo | None, kwargs: dict[str, Any]
-) -> DFlashConfig:
-    """Returns the draft's config, of what its format read; takes overrides of config fields out of `kwargs`."""
-    if isinstance(given, PreTrainedConfig):
-        if not isinstance(given, DFlashConfig):
-            raise ValueError(f"expected a DFlashConfig as config, got a {type(given).__name__}; leave it out")
-        return copy.deepcopy(given)
-    return make_config(values | {name: kwargs.pop(name) for name in FIELDS if name in kwargs})
 
 
 def _check_weights(

@@ -89,8 +89,7 @@ class ConfigReader:
     def take(self, *places: str, default: Any = REQUIRED, kind: type | None = None) -> Any:
         """Returns what the first of `places` that is present says, else the default; null means absent.
 
-        Raises:
-            ValueError: If two places disagree, none is there and there is no default, or the type is not `kind`.
+        Raises `ValueError` if two places disagree, none is there and there is no default, or the type is not `kind`.
         """
         self.unread.difference_update(places)
         stated = {place: self.values[place] for place in places if self.values.get(place) is not None}
@@ -173,7 +172,7 @@ class CheckpointFormat:
 
     name: str  # in save_draft(format=...)
     matches: Callable[[Mapping[str, Any]], bool]  # recognises a parsed config.json by its content
-    keys: tuple[Key, ...]  # fields with a key of their own
+    keys: tuple[Key, ...] = ()  # fields with a key of their own
     needs: tuple[str, ...] = ()  # fields that the format's readers need, so that None cannot be written
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])  # weights that they name otherwise -> our name
     section: str | None = None  # see ConfigReader
@@ -196,8 +195,7 @@ class CheckpointFormat:
     def read_config(self, config: Mapping[str, Any], weights: frozenset[str] = frozenset()) -> dict[str, Any]:
         """Returns the fields of `DFlashConfig` that a parsed `config.json` states or implies beside these weights.
 
-        Raises:
-            ValueError: If a key is unknown, missing, contradicts another or belongs to an unsupported variant.
+        Raises `ValueError` if a key is unknown, missing, contradicts another or belongs to an unsupported variant.
         """
         reader = ConfigReader(config, self.section, weights)
         reader.unread -= self.ignored
@@ -217,8 +215,7 @@ class CheckpointFormat:
     def write_config(self, config: DFlashConfig, dtype: str, weights: frozenset[str] = frozenset()) -> dict[str, Any]:
         """Returns this format's `config.json` for a draft whose `weights` (our names) are stored as `dtype`.
 
-        Raises:
-            ValueError: Naming the fields that the format cannot express.
+        Raises `ValueError`, naming the fields, if the format cannot express it.
         """
         wrong = [f"{name} = None (its readers need it)" for name in self.needs if getattr(config, name) is None]
         out: dict[str, Any] = {"dtype": dtype}
@@ -255,11 +252,7 @@ class CheckpointFormat:
 
 
 def make_config(values: Mapping[str, Any]) -> DFlashConfig:
-    """Builds the config from what a format said.
-
-    Raises:
-        ValueError: If a value has the wrong type, or fields contradict each other.
-    """
+    """Builds the config of what a format said; raises `ValueError` for wrong types and fields that contradict."""
     for name, value in values.items():
         # One entry per layer, and perhaps the embeddings; checking the types of a million takes seconds.
         if isinstance(value, list):

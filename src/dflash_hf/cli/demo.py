@@ -79,10 +79,8 @@ def _answer(
 def read_prompts(path: Path, per_kind: int) -> list[dict[str, Any]]:
     """Reads the first `per_kind` held-out prompts of each kind, kinds in the file's order.
 
-    Paths of images are relative to the file.
-
-    Raises:
-        ValueError: If the file is not there (an installed wheel has no bundled pair), or a row asks nothing.
+    Paths of images are relative to the file. Raises `ValueError` if it is not there (an installed wheel has no bundled
+    pair), or a row asks nothing.
     """
     if not path.exists():
         advice = "run the demo from a clone, or pass --pair"

@@ -97,8 +97,7 @@ def generate(
 def read_prompt(prompt: str | None, file: Path | None) -> str:
     """Returns the prompt from the argument, a file, or stdin, of which one end of a line at the end is left out.
 
-    Raises:
-        ValueError: If there is none, two of them, or one that is empty, too long, or no UTF-8.
+    Raises `ValueError` if there is none, two of them, or one that is empty, too long, or no UTF-8.
     """
     if prompt is not None and file is not None:
         raise ValueError("expected one prompt, got an argument and --file; leave one out")

@@ -35,13 +35,9 @@ def _folders(name: str) -> tuple[Path, Path]:
 
 
 def named_pair(name: str) -> tuple[str, str]:
-    """Returns the folders of target and draft of a pair that comes with a clone.
+    """Returns the folders of target and draft of a pair of `ABOUT`, which come with a clone.
 
-    Args:
-        name (`str`): One of `ABOUT`; that of smollm2 is a draft, whose target `make real` fetches.
-
-    Raises:
-        ValueError: If there is no such pair, or its target has not been fetched.
+    That of smollm2 is a draft: raises `ValueError` if `make real` has not fetched its target, or for another name.
     """
     require(name in ABOUT, f"--pair among {', '.join(ABOUT)}", name, "name one of them, or give --target and --draft")
     target, draft = _folders(name)
@@ -62,11 +58,7 @@ def about(target: str, draft: str) -> str:
 
 
 def template_options(text: str, no_thinking: bool) -> dict[str, Any]:
-    """Returns the options of a chat template, from `--chat-template-kwargs` and `--no-thinking`.
-
-    Raises:
-        ValueError: If the text is no JSON object.
-    """
+    """Returns the options of a chat template, by two of ours; raises `ValueError` if the text is no JSON object."""
     found: Any = None
     with suppress(ValueError, RecursionError):
         found = json.loads(text)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from dflash_hf.evaluation.harness import Comparison
 
 
-def comparison_table(rows: Sequence[Comparison]) -> Table:
-    """Builds the table: one line per kind of prompt, and one over all of them where there are several kinds."""
+def show_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
+    """Prints a table, of a line per kind of prompt and one over several kinds, and where answers differ."""
     from dflash_hf.evaluation.harness import pool
 
     # Narrow enough for 60 columns.
@@ -42,12 +42,7 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
             f"{total['ratio']:.2f}x",
             style="bold" if len(kinds) > 1 and name == groups[-1][0] else None,
         )
-    return table
-
-
-def show_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
-    """Prints the table, and a sentence for each answer that differs."""
-    console.print(comparison_table(rows))
+    console.print(table)
     different = [(number, row) for number, row in enumerate(rows, 1) if not row.identical]
     for number, row in different:
         which = "the answer" if len(rows) == 1 else f"answer {number} ({row.kind})"

@@ -44,10 +44,8 @@ Accept = Callable[[Tensor, Tensor, Tensor], Tensor]
 def commit(state: DecodeState, num_accepted: Tensor | None = None) -> None:
     """Commits what was decided and prepares the next step: the only place where rows move on. No host sync.
 
-    Args:
-        state (`DecodeState`): Changed in place; `outcome` says what has happened.
-        num_accepted (`torch.Tensor` of shape `[B]`, int64, *optional*): In `[0, W - 1]`; by default the proposals that
-            equal `state.tokens`, up to the first that does not.
+    `num_accepted` `[B]`, int64, is in `[0, W - 1]`; by default the proposals that equal `state.tokens`, up to the
+    first that does not. `state.outcome` says what has happened.
     """
     ops.either(ops.accept_and_prepare, state.block)(
         state.block,
@@ -73,15 +71,9 @@ def decide_at_once(
 ) -> Tensor | None:
     """Decides when the processors can see the block at once. No host sync, unless a rule of the user's has one.
 
-    Args:
-        state (`DecodeState`): Its `tokens` are written.
-        logits_BWV (`torch.Tensor`): The target's.
-        processors (`BlockProcessors`): The run's, all stateless.
-        accept (callable, *optional*): A rule of the user's: behind the proposals that it keeps stands the target's own
-            token.
-        may_read (`bool`): Look on the host what can be left out, where that waits for no device.
-
-    Returns the number accepted `[B]` where that is not how many match.
+    Writes `state.tokens`; returns the number accepted `[B]` where that is not how many match. Behind the proposals
+    that the user's rule `accept` keeps stands the target's own token. `may_read` is to look on the host what can be
+    left out, where that waits for no device.
     """
     tree = state.tree
     if state.draft_probs is not None and state.key is not None and state.width > 1:
@@ -145,11 +137,7 @@ class Walk:
     """Goes through what is verified token by token, where a token is decided only behind the ones before it.
 
     Of a tree, what is walked comes to stand in the order of the path, as if it had been a chain: in the state's
-    `proposals` and `path`, and in the scores.
-
-    Args:
-        state (`DecodeState`): Of the run.
-        raw_BWV (`torch.Tensor` of shape `[B, W, V]`): Scores of the verified tokens; copied where there is a tree.
+    `proposals` and `path`, and in the scores, of which the first ones, `raw_BWV`, are then copied.
     """
 
     def __init__(self, state: DecodeState, raw_BWV: Tensor) -> None:
@@ -206,24 +194,16 @@ ROW_WISE_CRITERIA = (MaxTimeCriteria, StopStringCriteria)
 
 @dataclass(slots=True)
 class SynchronizedRows:
-    """What is called at every column, and which rows go on.
-
-    Args:
-        processors, criteria: The run's; criteria besides length and end of sequence.
-        streamer (`BaseStreamer`, *optional*): Gets each column `[B]` on the CPU.
-        pad_id (`int`, *optional*): What finished rows go on with; `None` without an end-of-sequence id, where they go
-            on with tokens of their own until all rows have finished.
-        unfinished (`torch.Tensor` of shape `[B]`, bool): Rows that nothing has stopped yet.
-        scores (`list[torch.Tensor]`, *optional*): Processed scores of every column, for criteria, if the call asks
-            for `output_scores`.
-    """
+    """What is called at every column, and which rows go on."""
 
     processors: BlockProcessors
-    criteria: list[StoppingCriteria]
-    streamer: BaseStreamer | None
+    criteria: list[StoppingCriteria]  # besides length and end of sequence
+    streamer: BaseStreamer | None  # gets each column [B] on the CPU
+    # What finished rows go on with; `None` without an end-of-sequence id, where they go on with tokens of their own
+    # until all rows have finished.
     pad_id: int | None
-    unfinished: Tensor
-    scores: list[Tensor] | None = None
+    unfinished: Tensor  # [B], bool: rows that nothing has stopped yet
+    scores: list[Tensor] | None  # processed ones of every column, for criteria, if the call asks for `output_scores`
     num_columns: int = field(default=0, init=False)
 
     @classmethod

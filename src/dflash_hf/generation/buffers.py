@@ -46,38 +46,23 @@ class FixedBuffers:
     """All that the steps of a run read or write. `B` rows, `W` verified tokens at most, `L` taps, `D` hidden.
 
     Addresses and shapes never change from step to step. A narrower verify uses the first columns.
-
-    Args:
-        shape (`BufferShape`): What it is for.
-        capacity (`int`): Longest row in tokens, a block included; also columns of `state.ids`.
-        state (`DecodeState`): Begun again by every run.
-        draft_cache (`RaggedCache`): The draft's context.
-        context_states (`torch.Tensor` of shape `[B, W, L * D]`): Tapped states of the newest verify; behind a narrower
-            one those of earlier ones, which count as rejected. Of a tree, those of the path that was accepted: as
-            many as that can be long.
-        context_lengths (`torch.Tensor` of shape `[B]`, int64): Where that stood, as the draft counts.
-        offset (`torch.Tensor` of shape `[B]`, int64): See [`DFlashCandidateGenerator`].
-        node_states (`torch.Tensor` of shape `[B, W, L * D]`, *optional*): Those of all nodes of a tree.
-        trees (`TreeBuilder`, *optional*): Builds what is verified, where that is trees.
-        context_weights (`ContextWeights`, *optional*): Copies for the kernel that writes context, made anew by a run.
-        cache (`RaggedCache`, *optional*): The target's; known after the first prefill.
-        graphs (*optional*): What has been captured over these buffers.
-        idle (`torch.cuda.Event`, *optional*): When the last call's work is done: the next may be on another stream.
     """
 
-    shape: BufferShape
-    capacity: int
-    state: DecodeState
-    draft_cache: RaggedCache
+    shape: BufferShape  # what it is for
+    capacity: int  # longest row in tokens, a block included; also columns of `state.ids`
+    state: DecodeState  # begun again by every run
+    draft_cache: RaggedCache  # the draft's context
+    # [B, W, L * D]: tapped states of the newest verify; behind a narrower one those of earlier ones, which count as
+    # rejected. Of a tree, those of the path that was accepted: as many as that can be long.
     context_states: Tensor
-    context_lengths: Tensor
-    offset: Tensor
-    node_states: Tensor | None = None
-    trees: TreeBuilder | None = None
-    context_weights: ContextWeights | None = None
-    cache: RaggedCache | None = None
-    graphs: Any = None
-    idle: torch.cuda.Event | None = None
+    context_lengths: Tensor  # [B], int64: where that stood, as the draft counts
+    offset: Tensor  # [B], int64: see `DFlashCandidateGenerator`
+    node_states: Tensor | None = None  # [B, W, L * D]: those of all nodes of a tree
+    trees: TreeBuilder | None = None  # builds what is verified, where that is trees
+    context_weights: ContextWeights | None = None  # copies for the kernel that writes context, made anew by a run
+    cache: RaggedCache | None = None  # the target's; known after the first prefill
+    graphs: Any = None  # what has been captured over these buffers
+    idle: torch.cuda.Event | None = None  # when the last call's work is done: the next may be on another stream
 
     @classmethod
     @torch.inference_mode(False)
@@ -86,10 +71,8 @@ class FixedBuffers:
     ) -> FixedBuffers:
         """Allocates buffers for rows of up to `capacity` tokens, a block included; the target's K/V come later.
 
-        Outside inference mode, like the caches: the next call may be.
-
-        Raises:
-            OutOfRoomError: If the draft's context is larger than what is free of the device's memory.
+        Outside inference mode, like the caches: the next call may be. Raises `OutOfRoomError` if the draft's context
+        is larger than what is free of the device's memory.
         """
         batch, layers, trees = shape.batch, list(shape.draft_layers), None
         check_memory(layers, batch, capacity, shape.block)
@@ -215,10 +198,7 @@ def take_buffers(
     New ones, or, where they are to be kept between calls, those of an earlier one: they are the caller's until
     [`give_buffers`]. Kept ones that are too short are freed first, and new ones are twice as long where that can be
     kept: a growing conversation is captured anew a few times, not with every turn. Those of other shapes are freed
-    where there is no room beside them.
-
-    Raises:
-        OutOfRoomError: If the draft's context is larger than what is free of the device's memory.
+    where there is no room beside them. Errors as [`FixedBuffers.allocate`].
     """
     if not keeps:
         num_columns += shape.width
@@ -241,11 +221,7 @@ def take_buffers(
 
 
 def else_freed(draft: DFlashDraftModel, make: Callable[[int], T], length: int, least: int) -> T:
-    """Returns what `make` makes for `length` tokens, or, all that is kept being freed, for `least` of them.
-
-    Raises:
-        OutOfRoomError: If there is no room for that either.
-    """
+    """Returns what `make` makes for `length` tokens, or, all that is kept being freed, for `least` of them."""
     try:
         return make(length)
     except OutOfRoomError:

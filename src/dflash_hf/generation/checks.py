@@ -1,6 +1,7 @@
 """What a call with a draft cannot honour, refused before any forward runs: settings, prompts, images, caches.
 
-Whether DFlash can drive a target at all, and whether a draft fits it, is in `target.support`.
+Every refusal is a `ValueError` that names the setting, field or input. Whether DFlash can drive a target at all, and
+whether a draft fits it, is in `target.support`.
 """
 
 from __future__ import annotations
@@ -33,11 +34,7 @@ _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, Static
 
 
 def check_stock(draft: DFlashDraftModel) -> None:
-    """Refuses drafts that Transformers' own DFlash path would run wrongly, with hardly a token accepted.
-
-    Raises:
-        ValueError: Naming the fields.
-    """
+    """Refuses drafts that Transformers' own DFlash path would run wrongly, with hardly a token accepted."""
     names = ("own_embed_tokens", "own_lm_head", "sample_from_anchor", "window_from_anchor", "tap_after_deepstack")
     wrong = ", ".join(name for name in names if getattr(draft.config, name))
     what = "a draft that Transformers' speculation_type='dflash' can run"
@@ -65,11 +62,7 @@ class Settings:
 
 
 def check_settings(settings: Settings) -> None:
-    """Refuses generation settings that drafting cannot honour.
-
-    Raises:
-        ValueError: Naming the setting.
-    """
+    """Refuses generation settings that drafting cannot honour."""
     beams, alpha, guidance = settings["num_beams"], settings["penalty_alpha"], settings["guidance_scale"]
     dola, lookup, cache = (
         settings[name] for name in ("dola_layers", "prompt_lookup_num_tokens", "cache_implementation")
@@ -99,9 +92,8 @@ def check_settings(settings: Settings) -> None:
 def check_inputs(target: Target, settings: Settings) -> None:
     """Refuses prompts that cannot be decoded, and a cache that they cannot go on from.
 
-    Raises:
-        ValueError: On an empty prompt or row, a mask over tokens to come, or a cache that is not the target's, not the
-            rows', or cannot be read and advanced exactly.
+    That is an empty prompt or row, a mask over tokens to come or with right padding, and a cache that is not the
+    target's, not the rows', or cannot be read and advanced exactly.
     """
     given = settings.arguments
     ids = given.get("input_ids") if given.get("inputs") is None else given["inputs"]
@@ -134,9 +126,6 @@ def check_images(target: Target, input_ids: Tensor, arguments: dict[str, Any]) -
     Before anything looks at them. Only where an image is as many tokens as `image_grid_thw` says, in Qwen's family,
     and without videos (GLM spells those with tokens of images); others check in their own forward. Tokens of images
     without any are text like any other, as in plain `generate`.
-
-    Raises:
-        ValueError: If the numbers of tokens, sizes and patches do not fit.
     """
     model: Any = target.model
     grids, pixels = arguments.get("image_grid_thw"), arguments.get("pixel_values")

@@ -84,25 +84,17 @@ class Kept(dict[Size, Captured]):
 
 @dataclass(slots=True)
 class Graphs:
-    """What has been captured over one set of buffers: per settings, or the reason why nothing can be.
+    """What has been captured over one set of buffers: per settings, or the reason why nothing can be."""
 
-    Args:
-        fingerprint (`int`): Of the models at the time.
-        pool: The memory pool that all graphs share; replays never overlap.
-    """
-
-    fingerprint: int
-    pool: Any = None
+    fingerprint: int  # of the models at the time
+    pool: Any = None  # of memory, which all graphs share; replays never overlap
     captured: dict[Settings, Kept] = field(default_factory=dict)
     reason: str | None = None
 
 
 @contextmanager
 def uncaptured(draft: DFlashDraftModel) -> Generator[None]:
-    """Has this draft's steps of `"cuda_graph"` run uncaptured, on any device and in any thread.
-
-    A tool of tests and benchmarks, no engine.
-    """
+    """Has a draft's steps of `"cuda_graph"` run uncaptured, on any device, in any thread; for tests and benchmarks."""
     _uncaptured.add(draft)
     try:
         yield
@@ -113,8 +105,7 @@ def uncaptured(draft: DFlashDraftModel) -> Generator[None]:
 def check_capturable(target: Target, draft: DFlashDraftModel) -> None:
     """Refuses `"cuda_graph"`, asked for by name, where no step can be captured and one setting would change that.
 
-    Raises:
-        ValueError: If the target is not on CUDA, or its experts are counted on the host.
+    That is, with a `ValueError`, a target that is not on CUDA, or whose experts are counted on the host.
     """
     if draft.generation_config.engine != "cuda_graph" or draft in _uncaptured:
         return
@@ -177,11 +168,7 @@ def start_engine(run: Run, engine: Engine) -> StaticStep | None:
 
 
 class GraphStep(StaticStep):
-    """A step over a run's fixed buffers, replayed from CUDA graphs.
-
-    Args:
-        run (`Run`): Begun, with buffers on CUDA.
-    """
+    """A step over a run's fixed buffers, which are on CUDA, replayed from CUDA graphs."""
 
     name = "cuda_graph"
 
@@ -197,8 +184,7 @@ class GraphStep(StaticStep):
     def capture(self) -> None:
         """Captures all steps that the run may need and that are not kept, longest first.
 
-        Raises:
-            NotCapturableError: If one cannot be captured, or there is no memory for it; nothing captured is kept then.
+        Raises `NotCapturableError` if one cannot be, or there is no memory for it; nothing captured is kept then.
         """
         if self.graphs.reason is not None:
             raise NotCapturableError(self.graphs.reason)
@@ -353,10 +339,8 @@ def capture(
     """Captures what `body` launches; returns the graph, whose memory is the pool's, and what `body` returned.
 
     `warm_up` runs before, on the same stream: at their first calls libraries allocate, and kernels are compiled.
-
-    Raises:
-        NotCapturableError: If CUDA cannot capture it. Generator and allocator are as before then.
-        RuntimeError: If the device has failed.
+    Raises `NotCapturableError` if CUDA cannot capture it, with generator and allocator as before, and `RuntimeError`
+    if the device has failed.
     """
     stream = _capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))

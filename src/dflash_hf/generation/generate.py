@@ -44,15 +44,9 @@ _signature = functools.cache(inspect.signature)
 
 
 def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Answers a call of `generate`; one without a DFlash draft goes on as it is.
+    """Answers a call of `generate`; one without a DFlash draft goes on to `original`, Transformers' own, as it is.
 
-    Args:
-        original (callable): Transformers' own `generate`.
-        model (`PreTrainedModel`): The target.
-        args, kwargs: What the user passed.
-
-    Raises:
-        ValueError: If something in the call cannot be honoured.
+    Raises `ValueError` if something in the call cannot be honoured.
     """
     arguments = kwargs
     if args:
@@ -61,8 +55,7 @@ def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwa
         arguments = {**bound.pop("kwargs", {}), **bound}
     draft = unwrapped(arguments.get("assistant_model"))
     if not isinstance(draft, DFlashDraftModel):
-        foreign = None if draft is None else explain_foreign_draft(draft)
-        if foreign is not None:
+        if foreign := explain_foreign_draft(draft):
             raise ValueError(foreign)
         return original(model, *args, **kwargs)
     if Settings(model, arguments)["speculation_type"] == "dflash":
@@ -88,73 +81,59 @@ def answer_with(
     draft: DFlashDraftModel,
     arguments: dict[str, Any],
 ) -> Any:
-    """Checks a call with a draft, has Transformers prepare it, and answers it.
+    """Checks a call with a draft, has Transformers prepare it, and answers it; errors as [`generate_with`].
 
-    Args:
-        answer (callable): What is done once everything is prepared: `decode`, or what takes the same.
-        generate (callable): `model.generate`, or what it was.
-        model, draft, arguments: The target, the draft, and what else the user passed to `generate`, by name.
-
-    Raises:
-        ValueError: If something in the call cannot be honoured.
+    `answer` is what is done once everything is prepared: `decode`, or what takes the same. `generate` is
+    `model.generate`, or what it was, and `arguments` are what else the user passed to it, by name.
     """
-    ranks = Ranks(model)
+    started, ranks, arguments = time.perf_counter(), Ranks(model), dict(arguments)
     with ranks.together():
-        return generate(**_prepare(answer, ranks, model, draft, dict(arguments)))
-
-
-def _prepare(
-    answer: Callable[[Call], Any], ranks: Ranks, model: Any, draft: DFlashDraftModel, arguments: dict[str, Any]
-) -> dict[str, Any]:
-    """Checks a call with a draft and turns it into one for the original `generate`; arguments as `answer_with`."""
-    started = time.perf_counter()
-    arguments.pop("assistant_model", None)
-    # Pipelines pass one on where they cannot see that a draft reads and writes the target's tokens.
-    arguments.pop("assistant_tokenizer", None)
-    given = arguments.get("custom_generate")
-    require(given is None, "no custom_generate beside a DFlash draft", given, "drop one of the two")
-    options: Any = draft.generation_config
-    what, do = "a DFlashGenerationConfig as draft.generation_config", "assign dflash_hf.DFlashGenerationConfig(...)"
-    require(isinstance(options, DFlashGenerationConfig), what, type(options).__name__, do)
-    target = find_target(model)
-    check_target(target)
-    check_pair(target, draft.config)
-    draft_parts = Inventory.of(draft)
-    devices = sorted(map(str, execution_devices(draft_parts)))
-    require(len(devices) < 2, "a draft on one device", devices, 'load it with device_map={"": device}')
-    options.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
-    check_capturable(target, draft)
-    settings = Settings(model, arguments)
-    check_settings(settings)
-    check_inputs(target, settings)
-    cache, ids = arguments.get("past_key_values"), arguments.get("inputs")
-    ids = arguments.get("input_ids") if ids is None else ids
-    past = 0 if cache is None else int(cache.get_seq_length())
-    if ids is not None and past:
-        keep_new_images(target, ids, past, arguments)
-    elif ids is not None and arguments.get("inputs_embeds") is None:
-        check_images(target, ids, arguments)
-    _use_tokenizer(model, settings, arguments)
-    # The streamer goes both ways: `generate` puts the prompt into it, `decode` the rest. The cache goes as an argument
-    # and says here that it is the caller's, not one that `generate` prepared.
-    arguments["custom_generate"] = Call(
-        target=target,
-        draft=draft,
-        draft_parts=draft_parts,
-        ranks=ranks,
-        answer=answer,
-        streamer=arguments.get("streamer"),
-        cache=cache,
-        started=started,
-    )
-    return arguments
+        arguments.pop("assistant_model", None)
+        # Pipelines pass one on where they cannot see that a draft reads and writes the target's tokens.
+        arguments.pop("assistant_tokenizer", None)
+        given = arguments.get("custom_generate")
+        require(given is None, "no custom_generate beside a DFlash draft", given, "drop one of the two")
+        options: Any = draft.generation_config
+        what, got = "a DFlashGenerationConfig as draft.generation_config", type(options).__name__
+        require(isinstance(options, DFlashGenerationConfig), what, got, "assign dflash_hf.DFlashGenerationConfig(...)")
+        target = find_target(model)
+        check_target(target)
+        check_pair(target, draft.config)
+        draft_parts = Inventory.of(draft)
+        devices = sorted(map(str, execution_devices(draft_parts)))
+        require(len(devices) < 2, "a draft on one device", devices, 'load it with device_map={"": device}')
+        options.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
+        check_capturable(target, draft)
+        settings = Settings(model, arguments)
+        check_settings(settings)
+        check_inputs(target, settings)
+        cache, ids = arguments.get("past_key_values"), arguments.get("inputs")
+        ids = arguments.get("input_ids") if ids is None else ids
+        past = 0 if cache is None else int(cache.get_seq_length())
+        if ids is not None and past:
+            keep_new_images(target, ids, past, arguments)
+        elif ids is not None and arguments.get("inputs_embeds") is None:
+            check_images(target, ids, arguments)
+        _use_tokenizer(model, settings, arguments)
+        # The streamer goes both ways: `generate` puts the prompt into it, `decode` the rest. The cache goes as an
+        # argument and says here that it is the caller's, not one that `generate` prepared.
+        arguments["custom_generate"] = Call(
+            target=target,
+            draft=draft,
+            draft_parts=draft_parts,
+            ranks=ranks,
+            answer=answer,
+            streamer=arguments.get("streamer"),
+            cache=cache,
+            started=started,
+        )
+        return generate(**arguments)
 
 
 def _use_tokenizer(model: Any, settings: Settings, arguments: dict[str, Any]) -> None:
     """Heals the prompts' last tokens and makes a criterion of stop strings: beyond here no tokenizer is handed on.
 
-    Raises:
-        ValueError: If one of the two is asked for without a tokenizer, or healing of embeddings.
+    Raises `ValueError` if one of the two is asked for without a tokenizer, or healing of embeddings.
     """
     tokenizer, stop_strings = arguments.pop("tokenizer", None), settings["stop_strings"]
     do = "pass generate(..., tokenizer=tokenizer)"
@@ -172,11 +151,7 @@ def _use_tokenizer(model: Any, settings: Settings, arguments: dict[str, Any]) ->
 
 
 def decode(call: Call) -> DFlashGenerateOutput | torch.LongTensor:
-    """Decodes with a draft, with everything prepared.
-
-    Returns:
-        `torch.LongTensor` `[B, S + new]`, or a [`DFlashGenerateOutput`].
-    """
+    """Decodes with a draft, with everything prepared; returns ids `[B, S + new]`, or with them what was asked for."""
     target, draft, config = call.target, call.draft, call.config
     draft.last_stats = None
     engine = choose_engine(target, draft)

@@ -139,10 +139,7 @@ def _is_on_host(tensor: Tensor) -> bool:
 
 
 def counts_groups(first: Tensor, is_scaled: bool = False) -> bool:
-    """Returns True if a product of groups, of scaled numbers or not, copies their ends to the host.
-
-    That follows from dtype and device of its first operand.
-    """
+    """Returns True if a product of groups with this first operand, scaled or not, copies their ends to the host."""
     if not first.is_cuda or not (is_scaled or first.dtype == torch.bfloat16):
         return True
     return torch.cuda.get_device_capability(first.device)[0] not in _GROUPED_ON

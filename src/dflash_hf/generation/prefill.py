@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, StoppingCriteriaList
+from transformers import Cache, DynamicCache, GenerationMixin
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -20,13 +20,12 @@ from dflash_hf.generation.accept import SynchronizedRows
 from dflash_hf.generation.buffers import affordable_length, else_freed, num_choices, take_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
 from dflash_hf.generation.run import Call, Run, first_room
-from dflash_hf.generation.sampling import BlockProcessors, new_key
+from dflash_hf.generation.sampling import new_key
 from dflash_hf.generation.state import NUM_REPORTED, BufferShape, DecodeState
 from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.step import settle, take_note
 from dflash_hf.generation.user_cache import UserCache
 from dflash_hf.generation.widths import WidthChooser, take_chooser
-from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.fused import runs_whole
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
@@ -42,31 +41,21 @@ MOST_NODES = 4
 def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = False, is_looked_at: bool = False) -> Run:
     """Runs the target over the prompts with taps on, moves its cache into the ragged one, commits the first token.
 
-    Reads lengths on the host.
-
-    Args:
-        call (`Call`): Prepared.
-        kept (`UserCache`, *optional*): What `keep` will advance.
-        keeps_buffers (`bool`): Take those of an earlier call, which go back for the next one.
-        is_looked_at (`bool`): Verify the chain of the draft's proposals unless something else is asked for.
-
-    Raises:
-        ValueError: If the run would cross a boundary of the target's RoPE, or its K/V have no room in memory.
-        RuntimeError: If the taps did not fire.
+    Reads lengths on the host. `kept` is what `keep` will advance. With `keeps_buffers` those of an earlier call are
+    taken, which go back for the next one; one that `is_looked_at` verifies the chain of the draft's proposals unless
+    something else is asked for. Raises `ValueError` if the run would cross a boundary of the target's RoPE,
+    `OutOfRoomError` if its K/V have no room in memory, and `RuntimeError` if the taps did not fire.
     """
     target, draft, input_ids, config, ranks = call.target, call.draft, call.input_ids, call.config, call.ranks
     devices = (input_ids.device, draft.device) if draft.generation_config.synchronize else ()
     watch = Stopwatch(stats := SpeculativeStats(), call.started, devices)
     watch.lap("prepare")
-    processors = call.processors
-    block_size, width, rule = _widths_and_rule(draft, config, processors)
-    # What is drawn is tested node by node, hundreds of launches; without kernels the host of a GPU builds trees.
-    is_unfit = (config.do_sample and rule == "sample") or (input_ids.is_cuda and not ops.accepts(input_ids))
-    nodes = _num_nodes(target, draft, width, is_looked_at or (keeps_buffers and is_unfit))
-    width = width if nodes is None else nodes
+    block_size, width, is_tree, rule = _resolved(call, keeps_buffers, is_looked_at)
     past = 0 if kept is None else kept.past
     positions = prompt_positions(call, past)
-    limit = _limit(call.criteria, config, input_ids.shape[1])
+    limits = [one.max_length for one in call.criteria if isinstance(one, MaxLengthCriteria)]
+    # Plain `generate` looks at the limit after a token, so there is always one.
+    limit = max(1, min(limits, default=int(config.max_length)) - input_ids.shape[1])
     lengths = (positions[:, -1] + 1).to(input_ids.device)
     longest = int(positions[:, -1].max()) + 1
     check_length(target, min(longest, past or longest), positions.shape[1] + limit + width - 1)
@@ -74,9 +63,9 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     ends = [one.eos_token_id.reshape(-1) for one in call.criteria if isinstance(one, EosTokenCriteria)]
     eos_ids = torch.cat(ends).to(input_ids.device) if ends else None
     room = first_room(limit, affordable_length(target, draft, len(input_ids)) - longest if keeps_buffers else None)
-    shape = BufferShape.of(draft, block_size, width, nodes is not None, delta, eos_ids)
+    shape = BufferShape.of(draft, block_size, width, is_tree, delta, eos_ids)
     buffers = take_buffers(target, draft, shape, longest + room, input_ids.shape[1] + room, keeps_buffers)
-    generator = DFlashCandidateGenerator(draft, target, processors, buffers, rule)
+    generator = DFlashCandidateGenerator(draft, target, call.processors, buffers, rule)
     if kept is not None:
         kept.begin(generator, positions.to(input_ids.device), limit)
     generator.begin(lengths)
@@ -100,7 +89,7 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
         buffers=buffers,
         cache=cache,
         synchronized=SynchronizedRows.if_needed(
-            processors, call.own_criteria, call.streamer, state, recorder.has_scores
+            call.processors, call.own_criteria, call.streamer, state, recorder.has_scores
         ),
         recorder=recorder,
         stats=stats,
@@ -216,45 +205,32 @@ def _commit_first(run: Run, outputs: CausalLMOutputWithPast) -> None:
     run.watch.lap("rest")
 
 
-def _widths_and_rule(
-    draft: DFlashDraftModel, generation_config: GenerationConfig, processors: BlockProcessors
-) -> tuple[int, int, Rule]:
-    """Resolves the draft's options: block size, verify width, proposal rule."""
-    options = draft.generation_config
+def _resolved(call: Call, keeps_buffers: bool, is_looked_at: bool) -> tuple[int, int, bool, Rule]:
+    """Resolves the draft's options: block size, how many tokens are verified at most, whether as a tree, and the rule.
+
+    Raises `ValueError` for processors that `proposal="sample"`, and targets that a tree cannot be verified with.
+    """
+    target, draft, options, processors = call.target, call.draft, call.draft.generation_config, call.processors
     block_size = options.block_size or draft.config.block_size
     widest = draft.config.num_proposals(block_size) + 1
     width = widest if options.verify_width in (None, "auto") else int(options.verify_width)
     rule: Rule = "argmax" if options.proposal == "auto" else options.proposal
     what = "only temperature, top-k, top-p and other warpers of single scores under proposal='sample'"
-    is_fit = rule != "sample" or not generation_config.do_sample or processors.is_stateless
+    is_drawn, nodes = call.config.do_sample and rule == "sample", options.num_tree_nodes
+    is_fit = not is_drawn or processors.is_stateless
     require(is_fit, what, [type(p).__name__ for p in processors.processors], "use proposal='shared_noise'")
-    return block_size, width, rule
-
-
-def _num_nodes(target: Target, draft: DFlashDraftModel, width: int, is_chain: bool) -> int | None:
-    """Resolves how many tokens a tree has; `None` is a chain, which is verified by default where `is_chain`.
-
-    Args:
-        target, draft: Of the call.
-        width (`int`): Tokens of the chain.
-        is_chain (`bool`): Whether nothing but a number asks for a tree.
-
-    Raises:
-        ValueError: If a tree is asked for that cannot be verified.
-    """
-    options = draft.generation_config
-    nodes, is_fixed = options.num_tree_nodes, isinstance(options.verify_width, int)
-    if nodes is None and (is_chain or is_fixed or target.recurrences or not TreeBuilder.by_default):
-        return None
     if nodes is None:
-        return min(width, ops.MAX_NODES) if width > 1 else None
-    if nodes == 0:
-        return None
-    if nodes == "auto":
+        # What is drawn is tested node by node, hundreds of launches; without kernels the host of a GPU builds trees.
+        is_unfit = is_drawn or (call.input_ids.is_cuda and not ops.accepts(call.input_ids))
+        is_chain = is_looked_at or (keeps_buffers and is_unfit) or isinstance(options.verify_width, int)
+        is_chain = is_chain or bool(target.recurrences) or width == 1 or not TreeBuilder.by_default
+        nodes = 0 if is_chain else min(width, ops.MAX_NODES)
+    elif nodes == "auto":
         nodes = min(MOST_NODES * width, ops.num_paths(width - 1, num_choices(target, draft)) + 1, ops.MAX_NODES)
     what, got = "a target of attention layers alone with num_tree_nodes", type(target.model).__name__
-    require(not target.recurrences, what, got, "recurrent states follow one path, leave num_tree_nodes out")
-    return nodes
+    is_fit = not (nodes and target.recurrences)
+    require(is_fit, what, got, "recurrent states follow one path, leave num_tree_nodes out")
+    return block_size, nodes or width, nodes > 0, rule
 
 
 def _chooser(generator: DFlashCandidateGenerator, state: DecodeState, keeps_buffers: bool) -> WidthChooser | None:
@@ -280,13 +256,6 @@ def _chooser(generator: DFlashCandidateGenerator, state: DecodeState, keeps_buff
     chooser = WidthChooser(width, is_tree, longest, chain) if kept is None else kept
     chooser.use_rows(rows)
     return chooser
-
-
-def _limit(criteria: StoppingCriteriaList, generation_config: GenerationConfig, num_columns: int) -> int:
-    """Tokens a row may generate after a prompt of `num_columns` columns."""
-    lengths = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
-    # Plain `generate` looks at the limit after a token, so there is always one.
-    return max(1, min(lengths, default=int(generation_config.max_length)) - num_columns)
 
 
 # Inputs of a forward that go along with the tokens, column by column.
@@ -325,11 +294,8 @@ def prompt_positions(call: Call, past: int) -> Tensor:
     On the host, where all that follows from them is decided: a mask is read once.
 
     With nothing cached a mask may go on behind the prompt: plain `generate` then shifts all positions by as much,
-    which is in `position_delta`.
-
-    Raises:
-        ValueError: If a row ends in padding, or has padding between tokens where windows are counted in columns; also
-            in a mask that `generate` inferred from pad ids.
+    which is in `position_delta`. Raises `ValueError` if a row ends in padding, or has padding between tokens where
+    windows are counted in columns; also in a mask that `generate` inferred from pad ids.
     """
     mask, embeds = call.inputs.get("attention_mask"), call.inputs.get("inputs_embeds")
     batch, columns = call.input_ids.shape if embeds is None else embeds.shape[:2]
@@ -356,10 +322,8 @@ def position_delta(call: Call, lengths: Tensor) -> Tensor:
 
     The target's own preparation of a step is asked, which may shift what `generate` prepared (PaliGemma counts from
     1). Shape `[B]`, or `[rows, B]` under M-RoPE, where a token has several positions: after an image as the last thing
-    in a prompt they differ, and plain decoding counts each of them on.
-
-    Raises:
-        ValueError: If the target leaves out the positions that `generate` prepared, and counts by itself.
+    in a prompt they differ, and plain decoding counts each of them on. Raises `ValueError` if the target leaves out
+    the positions that `generate` prepared, and counts by itself.
     """
     if call.inputs.get("position_ids") is None:
         return torch.zeros_like(lengths)
@@ -376,27 +340,18 @@ def position_delta(call: Call, lengths: Tensor) -> Tensor:
 
 
 def keep_new_images(target: Target, input_ids: Tensor, past: int, arguments: dict[str, Any]) -> None:
-    """Computes the positions of a conversation and drops the images that its cache has already.
+    """Computes the positions of a conversation `[B, T]` and drops the images that its cache of `past` columns has.
 
     Under M-RoPE a token's positions follow from the sizes of all images before it, and the prefill takes only those
     whose tokens are new. Transformers takes both from one `image_grid_thw`, which can be right for one of the two.
 
-    Does nothing unless there is a cache and sizes of images are given.
-
-    Args:
-        target (`Target`): The target.
-        input_ids (`torch.Tensor` of shape `[B, T]`): The whole conversation.
-        past (`int`): Columns of it in the cache.
-        arguments (`dict`): Of `generate`, changed in place: `position_ids` is added; `image_grid_thw` `[N, 3]`,
-            patches in time, height and width of all images, and `pixel_values` `[patches, ...]`, of all or the new
-            ones, lose those that are in the cache.
-
-    Raises:
-        ValueError: If the numbers of images, sizes and patches do not fit, there are videos, or a mask of the whole
-            conversation is missing.
+    The arguments of `generate` are changed in place: `position_ids` is added; `image_grid_thw` `[N, 3]`, patches in
+    time, height and width of all images, and `pixel_values` `[patches, ...]`, of all or the new ones, lose those that
+    are in the cache. Raises `ValueError` if the numbers of images, sizes and patches do not fit, there are videos, or
+    a mask of the whole conversation is missing.
     """
     types, grids = arguments.get("mm_token_type_ids"), arguments.get("image_grid_thw")
-    if not past or types is None or grids is None:
+    if types is None or grids is None:
         return
     mask = arguments.get("attention_mask")
     shapes = [None if tensor is None else tuple(tensor.shape) for tensor in (input_ids, types, mask)]

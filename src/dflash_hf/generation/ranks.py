@@ -35,14 +35,10 @@ WELL, FAILED, INTERRUPTED = 0, 1, 2
 
 
 class Ranks:
-    """The ranks of a target during one call, seen from one of them.
-
-    Args:
-        model (`PreTrainedModel`): The target. Transformers puts the mesh of devices that it is sharded over into
-            `_device_mesh`.
-    """
+    """The ranks of a target during one call, seen from one of them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        # Where Transformers puts the mesh of devices that a model is sharded over.
         mesh: Any = getattr(model, "_device_mesh", None)
         if mesh is not None and "tp" in (mesh.mesh_dim_names or ()):
             mesh = mesh["tp"]
@@ -56,9 +52,7 @@ class Ranks:
     def meet(self, number: int = 0) -> int:
         """Waits for the other ranks and returns the first one's number; reads on the host.
 
-        Raises:
-            RuntimeError: If another rank has failed.
-            KeyboardInterrupt: If any of them was interrupted.
+        Raises `RuntimeError` if another rank has failed, `KeyboardInterrupt` if any of them was interrupted.
         """
         if self.group is None:
             return number
@@ -76,8 +70,7 @@ class Ranks:
     def begin(self, call: Mapping[str, object]) -> None:
         """Begins a run: compares the tensors and plain values that the ranks were given, by name.
 
-        Raises:
-            ValueError: On all ranks, if they were given different things; before any forward.
+        Raises `ValueError`, on all of them and before any forward, if they were given different things.
         """
         if self.group is None:
             return
@@ -109,10 +102,7 @@ class Ranks:
     def decided(
         self, state: DecodeState, num_accepted: Tensor | None, synchronized: SynchronizedRows | None
     ) -> Tensor | None:
-        """Replaces what this rank has decided by what the first one has, before it is committed.
-
-        `num_accepted` is taken and returned as [`commit`] takes it.
-        """
+        """Replaces what this rank has decided by what the first one has; `num_accepted` is as [`commit`] takes it."""
         if self.group is None:
             return num_accepted
         self.meet()

@@ -50,17 +50,6 @@ class Call:
     """A call of `generate` with a draft: what it was given, and what Transformers has made of that.
 
     It stands in place of Transformers' own sampling loop, as `custom_generate`.
-
-    Args:
-        target, draft, ranks: Of the call.
-        draft_parts (`Inventory`): The modules of the draft.
-        answer (callable): What is done once everything is prepared.
-        streamer (`BaseStreamer`, *optional*): Gets every accepted run; `generate` puts the prompt.
-        cache (`Cache`, *optional*): `past_key_values` that the caller passed.
-        started (`float`): `time.perf_counter()` at the user's call.
-
-    Then, as `generate` prepared them: `input_ids` `[B, S]`, int64, left-padded, on the target's device; `given_on`,
-    where they were; `processors`, `criteria`, `config`; and `inputs`, keywords for the target's prefill.
     """
 
     # What is asked for before every call, and takes its time to be found out.
@@ -68,18 +57,19 @@ class Call:
 
     target: Target
     draft: DFlashDraftModel
-    draft_parts: Inventory
+    draft_parts: Inventory  # the modules of the draft
     ranks: Ranks
-    answer: Callable[[Call], Any]
-    streamer: BaseStreamer | None
-    cache: Cache | None
-    started: float
-    input_ids: torch.LongTensor = field(init=False)
-    given_on: torch.device = field(init=False)
+    answer: Callable[[Call], Any]  # what is done once everything is prepared
+    streamer: BaseStreamer | None  # gets every accepted run; `generate` puts the prompt
+    cache: Cache | None  # `past_key_values` that the caller passed
+    started: float  # `time.perf_counter()` at the user's call
+    # As `generate` prepared them.
+    input_ids: torch.LongTensor = field(init=False)  # [B, S], left-padded, on the target's device
+    given_on: torch.device = field(init=False)  # where they were
     processors: BlockProcessors = field(init=False)
     criteria: StoppingCriteriaList = field(init=False)
     config: GenerationConfig = field(init=False)
-    inputs: dict[str, Any] = field(init=False)
+    inputs: dict[str, Any] = field(init=False)  # keywords for the target's prefill
 
     def __call__(
         self,
@@ -110,54 +100,32 @@ class Call:
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """The parts of one run, after its prefill.
+    """The parts of one run, after its prefill."""
 
-    Args:
-        call (`Call`): That it answers.
-        generator (`DFlashCandidateGenerator`): Drafts.
-        buffers (`FixedBuffers`): What steps read and write.
-        cache (`RaggedCache`): The target's.
-        synchronized (`SynchronizedRows`, *optional*): Keeps the rows in step, where something of the user's has to see
-            all of them.
-        recorder (`Recorder`): Scores and states that are to be returned.
-        stats, watch: Of the run.
-        chooser (`WidthChooser`, *optional*): Chooses the width of each verify.
-        kept (`UserCache`, *optional*): The cache that was passed in or asked for.
-        extra (`dict`): Keywords of the caller's own for the target's forward.
-        reach (`list[int]`, *optional*): Per row the length at which a target with a table of positions has used all.
-        accept (callable, *optional*): An acceptance rule of the user's.
-        prompt, longest (`int`): Tokens in the caches of the longest row, at first and now.
-        room (`int`): New tokens that the buffers are made for.
-        num_new (`int`): Tokens that the longest answer has.
-        keeps_buffers (`bool`): Whether the buffers go back for the next call when the run has ended well.
-        rows (`list[int]`): Which of the call's rows each row of the state is.
-        reported (`list[list[int]]`): The first five rows of the last step's `state.outcome`.
-        ended (`dict[int, torch.Tensor]`): Prompt and answer of each of the call's rows that was dropped.
-        taps (`Taps`, *optional*): Those that are open, see [`tapped`].
-    """
-
-    call: Call
+    call: Call  # that it answers
     generator: DFlashCandidateGenerator
     buffers: FixedBuffers
-    cache: RaggedCache
-    synchronized: SynchronizedRows | None
+    cache: RaggedCache  # the target's
+    synchronized: SynchronizedRows | None  # where something of the user's has to see all rows
     recorder: Recorder
     stats: SpeculativeStats
     watch: Stopwatch
     chooser: WidthChooser | None
-    kept: UserCache | None
-    extra: dict[str, Any]
-    reach: list[int] | None
-    prompt: int
-    longest: int
-    room: int
-    keeps_buffers: bool
-    rows: list[int]
-    accept: Accept | None = None
-    num_new: int = 0
+    kept: UserCache | None  # the cache that was passed in or asked for
+    extra: dict[str, Any]  # keywords of the caller's own for the target's forward
+    reach: list[int] | None  # per row the length at which a target with a table of positions has used all
+    prompt: int  # tokens in the caches of the longest row, at first
+    longest: int  # and now
+    room: int  # new tokens that the buffers are made for
+    keeps_buffers: bool  # whether they go back for the next call when the run has ended well
+    rows: list[int]  # which of the call's rows each row of the state is
+    accept: Accept | None = None  # a rule of the user's
+    num_new: int = 0  # tokens that the longest answer has
+    # The first five rows of the last step's `state.outcome`.
     reported: list[list[int]] = field(default_factory=list[list[int]])
+    # Prompt and answer of each of the call's rows that was dropped.
     ended: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    taps: Taps | None = None
+    taps: Taps | None = None  # those that are open, see `tapped`
 
     @property
     def finished(self) -> bool:
@@ -207,10 +175,8 @@ FIXED_ROOM = 32768
 def first_room(limit: int, affordable: int | None) -> int:
     """Returns how many of `limit` new tokens to begin with room for.
 
-    Args:
-        limit (`int`): New tokens that are asked for.
-        affordable (`int`, *optional*): For how many fixed buffers can be kept between calls: for more than that they
-            have a quarter of the room that they could have. `None` is for buffers that grow.
+    `affordable` is for how many fixed buffers can be kept between calls: for more than that they have a quarter of the
+    room that they could have. `None` is for buffers that grow.
     """
     if affordable is None:
         return min(limit, FIRST_ROOM)
@@ -251,9 +217,7 @@ def make_room(run: Run) -> None:
     """Lets both caches and the ids grow where the next step could need it; what is in them stays.
 
     Fixed buffers that grow are no longer: the run goes on without them, and they are not kept for the next call.
-
-    Raises:
-        OutOfRoomError: If there is no memory even for the next few tokens.
+    Raises `OutOfRoomError` if there is no memory even for the next few tokens.
     """
     if has_room(run):
         return

@@ -67,16 +67,11 @@ def _temperature_and_top_k(warpers: LogitsProcessorList) -> tuple[float, int | N
 
 
 class BlockProcessors:
-    """A run's processors, split by whether they can be applied to a block at once.
-
-    Args:
-        processors (`LogitsProcessorList`): As `generate` prepared them.
-        pad_id (`int`): What stands where a row has no token yet.
-    """
+    """A run's processors, split by whether they can be applied to a block at once."""
 
     def __init__(self, processors: LogitsProcessorList, pad_id: int = 0) -> None:
         self.processors: Any = processors
-        self.pad_id = pad_id
+        self.pad_id = pad_id  # what stands where a row has no token yet
         # Exact types: a subclass may look at anything.
         self.warpers: Any = LogitsProcessorList([p for p in processors if type(p) in STATELESS])
         self.is_stateless = len(self.warpers) == len(processors)
@@ -121,10 +116,7 @@ class BlockProcessors:
 
 
 def gumbel_noise(key: Tensor, positions_BK: Tensor, tokens: Tensor, stream: int = TARGET_STREAM) -> Tensor:
-    """Draws standard Gumbel noise: adding it to log-probabilities and taking the argmax samples from them.
-
-    Arguments as `ops.exponential_noise`. Returns `[B, K, N]`, float32.
-    """
+    """Draws Gumbel noise `[B, K, N]`, float32, as `ops.exponential_noise`: scores plus it have a sample as argmax."""
     return -torch.log(ops.exponential_noise(key, positions_BK, tokens, stream))
 
 
@@ -177,15 +169,9 @@ def accept_rejection(
 ) -> tuple[Tensor, Tensor]:
     """Keeps each proposal with probability `min(1, p / q)`; on the first refusal redraws from `max(p - q, 0)`.
 
-    Args:
-        proposals, draft_probs (`torch.Tensor` of shape `[B, W - 1]` and `[B, W - 1, V]`): Tokens, and the distribution
-            `q` that they were drawn from.
-        target_scores_BWV (`torch.Tensor` of shape `[B, W, V]`): The target's processed scores.
-        key, positions_BW (`torch.Tensor`): The run's seed, and the index of the token that each position decides.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: Number accepted `[B]`, and tokens `[B, W]`: the proposals, with the
-        redrawn or bonus token standing at index `num_accepted`.
+    The proposals `[B, W - 1]` were drawn from `q`, `draft_probs` `[B, W - 1, V]`; the target's scores are processed;
+    each position is the index of the token that it decides. Returns the number accepted `[B]`, and tokens `[B, W]`:
+    the proposals, with the redrawn or bonus token standing at index `num_accepted`.
 
     Source: Leviathan et al., arXiv 2211.17192, algorithm 1.
     """
@@ -246,13 +232,10 @@ def draw_tree(
     vocab_size: int,
     candidates_BDC: Tensor | None = None,
 ) -> None:
-    """Proposes a tree of tokens drawn from `softmax(scores)`. No host sync.
+    """Proposes a tree of tokens drawn from `softmax(scores)`: the state's `nodes`, `proposals` and `draft_probs`.
 
-    Args:
-        trees, state: The run's; the state's `nodes`, `proposals` and `draft_probs` are written.
-        scores, candidates_BDC (`torch.Tensor`): As [`TreeBuilder.build`] takes them; scores processed, float32.
-        positions_BD (`torch.Tensor` of shape `[B, D]`, int64): Index in its row of each token that is drawn.
-        vocab_size (`int`): `V`.
+    Scores, processed and float32, and candidates are as [`TreeBuilder.build`] takes them; `positions_BD`, int64, the
+    index in its row of each token that is drawn. No host sync.
     """
     assert state.key is not None
     probs, num, num_ranks = torch.softmax(scores, dim=-1), scores.shape[-1], trees.num_ranks
@@ -291,15 +274,10 @@ def _branched(trees: TreeBuilder, state: DecodeState, probs: Tensor, candidates:
 
 
 def accept_drawn(state: DecodeState, tree: DraftTree, target_scores_BNV: Tensor, may_read: bool = False) -> Tensor:
-    """Decides what of a drawn tree stands. No host sync.
+    """Decides what of a drawn tree stands, by the target's processed scores behind each node. No host sync.
 
-    Args:
-        state (`DecodeState`): Its path, block and tokens are written, as by [`DecodeState.follow`].
-        tree (`DraftTree`): What was verified.
-        target_scores_BNV (`torch.Tensor`): The target's processed scores behind each node.
-        may_read (`bool`): See [`walk`]; only where that waits for no device.
-
-    Returns the number accepted `[B]`.
+    Path, block and tokens are written as by [`DecodeState.follow`]. `may_read` is that of [`walk`], only where that
+    waits for no device. Returns the number accepted `[B]`.
     """
     assert state.draft_probs is not None
     assert state.key is not None
@@ -332,14 +310,10 @@ def walk(
     Behind the refusals of some children `p` is `max(p - weight * q, 0)` over its sum: each adds, to the weight, that
     sum over what `q` still had. So two numbers a row are all that goes from one test to the next.
 
-    Args:
-        tree, block_BN: As drawn: siblings differ, and stand in the order of their draws.
-        probs_BNV, draft_probs_BNV (`torch.Tensor`, float32): The target's distribution behind each node, and the one
-            that the node's children were drawn from, without putting back.
-        key, positions_BN (`torch.Tensor`): The run's seed, and index in its row of the token behind each node.
-        may_read (`bool`): Leave out what tests no row, by a look on the host.
-
-    Returns the nodes that stand `[B, N]`, bool, and the token behind them `[B, 1]`.
+    Siblings of the tree differ, and stand in the order of their draws. The distributions, float32, are the target's
+    behind each node, and the one that the node's children were drawn from, without putting back; `positions_BN` the
+    index in its row of the token behind each node. With `may_read`, what tests no row is left out, by a look on the
+    host. Returns the nodes that stand `[B, N]`, bool, and the token behind them `[B, 1]`.
 
     Source: Leviathan et al., arXiv 2211.17192; without putting back, Jeon et al., arXiv 2402.14160.
     """

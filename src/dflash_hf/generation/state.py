@@ -22,30 +22,18 @@ EOS_IDS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferShape:
-    """What two runs must have in common to use the same buffers, besides room.
+    """What two runs must have in common to use the same buffers, besides room."""
 
-    Args:
-        batch (`int`): Rows.
-        block_size, width (`int`): Tokens of the draft's block and of the widest verify.
-        is_tree (`bool`): Whether what is verified is a tree.
-        path (`int`): Tokens of the longest path that can be accepted, the anchor included.
-        num_eos (`int`): End-of-sequence ids, rounded up.
-        mask_token_id (`int`): The draft's.
-        position_delta (`tuple[int, ...]`): Shape of the target's position deltas.
-        device (`torch.device`): The target's.
-        draft_layers (`tuple[LayerShape, ...]`): Those of the draft's cache.
-    """
-
-    batch: int
-    block_size: int
-    width: int
-    is_tree: bool
-    path: int
-    num_eos: int
-    mask_token_id: int
-    position_delta: tuple[int, ...]
-    device: torch.device
-    draft_layers: tuple[LayerShape, ...]
+    batch: int  # rows
+    block_size: int  # tokens of the draft's block
+    width: int  # tokens of the widest verify
+    is_tree: bool  # whether what is verified is a tree
+    path: int  # tokens of the longest path that can be accepted, the anchor included
+    num_eos: int  # end-of-sequence ids, rounded up
+    mask_token_id: int  # the draft's
+    position_delta: tuple[int, ...]  # shape of the target's position deltas
+    device: torch.device  # the target's
+    draft_layers: tuple[LayerShape, ...]  # those of the draft's cache
 
     @classmethod
     def of(
@@ -79,17 +67,11 @@ class BufferShape:
 
 
 class TreeReport(NamedTuple):
-    """What the host has to know of a verified tree, `[B, W]` int64 each.
+    """What the host has to know of a verified tree, `[B, W]` int64 each."""
 
-    Args:
-        path (`torch.Tensor`): Which node stands at each depth; 0 behind the path's end.
-        node_ids (`torch.Tensor`): The nodes' tokens; the block has them only until it is decided.
-        parents, sources (`torch.Tensor`): See `dflash_kernels.build_tree`.
-    """
-
-    path: Tensor
-    node_ids: Tensor
-    parents: Tensor
+    path: Tensor  # which node stands at each depth; 0 behind the path's end
+    node_ids: Tensor  # the nodes' tokens; the block has them only until it is decided
+    parents: Tensor  # this and the next as `dflash_kernels.build_tree` says
     sources: Tensor
 
 
@@ -97,64 +79,42 @@ class TreeReport(NamedTuple):
 class DecodeState:
     """Everything a step reads and writes. `B` rows, at most `W` verified tokens per step, all on the target's device.
 
-    Args:
-        ids (`torch.Tensor` of shape `[B, at least columns + room + W]`, int64): The prompts, left-padded, then what
-            has been committed; anything behind a row's last committed token is scratch.
-        cursor (`torch.Tensor` of shape `[B]`, int64): Column of `ids` that a row's next token goes to.
-        remaining (`torch.Tensor` of shape `[B]`, int64): Tokens a row may still generate.
-        done (`torch.Tensor` of shape `[B]`, bool): Rows that have finished; they commit nothing more, and a step over
-            them changes nothing but scratch.
-        whole_block (`torch.Tensor` of shape `[B, W]`, int64): What is verified next: the anchor, which is the last
-            committed token, then the proposals. `anchor` `[B]`, `block` `[B, width]` and `proposals` `[B, width - 1]`
-            are views of it.
-        draft_ids (`torch.Tensor` of shape `[B, K]`, int64): What the draft reads: the anchor, then mask tokens.
-        next_positions (`torch.Tensor` of shape `[B, max(K, W)]`, int64): Index in its row of each token of the block.
-            `lengths` `[B]`, tokens in the caches (all of the row but the anchor), is a view of it.
-        whole_tokens (`torch.Tensor` of shape `[B, W]`, int64): The target's token after each verified one. `tokens`
-            `[B, width]` is a view of it.
-        nodes (`torch.Tensor` of shape `[4, B, W]`, int64, *optional*): Parents, depths, ancestors and sources of what
-            is verified, where that is a tree; `tree` is a view of it.
-        outcome (`torch.Tensor` of shape `[5 + W, B]` or `[5 + 5 W, B]`, int64): What the host has to know of the last
-            step: tokens committed, proposals accepted, lengths, finished rows, filled columns of `ids`, then `tokens`
-            and, where trees are verified, a [`TreeReport`].
-        position_delta (`torch.Tensor` of shape `[B]` or `[rows, B]`, int64): Target position of a token minus its
-            index in the row; several of them per token under M-RoPE.
-        padded_eos_ids (`torch.Tensor` of shape `[N]`, int64): End-of-sequence ids; negative ones are none.
-        seed (`torch.Tensor` of shape `[]`, int64): Of the sampling noise.
-        moved (`torch.Tensor` of shape `[B]`, int64, *optional*): What makes a position that of the row where it was at
-            first, once rows have moved: noise is keyed by rows, too.
-        columns (`int`): Columns of the prompts in `ids`.
-        limit (`int`): Tokens a row may generate.
-        width (`int`): Tokens that the step verifies, at most `W`; each step may have its own.
-        is_chain (`bool`): Whether the step verifies a chain although the run has trees.
-        eos_ids, key (`torch.Tensor`, *optional*): `padded_eos_ids` if there are any, `seed` if tokens are sampled.
-        draft_probs (`torch.Tensor` of shape `[B, width - 1, V]`, *optional*): Distribution of the proposals, for
-            rejection. Of a tree `[B, width, V]`: the one that each node's children were drawn from.
-
-    What a step reads of a run is in tensors, never in `columns` and `limit`, so that a captured step serves any run
-    of its width.
+    All tensors are int64 but `done`, bool, and `draft_probs`, float32. What a step reads of a run is in them, never in
+    `columns` and `limit`, so that a captured step serves any run of its width.
     """
 
+    # [B, at least columns + room + W]: the prompts, left-padded, then what has been committed, then scratch.
     ids: Tensor
-    cursor: Tensor
-    remaining: Tensor
-    done: Tensor
+    cursor: Tensor  # [B]: column of `ids` that a row's next token goes to
+    remaining: Tensor  # [B]: tokens a row may still generate
+    done: Tensor  # [B]: rows that have finished; a step over them commits nothing and changes scratch only
+    # [B, W]: what is verified next, the anchor, which is the last committed token, then the proposals. `anchor` [B],
+    # `block` [B, width] and `proposals` [B, width - 1] are views of it.
     whole_block: Tensor
-    draft_ids: Tensor
+    draft_ids: Tensor  # [B, K]: what the draft reads, the anchor, then mask tokens
+    # [B, max(K, W)]: index in its row of each token of the block. `lengths` [B], tokens in the caches (all of the row
+    # but the anchor), is a view of it.
     next_positions: Tensor
-    whole_tokens: Tensor
+    whole_tokens: Tensor  # [B, W]: the target's token after each verified one; `tokens` [B, width] is a view of it
+    # [5 + W, B] or [5 + 5 W, B]: what the host has to know of the last step. Tokens committed, proposals accepted,
+    # lengths, finished rows, filled columns of `ids`, then `tokens` and, where trees are verified, a `TreeReport`.
     outcome: Tensor
+    # [B] or, under M-RoPE, [rows, B]: target position of a token minus its index in the row.
     position_delta: Tensor
-    padded_eos_ids: Tensor
-    seed: Tensor
+    padded_eos_ids: Tensor  # [N]: end-of-sequence ids; negative ones are none
+    seed: Tensor  # []: of the sampling noise
+    # [4, B, W]: parents, depths, ancestors and sources of what is verified, if that is a tree; `tree` is a view of it.
     nodes: Tensor | None = None
+    # [B]: what makes a position that of the row where it was at first, once rows have moved; noise is keyed by rows.
     moved: Tensor | None = None
-    columns: int = 0
-    limit: int = 0
-    width: int = 1
-    is_chain: bool = False
-    eos_ids: Tensor | None = None
-    key: Tensor | None = None
+    columns: int = 0  # of the prompts in `ids`
+    limit: int = 0  # tokens a row may generate
+    width: int = 1  # tokens that the step verifies, at most W; each step may have its own
+    is_chain: bool = False  # whether the step verifies a chain although the run has trees
+    eos_ids: Tensor | None = None  # `padded_eos_ids` if there are any
+    key: Tensor | None = None  # `seed` if tokens are sampled
+    # [B, width - 1, V]: distribution of the proposals, for rejection. Of a tree [B, width, V]: the one that each
+    # node's children were drawn from.
     draft_probs: Tensor | None = None
 
     @classmethod

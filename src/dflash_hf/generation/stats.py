@@ -247,18 +247,12 @@ class SpeculativeStats:
 class Stopwatch:
     """Books wall time on the parts of a run: all that has passed since the last lap, so that they sum to the whole.
 
-    Args:
-        stats (`SpeculativeStats`): Whose `*_seconds` it advances.
-        started (`float`, *optional*): `time.perf_counter()` at the start of the call; default now.
-        devices (sequence of `torch.device`): Accelerators to wait for before the clock is read; none by default.
+    A call began when `time.perf_counter()` was `started`; the clock is read when accelerators of `devices` are idle.
     """
 
-    def __init__(
-        self, stats: SpeculativeStats, started: float | None = None, devices: Sequence[torch.device] = ()
-    ) -> None:
-        self.stats = stats
+    def __init__(self, stats: SpeculativeStats, started: float, devices: Sequence[torch.device]) -> None:
+        self.stats, self.last = stats, started
         self.devices = [device for device in devices if device.type != "cpu"]
-        self.last = time.perf_counter() if started is None else started
 
     def lap(self, part: Part) -> None:
         """Books everything since the last lap on one part."""
@@ -285,12 +279,7 @@ class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
 
 
 class Recorder:
-    """Collects what a call asks to be returned, row by row: only what belongs to committed tokens is kept.
-
-    Args:
-        generation_config (`GenerationConfig`): Says what is asked for.
-        rows (`int`): Rows of the batch.
-    """
+    """Collects what a call asks to be returned, row by row: only what belongs to committed tokens is kept."""
 
     def __init__(self, generation_config: GenerationConfig, rows: int) -> None:
         wanted = bool(generation_config.return_dict_in_generate)
@@ -304,12 +293,10 @@ class Recorder:
         self._pieces = defaultdict[str, list[list[Tensor]]](lambda: [[] for _ in range(rows)])
 
     def add(self, scores: Tensor, outputs_logits: Tensor, hidden_states: Any, num_committed: list[int]) -> None:
-        """Keeps the committed part of one decision.
+        """Keeps, of one decision, the columns that each row has committed.
 
-        Args:
-            scores, outputs_logits (`torch.Tensor` of shape `[B, C, V]`): Processed, and as the target gave them.
-            hidden_states (`tuple[torch.Tensor, ...]`, *optional*): `[B, C, D]` per layer; none for the first token.
-            num_committed (`list[int]`): Columns each row has committed.
+        Scores and logits `[B, C, V]` are processed, and as the target gave them; hidden states are `[B, C, D]` per
+        layer, and none for the first token.
         """
         given: dict[str, Tensor] = {}
         if self.has_scores:

@@ -28,11 +28,7 @@ logger: Any = logging.get_logger(__name__)
 
 
 def step(run: Run) -> tuple[Tensor, list[int]]:
-    """Runs one step eagerly, over exactly as many keys as there are.
-
-    Returns:
-        `tuple[torch.Tensor, list[int]]`: The target's logits `[B, W, V]`, and how many tokens each row has committed.
-    """
+    """Runs one step eagerly; returns the target's logits `[B, W, V]`, and how many tokens each row has committed."""
     make_room(run)
     begin(run)
     with run.call.ranks.forward():
@@ -52,14 +48,9 @@ def begin(run: Run) -> None:
 
 
 def forwards(run: Run, bound: int | None = None) -> CausalLMOutputWithPast:
-    """Drafts, where more than the anchor is to be verified, and verifies.
+    """Drafts, where more than the anchor is to be verified, and verifies; returns the target's output.
 
-    Args:
-        run (`Run`): Its `state.block`, caches and context are changed in place.
-        bound (`int`, *optional*): How many slots of every row to read; by default as many as the longest row needs.
-
-    Returns:
-        `CausalLMOutputWithPast`: The target's output, with logits `[B, W, V]`.
+    `bound` is how many slots of every row to read; by default as many as the longest row needs.
     """
     state, size, width = run.state, run.generator.block_size, run.state.width
     # With one row the longest row is the row.
@@ -77,20 +68,11 @@ def forwards(run: Run, bound: int | None = None) -> CausalLMOutputWithPast:
 
 
 def verify(run: Run, block: RaggedBlock) -> CausalLMOutputWithPast:
-    """Runs the target once over the anchor and the proposals, and hands its tapped states to the draft.
+    """Runs the target once over `state.block`, which stands at `block`, and hands its tapped states to the draft.
 
     Through the top-level model, so that soft caps, adapters and device hooks apply. Keys and values of all `W` tokens
-    go into the cache; the rejected ones are overwritten by the next block.
-
-    Args:
-        run (`Run`): Its caches are changed in place.
-        block (`RaggedBlock`): Where `state.block` stands.
-
-    Returns:
-        `CausalLMOutputWithPast`: The target's output, with logits `[B, W, V]`.
-
-    Raises:
-        RuntimeError: If a layer did not go over the ragged cache as it must.
+    go into the cache; the rejected ones are overwritten by the next block. Returns the target's output, with logits
+    `[B, W, V]`; raises `RuntimeError` if a layer did not go over the ragged cache as it must.
     """
     state, target = run.state, run.call.target
     with tapped(run) as taps:
@@ -110,10 +92,7 @@ def verify(run: Run, block: RaggedBlock) -> CausalLMOutputWithPast:
 
 
 def settle(run: Run, logits_BWV: Tensor) -> Tensor:
-    """Decides and commits, by whatever way the run decides.
-
-    Returns the scores `[B, W, V]` that a recorder is to have: processed if there is one.
-    """
+    """Decides, as the run does, and commits; returns scores `[B, W, V]` for the recorder, processed if it is on."""
     state, processors = run.state, run.call.processors
     if run.synchronized is not None:
         scores, num_accepted = run.synchronized.decide(state, logits_BWV)
@@ -157,16 +136,8 @@ def conclude(run: Run, outputs: CausalLMOutputWithPast) -> tuple[Tensor, list[in
 def finish(run: Run, outcome: Tensor, width: int) -> list[int]:
     """Does on the host what follows a step: streamer, statistics, whether the run has finished.
 
-    Args:
-        run (`Run`): Changed in place.
-        outcome (`torch.Tensor`): The step's `state.outcome`, on the host.
-        width (`int`): Tokens that it verified.
-
-    Returns:
-        `list[int]`: Number of tokens that each row has committed.
-
-    Raises:
-        ValueError: If a row needs more positions than the target has.
+    `outcome` is the step's `state.outcome`, on the host, `width` the tokens that it verified. Returns how many tokens
+    each row has committed; raises `ValueError` if a row needs more positions than the target has.
     """
     stats, tree, reported = run.stats, run.state.report_in(outcome, width), outcome[:NUM_REPORTED].tolist()
     committed, accepted = reported[:2]
@@ -199,12 +170,9 @@ def finish(run: Run, outcome: Tensor, width: int) -> list[int]:
 
 
 def take_note(run: Run, reported: list[list[int]], tokens: Tensor) -> None:
-    """Notes where the rows stand, and hands what is new to the streamer; errors as [`finish`].
+    """Notes where the rows stand, by the first five rows of a step's `state.outcome`; errors as [`finish`].
 
-    Args:
-        run (`Run`): Changed in place.
-        reported (`list[list[int]]`): The first five rows of the step's `state.outcome`.
-        tokens (`torch.Tensor` of shape `[B, width]`, int64): The step's `state.tokens`, on any device.
+    What is new of the step's `tokens` `[B, width]`, on any device, goes to the streamer.
     """
     committed, _, lengths, done, _ = reported
     if run.reach is not None:
@@ -229,9 +197,6 @@ class StaticStep:
     Where nothing of the user's has to look at a step, the host stays one step behind: it starts step `n + 1`, then
     reads what step `n` has reported. A row that has finished is frozen, so the one step too many at the end changes
     nothing. Elsewhere only the two forwards are launched from here, and the host settles the step.
-
-    Args:
-        run (`Run`): Begun.
     """
 
     name = "static"
@@ -318,10 +283,7 @@ class StaticStep:
         return min(round_up(longest), self.run.buffers.capacity)
 
     def bounds(self) -> list[int]:
-        """Returns all that [`bound`] may give during the run, longest first: one graph each, per width.
-
-        A single one where every layer's attention reads lengths on the device.
-        """
+        """Returns all that [`bound`] may give during the run, longest first: one graph each, per width."""
         run = self.run
         if self.reads_lengths:
             return [run.buffers.capacity]

@@ -43,25 +43,15 @@ _names: weakref.WeakKeyDictionary[DFlashDraftModel, str] = weakref.WeakKeyDictio
 
 @dataclass(slots=True, kw_only=True)
 class DraftContext:
-    """A draft's context K/V over the columns of a cache, attached to it as `cache.dflash_context`.
+    """A draft's context K/V over the columns of a cache, attached to it as `cache.dflash_context`."""
 
-    Args:
-        draft (`str`): Name of the draft object that wrote it.
-        buffers (`list[tuple[torch.Tensor, torch.Tensor]]`): Keys and values per draft layer, `[B, R, G, E]`.
-        positions (`torch.Tensor` of shape `[B, C]`, int64): Index of each column's token, negative for padding.
-        offset (`torch.Tensor` of shape `[B]`, int64): First index that there is context for; the draft counts from it.
-        newest (`torch.Tensor` of shape `[B]`, int64): Highest index, as the draft counts, that was ever written to.
-        layer (`int`): Target layer that the sample is from.
-        sample (`torch.Tensor` of shape `[B, n, E]`): The first head's keys in the newest `n` of the `C` columns.
-    """
-
-    draft: str
-    buffers: list[tuple[Tensor, Tensor]]
-    positions: Tensor
-    offset: Tensor
-    newest: Tensor
-    layer: int
-    sample: Tensor
+    draft: str  # name of the draft object that wrote it
+    buffers: list[tuple[Tensor, Tensor]]  # keys and values per draft layer, [B, R, G, E]
+    positions: Tensor  # [B, C], int64: index of each column's token, negative for padding
+    offset: Tensor  # [B], int64: first index that there is context for; the draft counts from it
+    newest: Tensor  # [B], int64: highest index, as the draft counts, that was ever written to
+    layer: int  # target layer that the sample is from
+    sample: Tensor  # [B, n, E]: the first head's keys in the newest n of the C columns
 
     def repeated(self, rows: int, device: torch.device) -> DraftContext:
         """Returns it for a cache whose rows `batch_repeat_interleave` has repeated; all but K/V are on this device."""
@@ -86,12 +76,7 @@ class DraftContext:
 
 
 class UserCache:
-    """The cache that a call leaves behind.
-
-    Args:
-        cache (`Cache`): To be advanced in place; one that is not `given` must be empty and is filled at the end.
-        given (`bool`): Whether it was passed in: the prefill then runs on it.
-    """
+    """The cache that a call leaves behind; the prefill runs on a `given` one, others are filled at the end."""
 
     def __init__(self, cache: Cache, given: bool) -> None:
         self.cache, self.given = cache, given
@@ -117,13 +102,8 @@ class UserCache:
     def begin(self, generator: DFlashCandidateGenerator, positions: Tensor, limit: int) -> None:
         """Writes the attached context into a draft's empty cache; rows without one begin at their first new token.
 
-        Args:
-            generator (`DFlashCandidateGenerator`): Its cache and `offset` are set.
-            positions (`torch.Tensor` of shape `[B, T]`, int64): As in [`DraftContext`].
-            limit (`int`): Tokens a row may generate.
-
-        Raises:
-            ValueError: If a static cache has no room for that many.
+        Sets the generator's `offset`. `positions` `[B, T]` are as in [`DraftContext`]. Raises `ValueError` if a static
+        cache has no room for `limit` new tokens.
         """
         self._check_room(generator.target, positions.shape[1] + limit - 1)
         self.positions = positions
@@ -164,16 +144,10 @@ class UserCache:
     ) -> int:
         """Advances the cache by what was decoded and attaches the draft's context. The run is over then.
 
-        As after plain `generate`, there are columns for all tokens but the last one.
-
-        Args:
-            state, ragged, generator: The run's; `block` is overwritten, and the ragged cache emptied layer by layer
-                unless its buffers are kept.
-            sequences (`torch.Tensor` of shape `[B, columns + longest answer]`): What `generate` returns.
-            verify (callable): Runs the target over `state.block` wherever an iterator of blocks says.
-            keeps_buffers (`bool`): The buffers of both caches are for the next call, and do not go with the cache.
-
-        Returns the number of forwards of the target that it took.
+        As after plain `generate`, there are columns for all tokens but the last one. `sequences`
+        `[B, columns + longest answer]` are what `generate` returns; `verify` runs the target over `state.block`, which
+        is overwritten, wherever an iterator of blocks says. The ragged cache is emptied layer by layer unless the
+        buffers of both caches are kept for the next call. Returns how many forwards of the target it took.
         """
         num_columns = int(state.num_new.max()) - 1
         answer, first = torch.arange(num_columns, device=self.positions.device), self.positions[:, -1] + 1

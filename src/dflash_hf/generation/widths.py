@@ -60,22 +60,15 @@ def candidate_widths(widest: int) -> list[int]:
 
 
 def expected_tokens(conditional_acceptance: Sequence[float]) -> dict[int, float]:
-    """Returns the mean number of tokens that a verify of each width commits per row, its bonus token included.
-
-    Args:
-        conditional_acceptance (sequence of `float`): Probability that each proposal is accepted if all before it are.
+    """Returns the mean number of tokens that a verify of each width commits per row, its bonus token included, by the
+    probability that each proposal is accepted if all before it are.
     """
     reached = itertools.accumulate((1.0, *conditional_acceptance), operator.mul)
     return dict(enumerate(itertools.accumulate(reached), 1))
 
 
 def choose_width(tokens: Mapping[int, float], costs: Mapping[int, float]) -> int:
-    """Returns the width with the most expected tokens per unit of cost; of equal ones the widest.
-
-    Args:
-        tokens (mapping of `int` to `float`): As `expected_tokens` returns them.
-        costs (mapping of `int` to `float`): Cost of a step of each width to choose among, in any unit, above 0.
-    """
+    """Returns the width with the most expected tokens per cost of a step (above 0); of equal ones the widest."""
     return max(costs, key=lambda width: (tokens[width] / costs[width], width))
 
 
@@ -93,11 +86,8 @@ def fitted_costs(known: Mapping[int, float], widths: Sequence[int]) -> dict[int,
 
     Steps with a draft lie on a line over their width, fitted to those that are known. With one of them known, half of
     the widest one's cost is taken to be the width's; a step without a draft is taken for half of the line's at 1.
-    None costs more than a wider one: a hiccup in the one time that is known of a width does not rule it out.
-
-    Args:
-        known (mapping of `int` to `float`): Costs, above 0; may be empty.
-        widths (sequence of `int`): Widths to return costs of, widest first.
+    None costs more than a wider one: a hiccup in the one time that is known of a width does not rule it out. Known
+    costs are above 0, and there may be none; `widths` are widest first.
     """
     widest = widths[0]
     drafted = {width: cost for width, cost in known.items() if width > 1} or {widest: 4.0 * known.get(1, 1.0)}
@@ -116,12 +106,9 @@ def fitted_costs(known: Mapping[int, float], widths: Sequence[int]) -> dict[int,
 def along_chain(parents: Sequence[int], path: Sequence[int]) -> tuple[int, int]:
     """Compares the path that the target went with the chain of the likeliest, each node's first child.
 
-    Args:
-        parents (sequence of `int`): The node that each one of a tree follows, the anchor's is itself.
-        path (sequence of `int`): The node at each depth, 0 behind the path's end.
-
-    Returns how many proposals of the chain were accepted, and how many tried: one more where the target left the
-    chain, not where the tree had no more of it.
+    `parents` are the node that each one of a tree follows, the anchor's is itself; `path` is the node at each depth, 0
+    behind its end. Returns how many proposals of the chain were accepted, and how many tried: one more where the
+    target left the chain, not where the tree had no more of it.
     """
     node, num = 0, 0
     while node + 1 < len(parents):
@@ -173,12 +160,6 @@ class WidthChooser:
 
     Without costs from outside it times the steps themselves. What it has seen it keeps for the next run of the same
     pair and number of rows ([`take_chooser`]): answers may be a few steps long.
-
-    Args:
-        widest (`int`): Widest verify, the anchor included; at least 2.
-        is_tree (`bool`): Whether trees are verified, whose nodes are no proposals one behind the other.
-        first (`int`, *optional*): Widest of the first verify, before anything is known; by default `widest`.
-        chain (`int`, *optional*): Tokens of the chain that may be verified instead of a tree.
     """
 
     # Whether a run whose `verify_width` is left out has one where it may. Tests see to it that it has none: what they
@@ -186,10 +167,10 @@ class WidthChooser:
     by_default: ClassVar[bool] = True
 
     def __init__(self, widest: int, is_tree: bool = False, first: int | None = None, chain: int | None = None) -> None:
-        self.is_tree = is_tree
-        self.first = widest if first is None else first
-        self.chain = chain
-        self.widths = candidate_widths(widest)
+        self.is_tree = is_tree  # whether trees are verified, whose nodes are no proposals one behind the other
+        self.first = widest if first is None else first  # of the first verify, before anything is known
+        self.chain = chain  # tokens of the chain that may be verified instead of a tree
+        self.widths = candidate_widths(widest)  # of verifies, the anchor included; the widest is at least 2
         # What was chosen for the step that was launched last: a width of `widths`, or `CHAIN`.
         self.current = widest
         self._measured: dict[int, float] | None = None
@@ -275,15 +256,11 @@ class WidthChooser:
         nodes: Sequence[Sequence[int]] | None = None,
         chains: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Takes in what a step did.
+        """Takes in what a step of so many tokens did: the proposals accepted in each row that was running.
 
-        Args:
-            width (`int`): Tokens that it verified.
-            accepted (sequence of `int`): Proposals accepted in each row that was running.
-            clock (`float`): Seconds that steps have taken so far. What has been added since the last call is booked
-                on `current`, the step that was launched last.
-            nodes (sequence of sequences of `int`, *optional*): Which nodes those were, where a tree was verified.
-            chains (sequence of pairs of `int`): What [`along_chain`] says of each of its rows.
+        `nodes` says which these were where a tree was verified, and `chains` what [`along_chain`] says of each row.
+        `clock` is the seconds that steps have taken so far; what has been added since the last call is booked on
+        `current`, the step that was launched last.
         """
         self._num_steps += 1
         self._times.setdefault(self.current, deque(maxlen=NUM_TIMES)).append(max(clock - self._clock, 1e-9))
@@ -337,10 +314,7 @@ class WidthChooser:
         Of a tree, by how much less often each node is accepted than the one before: the sum that `expected_tokens`
         forms is then the mean number of accepted nodes. Nodes are accepted the less often the further back they
         stand: counts that say otherwise are averaged. Far back, one that was not tried lately is taken to be accepted
-        as often as its number is small.
-
-        Args:
-            optimism (`float`): How often each is taken to have been accepted beside what was seen.
+        as often as its number is small. Each is taken to have been accepted `optimism` times beside what was seen.
         """
         if not self.is_tree:
             return self._chains.shares(optimism)
