@@ -17,7 +17,6 @@ from dflash_hf.training.anchors import Anchors, BlockMaskRule, all_anchors, samp
 from dflash_hf.training.collators import Batch
 from dflash_hf.training.forward import (
     batch_loss,
-    block_inputs,
     run_blocks,
     target_features,
 )
@@ -47,7 +46,8 @@ def decode_block(
     """The same blocks one anchor at a time through the ragged cache, as decoding runs them: `[B, A * K, D]`."""
     batch_size, num_anchors = anchors.indices.shape
     width = anchors.block_size
-    ids = block_inputs(batch.input_ids, anchors, draft.config.mask_token_id).view(batch_size, num_anchors, width)
+    ids = torch.full((batch_size, num_anchors, width), draft.config.mask_token_id)
+    ids[:, :, 0] = batch.input_ids.gather(1, anchors.indices)
     columns = torch.arange(batch.input_ids.shape[1]).expand(batch_size, -1)
     blocks = []
     for number in range(num_anchors):

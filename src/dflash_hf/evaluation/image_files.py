@@ -119,11 +119,7 @@ def store_image(data: bytes, folder: Path) -> Path:
 def image_size(source: Any) -> tuple[int, int] | None:
     """Returns height and width of an image as it is shown, by its header: no pixel is decoded.
 
-    Args:
-        source: A PIL image, an array, a file's path, or the bytes of one as base64.
-
-    Returns:
-        `tuple[int, int]`, or `None` where the header does not say it, or it is somewhere else (an address).
+    Of a PIL image, an array, a file's path or its bytes as base64; `None` where that does not say it (an address).
     """
     shape = getattr(source, "shape", None)
     if isinstance(shape, tuple) and len(shape) in (2, 3):

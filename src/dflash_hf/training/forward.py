@@ -179,13 +179,6 @@ def check_packing(target: Target) -> None:
         )
 
 
-def block_inputs(input_ids_BS: Tensor, anchors: Anchors, mask_token_id: int) -> Tensor:
-    """Returns the ids `[anchor, MASK, ...]` of every block: int64 of shape `[B, A * K]`."""
-    ids = torch.full_like(anchors.positions, mask_token_id)
-    ids[:, :, 0] = input_ids_BS.gather(1, anchors.indices)
-    return ids.flatten(1)
-
-
 def run_blocks(
     draft: DFlashDraftModel,
     target: Target,
@@ -218,7 +211,9 @@ def run_blocks(
     if batch.starts is not None:
         starts_BQ = batch.starts.gather(1, anchors.indices).repeat_interleave(anchors.block_size, dim=1)
         positions = positions - starts_BQ
-    ids = block_inputs(batch.input_ids, anchors, draft.config.mask_token_id)
+    ids = torch.full_like(anchors.positions, draft.config.mask_token_id)
+    ids[:, :, 0] = batch.input_ids.gather(1, anchors.indices)
+    ids = ids.flatten(1)
     with torch.set_grad_enabled(torch.is_grad_enabled() and draft.embed_tokens is not None):
         noise_embeds = draft.embed(ids if draft.embed_tokens is not None else ids.to(target.device), target.embedding)
     rule = BlockMaskRule(batch.attention_mask[:, seen], anchors, starts_BQ)

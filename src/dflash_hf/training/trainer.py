@@ -6,10 +6,9 @@ anchors follow from the seed and the step, so a resumed run continues bit for bi
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -279,22 +278,17 @@ class DFlashTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Overrides: adds what was counted since the last record, over all processes."""
         if "loss" in logs and self._window:
-            logs.update(self._metrics())
+            total: Any = self.accelerator.reduce(self._window, reduction="sum")
+            self._window = {}
+            weight = max(float(total["weight"]), 1e-9)
+            logs["loss"] = float(total["loss"]) / weight
+            shares = (total["correct"] / total["count"].clamp_min(1)).tolist()
+            slots = enumerate(shares, int(self.draft.config.sample_from_anchor))  # the anchor's proposes, or does not
+            logs |= {f"accuracy_{slot}": round(share, 4) for slot, share in slots if slot}
+            logs["block_acceptance"] = 1 + int(total["accepted"]) / max(int(total["blocks"]), 1)
+            if self.draft.candidate_selector is not None:
+                logs["selector_loss"] = float(total["selector_loss"]) / weight
         super().log(logs, start_time)
-
-    def _metrics(self) -> dict[str, float]:
-        """Joins the sums since the last record."""
-        total: Any = self.accelerator.reduce(self._window, reduction="sum")
-        self._window = {}
-        weight = max(float(total["weight"]), 1e-9)
-        shares = (total["correct"] / total["count"].clamp_min(1)).tolist()
-        metrics = {"loss": float(total["loss"]) / weight}
-        slots = enumerate(shares, int(self.draft.config.sample_from_anchor))  # the anchor's proposes, or does not
-        metrics |= {f"accuracy_{slot}": round(share, 4) for slot, share in slots if slot}
-        metrics["block_acceptance"] = 1 + int(total["accepted"]) / max(int(total["blocks"]), 1)
-        if self.draft.candidate_selector is not None:
-            metrics["selector_loss"] = float(total["selector_loss"]) / weight
-        return metrics
 
     def evaluation_loop(
         self,
@@ -346,9 +340,17 @@ class DFlashTrainer(Trainer):
         """Overrides: `save_dtype`, and the processing class. Checkpoints hold the weights as they are."""
         if self._saved_beside is not None and self.args.should_save:
             self._saved_beside.save_pretrained(output_dir or str(self.args.output_dir))
-        as_loaded = self.args.save_dtype == "auto" and not _internal_call
-        with _stored_as(self.draft, self.draft_dtype if as_loaded else self.draft.dtype):
+        draft, own = self.draft, self.draft.dtype
+        as_loaded = self.args.save_dtype == "auto" and not _internal_call and own != self.draft_dtype
+        kept = [(parameter, parameter.data) for parameter in draft.parameters()] if as_loaded else []
+        try:
+            for parameter, data in kept:
+                parameter.data = data.to(self.draft_dtype)
             super().save_model(output_dir, _internal_call)
+        finally:
+            for parameter, data in kept:
+                parameter.data = data
+            draft.config.dtype = own
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Overrides: a checkpoint counts as one only when it is whole, and a full disk is told in a sentence."""
@@ -369,24 +371,6 @@ def _not_finite(rows: list[int], finite: list[bool]) -> list[int]:
     if len(rows) != len(finite):
         return [] if all(finite) else rows
     return [row for row, good in zip(rows, finite, strict=True) if not good]
-
-
-@contextlib.contextmanager
-def _stored_as(draft: DFlashDraftModel, dtype: torch.dtype) -> Generator[None]:
-    """Gives the weights another dtype for as long as it takes to save them."""
-    if dtype == draft.dtype:
-        yield
-        return
-    own = draft.dtype
-    kept = [(parameter, parameter.data) for parameter in draft.parameters()]
-    try:
-        for parameter, data in kept:
-            parameter.data = data.to(dtype)
-        yield
-    finally:
-        for parameter, data in kept:
-            parameter.data = data
-        draft.config.dtype = own
 
 
 def _check_kinds(model: Any, target: Any, args: Any) -> DFlashDraftModel:
