@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dis
+import linecache
+import re
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -53,7 +56,7 @@ class Tracer:
             if caller.f_code.co_filename != contextlib.__file__:
                 return
             caller = caller.f_back
-        if caller is None:
+        if caller is None or _leaves_a_lock(frame):
             return
         line = (frame.f_code.co_filename, frame.f_lineno, event, caller.f_code.co_name)
         self.seen[line] += 1
@@ -64,6 +67,13 @@ class Tracer:
     def points(self) -> list[tuple[Line, int]]:
         """Returns the first and the last time of every line."""
         return [(line, time) for line, num in self.seen.items() for time in sorted({1, num})]
+
+
+def _leaves_a_lock(frame: FrameType) -> bool:
+    """Whether the next thing is to release a module's lock: Python looks for signals before that, within the block."""
+    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    is_leaving = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "LOAD_CONST"  # arguments of `__exit__`
+    return is_leaving and re.fullmatch(r"with _\w+:", text) is not None
 
 
 @contextlib.contextmanager
