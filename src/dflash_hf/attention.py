@@ -26,22 +26,17 @@ from dflash_hf.tree import DraftTree
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedBlock:
-    """New tokens of every row, the first of row `b` at index `positions[b, 0]`; reads nothing on the host.
+    """New tokens of every row, the first of row `b` at index `positions[b, 0]`; reads nothing on the host."""
 
-    Args:
-        positions (`torch.Tensor` of shape `[B, width]`, int64): Index of each token in its row, counting up by one.
-            Not copied: the block stands where they say. Of a tree, where each node's keys and values go.
-        bound (`int`, *optional*): A length the host knows no row exceeds after this block; keys beyond it are not
-            read. Purely a saving.
-        is_exact (`bool`): The host knows that every row ends exactly at `bound`, so that a layer in which all see all
-            needs no mask; SDPA without one takes half the time on a CPU.
-        tree (`DraftTree`, *optional*): What the new tokens follow, if not each the one before.
-    """
-
+    # [B, width], int64: index of each token in its row, counting up by one. Not copied: the block stands where they
+    # say. Of a tree, where each node's keys and values go.
     positions: Tensor
+    # A length the host knows no row exceeds after this block; keys beyond it are not read. Purely a saving.
     bound: int | None = None
+    # The host knows that every row ends exactly at `bound`, so that a layer in which all see all needs no mask; SDPA
+    # without one takes half the time on a CPU.
     is_exact: bool = False
-    tree: DraftTree | None = None
+    tree: DraftTree | None = None  # what the new tokens follow, if not each the one before
     # What is derived of it is found once per step and not once per layer.
     _slots: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     _masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict, init=False, repr=False)

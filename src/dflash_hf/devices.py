@@ -41,18 +41,13 @@ def execution_device(module: nn.Module) -> torch.device:
 
 
 class Inventory(NamedTuple):
-    """All modules of a model, and what is on them, from one walk: they are far apart in memory.
+    """All modules of a model, and what is on them, from one walk: they are far apart in memory."""
 
-    Args:
-        modules (`list[nn.Module]`): Itself first, each once.
-        weights, buffers (`list[torch.Tensor]`): Theirs, and `None` for those that are left out.
-        altered (`list[nn.Module]`): Those with hooks, or with a forward or a compiled call of their own.
-    """
-
-    modules: list[nn.Module]
+    modules: list[nn.Module]  # itself first, each once
+    # Theirs, and `None` for those that are left out.
     weights: list[Tensor | None]
     buffers: list[Tensor | None]
-    altered: list[nn.Module]
+    altered: list[nn.Module]  # those with hooks, or with a forward or a compiled call of their own
 
     @classmethod
     def of(cls, model: nn.Module) -> Inventory:

@@ -30,18 +30,12 @@ MAX_MATCHING = len(FOLLOWS) - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTree:
-    """A tree of proposals, on the target's device.
+    """A tree of proposals, on the target's device."""
 
-    Args:
-        parents (`torch.Tensor` of shape `[B, N]`, int64): The node that each one follows; the anchor's is itself.
-        depths (`torch.Tensor` of shape `[B, N]`, int64): Tokens between the anchor and each node, its own included:
-            its position is the anchor's plus that.
-        ancestors (`torch.Tensor` of shape `[B, N]`, int64): Bit `i` says that node `i` is on the path from the anchor
-            to this one, both included.
-    """
-
-    parents: Tensor
+    parents: Tensor  # [B, N], int64: the node that each one follows; the anchor's is itself
+    # [B, N], int64: tokens between the anchor and each node, its own included: its position is the anchor's plus that.
     depths: Tensor
+    # [B, N], int64: bit `i` says that node `i` is on the path from the anchor to this one, both included.
     ancestors: Tensor
 
     def on(self, device: torch.device) -> DraftTree:

@@ -18,29 +18,18 @@ from dflash_hf.cache.ragged import RaggedCache
 
 
 class ContextWeights(NamedTuple):
-    """Copies of what turns context into keys and values, of all `L` layers.
+    """Copies of what turns context into keys and values, of all `L` layers."""
 
-    Args:
-        projection (`torch.Tensor` of shape `[L * 2 * G * E, D]`): Keys, then values, layer after layer.
-        norm (`torch.Tensor` of shape `[L, E]`): Weights of the key norms.
-    """
-
-    projection: Tensor
-    norm: Tensor
+    projection: Tensor  # [L * 2 * G * E, D]: keys, then values, layer after layer
+    norm: Tensor  # [L, E]: weights of the key norms
 
 
 class NewContext(NamedTuple):
-    """Context for the draft's next forward to write.
+    """Context for the draft's next forward to write."""
 
-    Args:
-        states (`torch.Tensor` of shape `[B, W, taps * D]`): Tapped states of the block that was verified last.
-        block (`RaggedBlock`): That block, on the draft's device.
-        weights (`ContextWeights`, *optional*): With them a kernel may write it, all layers at once.
-    """
-
-    states: Tensor
-    block: RaggedBlock
-    weights: ContextWeights | None = None
+    states: Tensor  # [B, W, taps * D]: tapped states of the block that was verified last
+    block: RaggedBlock  # that block, on the draft's device
+    weights: ContextWeights | None = None  # with them a kernel may write it, all layers at once
 
     def written_at_once(
         self, features: Tensor, cos_sin: tuple[Tensor, Tensor], cache: RaggedCache, eps: float

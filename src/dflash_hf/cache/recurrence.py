@@ -32,22 +32,13 @@ class Recurrence(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """What is known of a block over which a rule runs again.
+    """What is known of a block over which a rule runs again."""
 
-    Args:
-        modules (sequence of `nn.Module`): The `L` modules, alike in every size.
-        inputs (`torch.Tensor` of shape `[L, B, C, k + W]`): The convolution's window before the block, and what the
-            block put in.
-        projections (`torch.Tensor` of shape `[L, B, W, G]`): One after the other.
-        states (`torch.Tensor` of shape `[L, B, ...]`): Before the block; not changed.
-        kept (`torch.Tensor` of shape `[B, W]`, bool): Which tokens stay.
-    """
-
-    modules: Sequence[Any]
-    inputs: Tensor
-    projections: Tensor
-    states: Tensor
-    kept: Tensor
+    modules: Sequence[Any]  # the `L` modules, alike in every size
+    inputs: Tensor  # [L, B, C, k + W]: the convolution's window before the block, and what the block put in
+    projections: Tensor  # [L, B, W, G]: one after the other
+    states: Tensor  # [L, B, ...]: before the block; not changed
+    kept: Tensor  # [B, W], bool: which tokens stay
 
 
 class Rule:

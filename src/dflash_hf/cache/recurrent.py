@@ -110,21 +110,17 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """Layers that will share buffers, and what those have to be like.
-
-    Args:
-        batch, width (`int`): Rows, and tokens of the longest block.
-        window, state (`tuple`): Shape of one row of one layer, and dtype; no state where the window is all.
-        num_noted (`int`): Numbers noted per token.
-    """
+    """Layers that will share buffers, and what those have to be like."""
 
     rule: Rule
     device: torch.device
+    # Rows, and tokens of the longest block.
     batch: int
     width: int
+    # Shape of one row of one layer, and dtype; no state where the window is all.
     window: tuple[torch.Size, torch.dtype]
     state: tuple[torch.Size, torch.dtype] | None
-    num_noted: int
+    num_noted: int  # numbers noted per token
 
     def num_bytes(self) -> int:
         """Returns the size of one layer's buffers: window, state, the noted block."""

@@ -13,24 +13,19 @@ from dflash_hf.devices import free_memory
 
 
 class LayerShape(NamedTuple):
-    """What one layer of the cache is.
+    """What one layer of the cache is."""
 
-    Args:
-        num_heads (`int`): Key/value heads.
-        key_size, value_size (`int`): Head sizes.
-        window (`int`, *optional*): Sliding window in tokens, the query included, or without it where the window counts
-            from the anchor; `None` for full attention.
-        dtype, value_dtype (`torch.dtype`): Of keys and values.
-        device (`torch.device`): Where they are.
-    """
-
-    num_heads: int
+    num_heads: int  # key/value heads
+    # Head sizes.
     key_size: int
     value_size: int
+    # Sliding window in tokens, the query included, or without it where the window counts from the anchor; `None` for
+    # full attention.
     window: int | None
+    # Of keys and values.
     dtype: torch.dtype
     value_dtype: torch.dtype
-    device: torch.device
+    device: torch.device  # where they are
 
     def ring(self, max_length: int, block: int) -> int:
         """Returns the number of slots that rows of `max_length` tokens need when blocks have `block` tokens.

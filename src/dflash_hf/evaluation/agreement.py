@@ -32,25 +32,17 @@ HALF_TIE, FULL_TIE = 2.0, 16.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """What two answers have in common.
+    """What two answers have in common."""
 
-    Args:
-        sentence (`str`): All of the following in words; tokens count from 1 there.
-        token (`int`, *optional*): Index, from 0, of the first token that differs; `None` if the answers are identical.
-        margin (`float`, *optional*): How far the worse of the two tokens lies below the best of all there, in logits
-            (as logits processors leave them; where the answers are sampled with their noise). `None` where one answer
-            ends and the other goes on, or one of the tokens was ruled out.
-        tolerance (`float`, *optional*): The widest margin that is a tie.
-        measured_in (`str`, *optional*): Dtype in which the margin was computed.
-        is_tie (`bool`, *optional*): Whether rounding explains the difference; `None` where that cannot be said.
-    """
-
-    sentence: str
-    token: int | None = None
+    sentence: str  # all of the following in words; tokens count from 1 there
+    token: int | None = None  # index, from 0, of the first token that differs; `None` if the answers are identical
+    # How far the worse of the two tokens lies below the best of all there, in logits (as logits processors leave them;
+    # where the answers are sampled with their noise). `None` where one answer ends and the other goes on, or one of
+    # the tokens was ruled out.
     margin: float | None = None
-    tolerance: float | None = None
-    measured_in: str | None = None
-    is_tie: bool | None = None
+    tolerance: float | None = None  # the widest margin that is a tie
+    measured_in: str | None = None  # dtype in which the margin was computed
+    is_tie: bool | None = None  # whether rounding explains the difference; `None` where that cannot be said
 
     @property
     def identical(self) -> bool:

@@ -46,39 +46,31 @@ MAX_MASK_CANDIDATES = 12
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at.
+    """One thing that was looked at."""
 
-    Args:
-        name (`str`): What: `"tap_offset"`, `"deepstack"`, `"mask_token"`, `"causality"`, `"sliding_window"`, `"rope"`,
-            `"dtype"`, `"weights"`, `"vocabulary"`, `"chat_template"`, `"thinking"` or `"other_target"`.
-        sentence (`str`): What was found.
-        advice (`str`): What to do about a finding.
-        measured (`dict[str, float]`): Setting -> mean tokens that a verify would commit, over all anchors.
-    """
-
+    # What: `"tap_offset"`, `"deepstack"`, `"mask_token"`, `"causality"`, `"sliding_window"`, `"rope"`, `"dtype"`,
+    # `"weights"`, `"vocabulary"`, `"chat_template"`, `"thinking"` or `"other_target"`.
     name: str
     status: Status
-    sentence: str
-    advice: str = ""
+    sentence: str  # what was found
+    advice: str = ""  # what to do about a finding
+    # Setting -> mean tokens that a verify would commit, over all anchors.
     measured: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What `diagnose` found.
+    """What `diagnose` found."""
 
-    Args:
-        acceptance_length (`float`): Tokens per verify that greedy decoding has on the prompts, as configured; 0 where
-            nothing could be measured. Of a chain.
-        tree_acceptance_length (`float`, *optional*): The same of a tree of as many tokens, of what the draft says
-            alone; `None` for targets that cannot verify one, and where nothing could be measured.
-        num_prompts, num_tokens (`int`): What it was measured on: prompts, tokens of their answers.
-    """
-
+    # Tokens per verify that greedy decoding has on the prompts, as configured; 0 where nothing could be measured. Of a
+    # chain.
     acceptance_length: float
+    # What it was measured on: prompts, tokens of their answers.
     num_prompts: int
     num_tokens: int
     checks: list[Check]
+    # The same of a tree of as many tokens, of what the draft says alone; `None` for targets that cannot verify one,
+    # and where nothing could be measured.
     tree_acceptance_length: float | None = None
 
     @property

@@ -24,24 +24,16 @@ Processor = PreTrainedTokenizerBase | ProcessorMixin
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One prompt answered with the draft.
+    """One prompt answered with the draft."""
 
-    Args:
-        text (`str`): The answer, special tokens removed.
-        seconds (`float`): Wall time of the `generate` call, prefill included.
-        images (`tuple[str, ...]`): Names of the prompt's images.
-        inputs (`dict[str, torch.Tensor]`): The prompt, as `generate` took it.
-        seed (`int`): torch's seed before the call.
-    """
-
-    text: str
+    text: str  # the answer, special tokens removed
     num_tokens: int
-    seconds: float
+    seconds: float  # wall time of the `generate` call, prefill included
     stats: SpeculativeStats
-    images: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()  # names of the prompt's images
     ids: list[int] = field(repr=False)
-    inputs: dict[str, Tensor] = field(repr=False)
-    seed: int
+    inputs: dict[str, Tensor] = field(repr=False)  # the prompt, as `generate` took it
+    seed: int  # torch's seed before the call
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the statistics, and of the fields all that are plain values, for JSON."""
@@ -52,16 +44,11 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Answer):
-    """One prompt answered twice.
+    """One prompt answered twice."""
 
-    Args:
-        kind (`str`): What sort of prompt it was; groups rows of a report.
-        plain_seconds (`float`): Wall time of the `generate` call without the draft, prefill included.
-    """
-
-    kind: str
+    kind: str  # what sort of prompt it was; groups rows of a report
     agreement: Agreement
-    plain_seconds: float
+    plain_seconds: float  # wall time of the `generate` call without the draft, prefill included
 
     @property
     def identical(self) -> bool:

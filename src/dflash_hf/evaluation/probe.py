@@ -49,16 +49,12 @@ def variant(draft: DFlashDraftModel, setup: Setup) -> DFlashDraftModel:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """How a setup did.
+    """How a setup did."""
 
-    Args:
-        groups (`tuple[float, ...]`): Mean tokens that a verify would commit, over each run of `block_size` anchors:
-            neighbouring anchors see nearly the same tokens, runs are about independent.
-        weights (`tuple[int, ...]`): Anchors in each.
-    """
-
+    # Mean tokens that a verify would commit, over each run of `block_size` anchors: neighbouring anchors see nearly
+    # the same tokens, runs are about independent.
     groups: tuple[float, ...]
-    weights: tuple[int, ...]
+    weights: tuple[int, ...]  # anchors in each
 
     @property
     def mean(self) -> float:

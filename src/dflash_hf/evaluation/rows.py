@@ -26,19 +26,12 @@ ImageSource = bytes | Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A row of a file or of a Hub set.
+    """A row of a file or of a Hub set."""
 
-    Args:
-        values (`Mapping`): Its columns.
-        number (`int`): Which row it is, from 0.
-        where (`str`): What to call it in a sentence.
-        folder (`Path`, *optional*): What paths of images in it are relative to.
-    """
-
-    values: Mapping[str, Any]
-    number: int
-    where: str
-    folder: Path | None = None
+    values: Mapping[str, Any]  # its columns
+    number: int  # which row it is, from 0
+    where: str  # what to call it in a sentence
+    folder: Path | None = None  # what paths of images in it are relative to
 
     def first(self, *names: str) -> Any:
         """Returns the first of some columns that the row has, `None` where it has none of them."""

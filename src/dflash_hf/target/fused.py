@@ -71,23 +71,14 @@ class _Here(threading.local):
 
 
 class _Plan(NamedTuple):
-    """What can be fused in a model, as long as its modules are these.
+    """What can be fused in a model, as long as its modules are these."""
 
-    Args:
-        facts (`object`): Those of the target.
-        dtype (`torch.dtype`): What was checked.
-        is_kernels (`bool`): Whether it is fused by kernels, else by torch.
-        classes (list of callables): Say of each class of module whether it computes by what it did.
-        forwards (list of `(weak reference, callable)`): Modules and their forwards.
-        layers (list of `(weak reference, ShortLayer)`): Those of them that have to be prepared.
-    """
-
-    facts: object
-    dtype: torch.dtype
-    is_kernels: bool
-    classes: list[Callable[[], bool]]
-    forwards: list[tuple[weakref.ref[nn.Module], Forward]]
-    layers: list[tuple[weakref.ref[nn.Module], ShortLayer]]
+    facts: object  # those of the target
+    dtype: torch.dtype  # what was checked
+    is_kernels: bool  # whether it is fused by kernels, else by torch
+    classes: list[Callable[[], bool]]  # say of each class of module whether it computes by what it did
+    forwards: list[tuple[weakref.ref[nn.Module], Forward]]  # modules and their forwards
+    layers: list[tuple[weakref.ref[nn.Module], ShortLayer]]  # those of them that have to be prepared
 
 
 _here = _Here()

@@ -21,29 +21,17 @@ from dflash_hf.target.code import unsupported_code
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The parts of a target that drafting needs.
+    """The parts of a target that drafting needs."""
 
-    Args:
-        model (`PreTrainedModel`): The model `generate` was called on.
-        parts (`Inventory`): Its modules, and what is on them.
-        facts (`Facts`): The same one as long as the modules and their classes are.
-        config (`PreTrainedConfig`): Its text config.
-        layers (`tuple[nn.Module, ...]`): Decoder layers; layer `i` is the `i`-th.
-        embedding (`nn.Module`): Input embedding of text tokens.
-        head (`nn.Module`): Output head, hidden states to logits.
-        decoder (`nn.Module`): What holds the list of layers and runs them.
-        recurrences (`dict[int, Recurrence]`): The recurrent parts of layers that have one which can be taken back, by
-            layer index.
-    """
-
-    model: PreTrainedModel
-    parts: Inventory
-    facts: Facts
-    config: PreTrainedConfig
-    layers: tuple[nn.Module, ...]
-    embedding: nn.Module
-    head: nn.Module
-    decoder: nn.Module
+    model: PreTrainedModel  # the model `generate` was called on
+    parts: Inventory  # its modules, and what is on them
+    facts: Facts  # the same one as long as the modules and their classes are
+    config: PreTrainedConfig  # its text config
+    layers: tuple[nn.Module, ...]  # decoder layers; layer `i` is the `i`-th
+    embedding: nn.Module  # input embedding of text tokens
+    head: nn.Module  # output head, hidden states to logits
+    decoder: nn.Module  # what holds the list of layers and runs them
+    # The recurrent parts of layers that have one which can be taken back, by layer index.
     recurrences: dict[int, Recurrence]
 
     @property
@@ -78,26 +66,17 @@ class Target:
 
 
 class Facts(NamedTuple):
-    """What the modules of a model are, and that it need not be found out again as long as they are the same.
+    """What the modules of a model are, and that it need not be found out again as long as they are the same."""
 
-    Args:
-        modules (list of weak references): All of them, in order.
-        kinds (`list[type]`): Their classes, which may be changed in place (FSDP does).
-        config (`PreTrainedConfig`): The text config.
-        layers, decoder (`list[int]`, `int`): Which of them are decoder layers, and which one runs these.
-        recurrences (`dict[int, tuple[Rule, int]]`): Per layer, its rule and the module that it is of.
-        num_positions (`int`, *optional*): How many positions there are, where they are rows of a table.
-        unsupported (`str`, *optional*): What in the code of its modules cannot be run over the ragged cache.
-    """
-
-    modules: list[weakref.ref[nn.Module]]
-    kinds: list[type]
-    config: PreTrainedConfig
+    modules: list[weakref.ref[nn.Module]]  # all of them, in order
+    kinds: list[type]  # their classes, which may be changed in place (FSDP does)
+    config: PreTrainedConfig  # the text config
+    # Which of them are decoder layers, and which one runs these.
     layers: list[int]
     decoder: int
-    recurrences: dict[int, tuple[Rule, int]]
-    num_positions: int | None
-    unsupported: str | None
+    recurrences: dict[int, tuple[Rule, int]]  # per layer, its rule and the module that it is of
+    num_positions: int | None  # how many positions there are, where they are rows of a table
+    unsupported: str | None  # what in the code of its modules cannot be run over the ragged cache
 
 
 # Weak on both sides: a model is freed as soon as the user lets go of it.

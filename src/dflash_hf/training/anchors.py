@@ -27,20 +27,12 @@ Mask = Tensor | BlockMask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anchors(Movable):
-    """The blocks of a batch.
+    """The blocks of a batch."""
 
-    Args:
-        indices (`torch.Tensor` of shape `[B, A]`, int64): Index of each anchor in its row, ascending; 0 where there is
-            none.
-        keep (`torch.Tensor` of shape `[B, A]`, bool): Which entries are anchors; rows may have fewer than `A`.
-        block_size (`int`): Slots per block, the anchor included.
-        reach (`int`, *optional*): An index that no anchor is above: context from there on is seen by none. `None`
-            where the host does not know.
-    """
-
-    indices: Tensor
-    keep: Tensor
-    block_size: int
+    indices: Tensor  # [B, A], int64: index of each anchor in its row, ascending; 0 where there is none
+    keep: Tensor  # [B, A], bool: which entries are anchors; rows may have fewer than `A`
+    block_size: int  # slots per block, the anchor included
+    # An index that no anchor is above: context from there on is seen by none. `None` where the host does not know.
     reach: int | None = None
 
     @property

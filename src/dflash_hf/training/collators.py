@@ -33,22 +33,14 @@ class Movable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch(Movable):
-    """Padded examples; `B` rows, `S` tokens.
+    """Padded examples; `B` rows, `S` tokens."""
 
-    Args:
-        input_ids (`torch.Tensor` of shape `[B, S]`, int64): Tokens.
-        attention_mask (`torch.Tensor` of shape `[B, S]`, bool): Real tokens.
-        loss_mask (`torch.Tensor` of shape `[B, S]`, bool): Tokens that the target wrote.
-        model_inputs (`dict[str, torch.Tensor]`): What else the target's forward takes (images ...).
-        starts (`torch.Tensor` of shape `[B, S]`, int64, *optional*): The column at which each token's example begins,
-            where rows hold several, one after another; padding begins where the last one ends. `None` where every row
-            is one example.
-    """
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    loss_mask: Tensor
-    model_inputs: dict[str, Tensor] = field(default_factory=dict)
+    input_ids: Tensor  # [B, S], int64: tokens
+    attention_mask: Tensor  # [B, S], bool: real tokens
+    loss_mask: Tensor  # [B, S], bool: tokens that the target wrote
+    model_inputs: dict[str, Tensor] = field(default_factory=dict)  # what else the target's forward takes (images ...)
+    # [B, S], int64: the column at which each token's example begins, where rows hold several, one after another;
+    # padding begins where the last one ends. `None` where every row is one example.
     starts: Tensor | None = None
 
     def row(self, number: int) -> Batch:

@@ -61,22 +61,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardFacts:
-    """What a card says beside what the draft itself does.
-
-    Args:
-        datasets (sequence of `str`): Where the prompts are from.
-        measured (mapping): What a bench's summary has of the draft, by set: `questions`, `acceptance`, `speedup`.
-        conditions (`str`): Under what it was measured: machine, dtype, batch.
-        training (mapping): What the training was, line by line: names and values as they are to be read.
-        versions (mapping): Versions of the packages that trained it.
-    """
+    """What a card says beside what the draft itself does."""
 
     target: str
     license: str | None = None
-    datasets: Sequence[str] = ()
+    datasets: Sequence[str] = ()  # where the prompts are from
+    # What a bench's summary has of the draft, by set: `questions`, `acceptance`, `speedup`.
     measured: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
-    conditions: str = ""
+    conditions: str = ""  # under what it was measured: machine, dtype, batch
+    # What the training was, line by line: names and values as they are to be read.
     training: Mapping[str, object] = field(default_factory=dict[str, object])
+    # Versions of the packages that trained it.
     versions: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
 
 

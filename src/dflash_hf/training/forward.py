@@ -35,18 +35,12 @@ ROWS_OF_LOGITS = 1024  # that are float32 at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features(Movable):
-    """What the target says about a batch.
+    """What the target says about a batch."""
 
-    Args:
-        taps (`torch.Tensor` of shape `[B, S, L * D]`): Outputs of the tapped layers.
-        next_ids (`torch.Tensor` of shape `[B, S, P]`, int64, *optional*): The target's most likely tokens after each
-            token, best first; only where they were asked for.
-        next_log_probs (`torch.Tensor` of shape `[B, S, P]`, float32 or wider, *optional*): Their log-probabilities.
-    """
-
-    taps: Tensor
+    taps: Tensor  # [B, S, L * D]: outputs of the tapped layers
+    # [B, S, P], int64: the target's most likely tokens after each token, best first; only where they were asked for.
     next_ids: Tensor | None = None
-    next_log_probs: Tensor | None = None
+    next_log_probs: Tensor | None = None  # [B, S, P], float32: their log-probabilities
 
 
 class _Passed(Exception):

@@ -39,19 +39,12 @@ DPACE_SMOOTHING = 0.5  # the paper's: stable from 0.3 to 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLabels:
-    """What each slot should predict.
+    """What each slot should predict."""
 
-    Args:
-        ids (`torch.Tensor` of shape `[B, A, K]`, int64): The token that the slot should propose.
-        mask (`torch.Tensor` of shape `[B, A, K]`, bool): Slots with a label: after the anchor, in the same answer.
-        before (`torch.Tensor` of shape `[B, A, K]`, int64): Token in front of that one, as the target was shown it.
-        likely (`tuple` of two `torch.Tensor` of shape `[B, A, K, P]`, *optional*): The target's most likely tokens
-            there, int64, and their log-probabilities.
-    """
-
-    ids: Tensor
-    mask: Tensor
-    before: Tensor
+    ids: Tensor  # [B, A, K], int64: the token that the slot should propose
+    mask: Tensor  # [B, A, K], bool: slots with a label: after the anchor, in the same answer
+    before: Tensor  # [B, A, K], int64: token in front of that one, as the target was shown it
+    # [B, A, K, P]: the target's most likely tokens there, int64, and their log-probabilities.
     likely: tuple[Tensor, Tensor] | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> BlockLabels:
@@ -62,28 +55,18 @@ class BlockLabels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLoss:
-    """Sums over the slots of a batch, so that batches can be joined exactly.
+    """Sums over the slots of a batch, so that batches can be joined exactly."""
 
-    Args:
-        loss (`torch.Tensor`, scalar): `sum(w * l)`; carries the gradient.
-        selector_loss (`torch.Tensor`, scalar): `sum(w * CE_selector)`; 0 without a selector. The objective is the sum
-            of the two.
-        weight (`torch.Tensor`, scalar): What both are divided by; see `loss_weight`.
-        correct, count (`torch.Tensor` of shape `[K]`, int64): Right argmaxes (of the selector, where there is one) and
-            labels per slot.
-        blocks (`torch.Tensor`, scalar, int64): Number of anchors.
-        accepted (`torch.Tensor`, scalar, int64): Right argmaxes before the first wrong one, over all blocks.
-        finite (`torch.Tensor` of shape `[B]`, bool): Rows whose losses are all finite.
-    """
-
-    loss: Tensor
+    loss: Tensor  # scalar: `sum(w * l)`; carries the gradient
+    # scalar: `sum(w * CE_selector)`; 0 without a selector. The objective is the sum of the two.
     selector_loss: Tensor
-    weight: Tensor
+    weight: Tensor  # scalar: what both are divided by; see `loss_weight`
+    # [K], int64: right argmaxes (of the selector, where there is one) and labels per slot.
     correct: Tensor
     count: Tensor
-    blocks: Tensor
-    accepted: Tensor
-    finite: Tensor
+    blocks: Tensor  # scalar: number of anchors
+    accepted: Tensor  # scalar, int64: right argmaxes before the first wrong one, over all blocks
+    finite: Tensor  # [B], bool: rows whose losses are all finite
 
 
 def decay_weights(block_size: int, gamma: float, from_anchor: bool = False) -> Tensor:
