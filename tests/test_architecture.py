@@ -88,8 +88,7 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.cache.context": set(),
     "dflash_hf.ops": set(),
     "dflash_hf.positions": set(),
-    "dflash_hf.tree": set(),
-    "dflash_hf.cache.paths": {"is_in_place"},  # asked only where nothing has to be waited for
+    "dflash_hf.tree": {"is_in_place"},  # asked only where nothing has to be waited for
     "dflash_hf.cache.recurrence": set(),
     "dflash_hf.cache.recurrent": set(),
     "dflash_hf.target.fused": set(),

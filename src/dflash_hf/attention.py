@@ -190,11 +190,7 @@ def attend(
         sinks (`torch.Tensor` of shape `[H]`, *optional*): Sink score per head.
         dropout (`float`): Dropout on the weights.
 
-    Returns:
-        `torch.Tensor` of shape `[B, K, H, E]`.
-
-    Raises:
-        ValueError: If a `BlockMask` comes with a soft cap, sinks or dropout.
+    Returns `[B, K, H, E]`; raises `ValueError` if a `BlockMask` comes with a soft cap, sinks or dropout.
     """
     repeats = query_BHKE.shape[1] // key_BGRE.shape[1]
     if isinstance(mask, RaggedMask):

@@ -7,6 +7,7 @@ block tokens, `L` taps, `D` hidden, `H`/`G` query/key heads, `E` head size.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -150,7 +151,7 @@ class DFlashAttention(nn.Module):
         assert cache.block is not None
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key, value = (f(hidden_states).view(shape) for f in (self.q_proj, self.k_proj, self.v_proj))
-        norms, (keys, values) = (self.q_norm.weight, self.k_norm.weight), cache.buffers_of(self.layer_idx)
+        norms, (keys, values) = (self.q_norm.weight, self.k_norm.weight), cache.attention[self.layer_idx].buffers()
         if not ops.writes([query, key, value, *norms, *cos_sin], (keys, values)):
             query, key = rotate(self.q_norm(query), cos_sin), rotate(self.k_norm(key), cos_sin)
             return query, *cache.extend(self.layer_idx, key, value)
@@ -159,10 +160,11 @@ class DFlashAttention(nn.Module):
         query = ops.norm_rope_write(query, key, value, *norms, cos, sin, lengths, keys, values, eps)
         return query, *cache.read(self.layer_idx)
 
-    def attend_from(self, query_BKHE: Tensor, key_BGRE: Tensor, value_BGRE: Tensor, mask: Mask | None) -> Tensor:
-        """Attends from the block's queries to keys and values; returns states `[B, K, D]`."""
+    def forward(self, hidden_states: Tensor, attended: Attending) -> Tensor:
+        """Returns the states `[B, K, D]` that the block's normed ones attend to by what is made of them."""
+        query, key, value, mask = attended(self, hidden_states)
         dropout = self.dropout if self.training else 0.0
-        out = attend(query_BKHE.transpose(1, 2), key_BGRE, value_BGRE, mask, self.scaling, dropout=dropout)
+        out = attend(query.transpose(1, 2), key, value, mask, self.scaling, dropout=dropout)
         return self.o_proj(out.flatten(2))
 
 
@@ -191,10 +193,7 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         Convolutions touch the block's states only: the context's keys and values are projected from features that no
         layer changes.
         """
-
-        def attention(normed: Tensor) -> Tensor:
-            return self.self_attn.attend_from(*attended(self.self_attn, normed))
-
+        attention = functools.partial(self.self_attn, attended=attended)
         conv, normed = self.attention_conv, self.input_layernorm(hidden_states)
         hidden_states = hidden_states + (attention(normed) if conv is None else conv(normed, attention, block_size))
         conv, normed = self.mlp_conv, self.post_attention_layernorm(hidden_states)
@@ -275,7 +274,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if context.written_at_once(features, cos_sin, cache, self.config.rms_norm_eps):
             return
         for own in self._attentions():
-            cache.write(own.layer_idx, *own.project_kv(features, cos_sin), context.block)
+            cache.attention[own.layer_idx].write(*own.project_kv(features, cos_sin), context.block)
 
     def write_prompt(self, context_hidden_states: Tensor, positions: Tensor, cache: RaggedCache) -> None:
         """Writes the context of (a chunk of) whole prompts, left-padded, into the ragged cache, in place.
@@ -290,7 +289,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         cos_sin = self.rotary_emb(positions.clamp_min(0).to(features.device), features.dtype)
         prompts = PromptSlots(positions)
         for own in self._attentions():
-            cache.write_rows(own.layer_idx, *own.project_kv(features, cos_sin), prompts)
+            cache.attention[own.layer_idx].write_rows(*own.project_kv(features, cos_sin), prompts)
 
     def forward_block(self, noise_embeds: Tensor, cache: RaggedCache, context: NewContext | None = None) -> Tensor:
         """Runs a block over the context in the ragged cache, writing the newest context first; no host sync.
@@ -325,7 +324,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             if context is None or features is None:
                 return *attention.extend(normed, cos_sin, cache), mask
             key, value = attention.project_kv(torch.cat([features, normed], dim=1), (cos, sin))
-            cache.write(attention.layer_idx, key[:, :earlier], value[:, :earlier], context.block)
+            cache.attention[attention.layer_idx].write(key[:, :earlier], value[:, :earlier], context.block)
             key, value = cache.extend(attention.layer_idx, key[:, earlier:], value[:, earlier:])
             return attention.project_q(normed, cos_sin), key, value, mask
 

@@ -3,11 +3,13 @@
 By themselves kernels run on CUDA devices of compute capability 8 and more, in float16 and bfloat16, if Triton is
 installed and can build them; everywhere else torch computes the same. Those that choose and count, and so are exact,
 also run in float32. Triton is imported when the first one is launched. One function each says whether a kernel is to
-be used: `attends`, `writes` (both that write caches), `fuses` (norms and activations), `picks` and `accepts`; `best`,
-`likeliest`, `commit` and those of trees ask by themselves. They read nothing on the
-host, but for what defines trees, which runs where their kernels do not.
+be used: `attends`, `writes` (both that write caches), `fuses` (norms and activations), `picks` and `accepts`, which
+`best`, `either` and `watched` ask by themselves. They read nothing on the host, but for what defines trees, which runs
+where their kernels do not.
 """
 
+# The other modules reach the kernels through here:
+# pyright: reportUnusedImport=false
 from __future__ import annotations
 
 import functools
@@ -57,9 +59,6 @@ def kernels(enabled: bool | None) -> Generator[None]:
 
     `True` is for tests and benchmarks: on a CPU kernels run in Triton's interpreter, which is slow and needs
     `TRITON_INTERPRET=1`; without it their references run. Holds for all threads.
-
-    Args:
-        enabled (`bool`, *optional*): As above.
     """
     before, _Setting.enabled = _Setting.enabled, enabled
     try:
@@ -88,25 +87,17 @@ def attends(query_BHWE: Tensor, key_BGRE: Tensor, value_BGRE: Tensor) -> bool:
 
 
 def writes(states: Sequence[Tensor], buffers: Sequence[Tensor]) -> bool:
-    """Returns True if [`norm_rope_write`] or [`context_kv`] is to write these states into a cache.
+    """Returns True if [`norm_rope_write`] or [`context_kv`] is to write these states into a cache's buffers.
 
-    As [`fuses`], and the buffers have to be where the states are.
-
-    Args:
-        states (sequence of `torch.Tensor`): What goes in besides lengths: projected heads, or what they are projected
-            from, weights, cosines and sines.
-        buffers (sequence of `torch.Tensor`): Keys and values of the layers that are written, `[B, R, G, E]` each.
+    As [`fuses`] of all that goes in besides lengths, and keys and values have to be where that is.
     """
     return fuses(*states) and all(buffer.device == states[0].device for buffer in buffers)
 
 
 def fuses(*tensors: Tensor) -> bool:
-    """Returns True if [`rms_norm`], [`add_norm`] or [`silu_mul`] is to run instead of torch's own operations.
+    """Returns True if [`rms_norm`], [`add_norm`] or [`silu_mul`] is to run on all that goes in, and not torch's own.
 
     They round where those do as long as all is of one dtype, which autocast sees to it that it is not.
-
-    Args:
-        tensors (`torch.Tensor`): All that goes in.
     """
     first = tensors[0]
     if not _uses_kernels(first) or torch.is_autocast_enabled(first.device.type) or _wants_gradient(*tensors):
@@ -117,11 +108,7 @@ def fuses(*tensors: Tensor) -> bool:
 
 
 def shortens(tensor: Tensor) -> bool:
-    """Returns True if modules are to run in fewer operations of torch's own: on a CPU, where no kernel does.
-
-    Args:
-        tensor (`torch.Tensor`): A weight.
-    """
+    """Returns True if modules with this weight are to run in fewer operations of torch's own: on a CPU."""
     is_bare = tensor.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
     return _Setting.enabled is None and is_bare and not _wants_gradient(tensor)
 
@@ -132,52 +119,28 @@ def picks(logits: Tensor) -> bool:
 
 
 def accepts(counts: Tensor) -> bool:
-    """Returns True if kernels are to do a step's bookkeeping, in integers, on this tensor's device.
-
-    [`build_tree`], [`follow_tree`], [`keep_path`] and [`accept_and_prepare`].
-    """
+    """Returns True if kernels are to do a step's bookkeeping, in integers, on this tensor's device."""
     return _uses_kernels(counts)
 
 
-def commit(block_BW: Tensor, tokens_BW: Tensor, **rows: Any) -> None:
-    """Ends a step by [`accept_and_prepare`], whose arguments these are: by the kernel or as torch defines it."""
-    _either(accept_and_prepare, block_BW)(block_BW, tokens_BW, **rows)
-
-
-def grow_tree(log_probs_BDSR: Tensor, order_BDSR: Tensor, *given: Tensor | None) -> None:
-    """Builds trees by [`build_tree`], whose arguments these are: by the kernel or as it is defined, on the host."""
-    _watched(build_tree, order_BDSR)(log_probs_BDSR, order_BDSR, *given)
-
-
-def follow_path(parents_BN: Tensor, *given: Tensor) -> None:
-    """Follows trees by [`follow_tree`], whose arguments these are: by the kernel or as it is defined, on the host."""
-    _watched(follow_tree, parents_BN)(parents_BN, *given)
-
-
-def move_path(path_BN: Tensor, lengths_B: Tensor, buffers: Sequence[Tensor]) -> None:
-    """Moves a tree's accepted path by [`keep_path`]: by the kernel or as torch defines it."""
-    _either(keep_path, path_BN)(path_BN, lengths_B, buffers)
-
-
-def _either(operation: Any, counts: Tensor) -> Any:
+def either(operation: Any, counts: Tensor) -> Any:
+    """Returns an operation that ends a step, or moves a tree's path: the kernel, or torch's definition of it."""
     return operation if accepts(counts) else operation.reference
 
 
-def _watched(operation: Any, counts: Tensor) -> Any:
-    # Its definition reads tensors: whoever watches a step on a CPU sees one operation, as where it is a kernel.
+def watched(operation: Any, counts: Tensor) -> Any:
+    """Returns an operation that builds or follows trees: the kernel, or its definition, which reads on the host.
+
+    So whoever watches a step on a CPU sees one operation, as where it is a kernel.
+    """
     is_watched = counts.device.type == "cpu" and torch._C._len_torch_dispatch_stack() > 0
-    return operation if is_watched else _either(operation, counts)
+    return operation if is_watched else either(operation, counts)
 
 
 def best(logits: Tensor) -> Tensor:
     """Returns the first index of the greatest of `[..., V]` logits, `[...]` int64, by the kernel or by torch."""
     # On a CPU `argmax` says the same in three to four times the time (docs/log.md).
     return argmax(logits) if picks(logits) else logits.max(dim=-1).indices
-
-
-def likeliest(scores_BDSV: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Returns what [`top_tokens`] does, whose arguments these are: by the kernel or as torch defines it."""
-    return (top_tokens if picks(scores_BDSV) else top_tokens.reference)(scores_BDSV, num)
 
 
 def _uses_kernels(tensor: Tensor) -> bool:
@@ -207,34 +170,3 @@ def _can_launch(device: torch.device) -> bool:
         return False
     argmax(torch.zeros(1, device=device))
     return device not in argmax.failures
-
-
-__all__ = [
-    "MAX_NODES",
-    "ROW_BITS",
-    "accepts",
-    "add_norm",
-    "argmax",
-    "attends",
-    "best",
-    "block_attention",
-    "commit",
-    "context_kv",
-    "exponential_noise",
-    "follow_path",
-    "forced",
-    "fuses",
-    "grow_tree",
-    "gumbel_argmax",
-    "kernels",
-    "likeliest",
-    "move_path",
-    "norm_and_rotate",
-    "norm_rope_write",
-    "num_paths",
-    "picks",
-    "rms_norm",
-    "shortens",
-    "silu_mul",
-    "writes",
-]

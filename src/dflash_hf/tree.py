@@ -50,7 +50,8 @@ class DraftTree:
 
     def follow(self, block_BN: Tensor, tokens_BN: Tensor, node_ids_BN: Tensor, path_BN: Tensor) -> None:
         """Finds the path that the target goes: arguments and definition are those of `dflash_kernels.follow_tree`."""
-        ops.follow_path(self.parents, self.depths, self.ancestors, block_BN, tokens_BN, node_ids_BN, path_BN)
+        follow = ops.watched(ops.follow_tree, self.parents)
+        follow(self.parents, self.depths, self.ancestors, block_BN, tokens_BN, node_ids_BN, path_BN)
 
     def ranks(self) -> Tensor:
         """Counts the siblings that stand before each node: `[B, N]`, int64."""
@@ -77,6 +78,14 @@ def along(path_BN: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor:
     """Returns values of nodes `[B, N, ...]` in the order of a path `[B, n]`: `[B, n, ...]`, in `out` if given."""
     index = path_BN.view(*path_BN.shape, *[1] * (values.dim() - 2)).expand(-1, -1, *values.shape[2:])
     return torch.gather(values, 1, index, out=out)
+
+
+def is_in_place(path_BN: Tensor) -> bool:
+    """Returns True if the nodes of a path `[B, n]` stand as a chain would: nothing has to move. Reads on the host.
+
+    Often the target goes on as the draft thinks most likely, by the first nodes.
+    """
+    return all(node in (0, depth) for row in path_BN.tolist() for depth, node in enumerate(row))
 
 
 class TreeBuilder:
@@ -120,5 +129,6 @@ class TreeBuilder:
                 a constant a position; with candidates as a [`CandidateSelector`] returns them.
             text (`tuple`, *optional*): `ids_BT`, `cursor_B` and `follows_FM`.
         """
-        best, order = ops.likeliest(scores[:, :, None] if candidates_BDC is None else scores, self.num_ranks)
-        ops.grow_tree(best, order, nodes, block_BN, candidates_BDC, *text)
+        likeliest = ops.top_tokens if ops.picks(scores) else ops.top_tokens.reference
+        best, order = likeliest(scores[:, :, None] if candidates_BDC is None else scores, self.num_ranks)
+        ops.watched(ops.build_tree, order)(best, order, nodes, block_BN, candidates_BDC, *text)

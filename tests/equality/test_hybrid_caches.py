@@ -14,7 +14,8 @@ from transformers import Cache, DynamicCache, FalconH1Config, FalconH1ForCausalL
 from transformers.generation import BaseStreamer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from dflash_hf.cache.recurrence import RULES, find_recurrences
+from dflash_hf.cache.recurrence import RULES
+from dflash_hf.target.parts import find_target
 from helpers.hybrid import use_float64_rules
 from helpers.static import set_engine
 from helpers.turns import CACHES, GREEDY, answer_mask, arm, check_caches, next_turn, real_tokens, recording_draft, turn
@@ -303,5 +304,5 @@ def test_an_offloaded_target_gives_the_plain_text(family: str) -> None:
 
 
 def test_every_kind_has_a_family_here() -> None:
-    found = {kind.rule for family in HYBRIDS for kind in find_recurrences(tiny_target(family).model.layers).values()}
+    found = {kind.rule for family in HYBRIDS for kind in find_target(tiny_target(family)).recurrences.values()}
     assert found == set(RULES.values())

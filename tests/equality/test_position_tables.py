@@ -113,5 +113,5 @@ def test_rows_that_end_before_the_limit() -> None:
 
 
 def test_rotary_targets_have_no_last_position() -> None:
-    assert find_target(tiny_target("qwen3")).num_positions is None
-    assert {find_target(tabled_target(family)).num_positions for family in FAMILIES} == {NUM}
+    assert find_target(tiny_target("qwen3")).facts.num_positions is None
+    assert {find_target(tabled_target(family)).facts.num_positions for family in FAMILIES} == {NUM}

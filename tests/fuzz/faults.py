@@ -157,10 +157,13 @@ def state_not_put_back(patches: Patches) -> None:
 def end_of_sequence_missed(patches: Patches) -> None:
     """An end of sequence inside a block does not end its row."""
 
-    def missed(accept: Any, block: Tensor, *args: Any, eos_ids_N: Tensor | None, **kwargs: Any) -> None:
-        accept(block, *args, eos_ids_N=eos_ids_N if block.shape[1] == 1 else None, **kwargs)
+    def missed(either: Any, operation: Any, block: Tensor) -> Any:
+        chosen = either(operation, block)
+        if operation is not ops.accept_and_prepare or block.shape[1] == 1:
+            return chosen
+        return lambda *args, **kwargs: chosen(*args, **(kwargs | {"eos_ids_N": None}))
 
-    _wrapped(patches, ops, "commit", missed)
+    _wrapped(patches, ops, "either", missed)
 
 
 def limit_passed(patches: Patches) -> None:

@@ -187,7 +187,7 @@ def test_references_are_the_drafts_own_modules() -> None:
     cos, sin = draft.rotary_emb(block.positions, hidden.dtype)
     ours = empty_cache(draft.cache_shapes())
     for index, attention in enumerate(attentions):
-        cache.write(index, *attention.project_kv(hidden, (cos, sin)), block)
+        cache.attention[index].write(*attention.project_kv(hidden, (cos, sin)), block)
     product = torch.stack([f(hidden) for a in attentions for f in (a.k_proj, a.v_proj)], dim=2)
     projected = product.unflatten(2, (-1, 2)).unflatten(-1, (-1, draft.config.head_dim))
     weights = torch.stack([a.k_norm.weight for a in attentions])

@@ -102,7 +102,7 @@ def test_a_target_that_has_changed_is_looked_at_again(change: Callable[[Any], No
     now = find_target(target)
     assert list(now.layers) == list(target.model.layers)
     assert now.embedding is target.get_input_embeddings()
-    assert now.modules != before.modules or change is change_class
+    assert now.parts.modules != before.parts.modules or change is change_class
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

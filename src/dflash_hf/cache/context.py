@@ -47,13 +47,8 @@ class NewContext(NamedTuple):
     ) -> bool:
         """Writes the keys and values of all layers by one product and one kernel; says whether it could.
 
-        Elsewhere the draft's layers write their own, `DFlashDraftModel.write_context`.
-
-        Args:
-            features (`torch.Tensor` of shape `[B, W, D]`): The states, projected.
-            cos_sin (two `torch.Tensor` of shape `[B, W, 1, E]`): Of the block's positions.
-            cache (`RaggedCache`): The draft's; written in place where the block stood.
-            eps (`float`): Of the key norms.
+        Elsewhere the draft's layers write their own, `DFlashDraftModel.write_context`. `features` `[B, W, D]` are the
+        states, projected, `cos_sin` `[B, W, 1, E]` are of the block's positions, and `eps` is that of the key norms.
         """
         buffers = cache.buffers()
         if self.weights is None or not ops.writes([features, *self.weights, *cos_sin], buffers):

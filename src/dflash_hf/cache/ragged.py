@@ -9,7 +9,7 @@ instead of keys and values, are in `recurrent`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
+from dflash_hf import ops
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache.prompts import PromptSlots
 from dflash_hf.cache.recurrence import Recurrence
 from dflash_hf.cache.recurrent import Members, RecurrentGroup, RecurrentLayer, plan_groups
-from dflash_hf.cache.rows import kept_rows
 from dflash_hf.cache.size import LayerShape, check_memory
 from dflash_hf.devices import plain_tensors
 from dflash_hf.errors import require
@@ -41,31 +41,35 @@ class RaggedLayer(CacheLayerMixin):
         super().__init__()
         self.shape = shape
         self.ring = shape.ring(max_length, block)
-        rows = (batch, self.ring, shape.num_heads)
+        rows, where = (batch, self.ring, shape.num_heads), shape.device
         with plain_tensors():
-            self.key_buffer = torch.zeros(*rows, shape.key_size, dtype=shape.dtype, device=shape.device)
-            self.value_buffer = torch.zeros(*rows, shape.value_size, dtype=shape.value_dtype, device=shape.device)
-        # Views, made once and not for every write and read.
-        self._rows: tuple[Tensor, Tensor] | None = None
-        self._all: tuple[Tensor, Tensor] | None = None
-        self._views: tuple[Tensor, Tensor] | None = None
+            self.key_buffer = torch.zeros(*rows, shape.key_size, dtype=shape.dtype, device=where)
+            self.value_buffer = torch.zeros(*rows, shape.value_size, dtype=shape.value_dtype, device=where)
+        self._replace(lambda buffer: buffer)
         self.is_initialized = True
+
+    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Puts other buffers in the place of both, and makes views of them once, not for every write and read."""
+        with plain_tensors():
+            self.key_buffer, self.value_buffer = change(self.key_buffer), change(self.value_buffer)
+            self._rows = [buffer.flatten(0, 1) for buffer in self.buffers()]
+            self._all = [buffer.transpose(1, 2) for buffer in self.buffers()]
+        self._views: tuple[Tensor, Tensor] | None = None
 
     def grow(self, ring: int) -> None:
         """Moves what is held into buffers of `ring` slots; the old ones must never have wrapped."""
-        for name in ("key_buffer", "value_buffer"):
-            old: Tensor = getattr(self, name)
-            with plain_tensors():
-                new = old.new_zeros(old.shape[0], ring, *old.shape[2:])
-                new[:, : self.ring] = old
-            setattr(self, name, new)
+
+        def longer(old: Tensor) -> Tensor:
+            new = old.new_zeros(old.shape[0], ring, *old.shape[2:])
+            new[:, : self.ring] = old
+            return new
+
+        self._replace(longer)
         self.ring = ring
-        self._rows = self._all = self._views = None
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keeps these rows alone; see [`kept_rows`]."""
-        self.key_buffer, self.value_buffer = kept_rows(self.key_buffer, rows), kept_rows(self.value_buffer, rows)
-        self._rows = self._all = self._views = None
+        self._replace(lambda buffer: kept_rows(buffer, rows))
 
     def write(self, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> None:
         """Writes a block in place at each row's length; no host sync."""
@@ -75,9 +79,6 @@ class RaggedLayer(CacheLayerMixin):
             self.key_buffer.narrow(1, first, block.width).copy_(key_BKGE)
             self.value_buffer.narrow(1, first, block.width).copy_(value_BKGE)
             return
-        if self._rows is None:
-            with plain_tensors():
-                self._rows = (self.key_buffer.flatten(0, 1), self.value_buffer.flatten(0, 1))
         keys, values = self._rows
         slots = block.on(keys.device).slots(self.ring)
         if key_BKGE.dtype != keys.dtype or value_BKGE.dtype != values.dtype:
@@ -101,19 +102,14 @@ class RaggedLayer(CacheLayerMixin):
         """Returns views of the keys and values that a block has to read: `[B, G, extent, E]`."""
         extent = block.extent(self.ring)
         if self._views is None or self._views[0].shape[2] != extent:
-            if self._all is None:
-                self._all = (self.key_buffer.transpose(1, 2), self.value_buffer.transpose(1, 2))
             keys, values = self._all
             self._views = (keys.narrow(2, 0, extent), values.narrow(2, 0, extent))
         return self._views
 
     def read_rows(self, positions_BC: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns copies of the keys and values at the given indices: `[B, G, C, E]`, zeros where there are none.
+        """Returns copies of the keys and values at indices `[B, C]` int64 that were written: `[B, G, C, E]`.
 
-        There are none at negative indices, and in a ring none that the row's newest given index no longer sees.
-
-        Args:
-            positions_BC (`torch.Tensor` of shape `[B, C]`, int64): Indices in each row; they must have been written.
+        Zeros at negative indices, and in a ring where the row's newest given index no longer sees one.
         """
         positions = positions_BC.to(self.key_buffer.device)
         missing = positions < 0
@@ -127,15 +123,18 @@ class RaggedLayer(CacheLayerMixin):
         )
         return keys, values
 
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """Returns keys and values, `[B, R, G, E]` each."""
+        return self.key_buffer, self.value_buffer
+
     def clear(self) -> None:
-        """Empties the buffers in place."""
+        """Empties the buffers in place: what a masked slot holds must be finite."""
         self.key_buffer.zero_()
         self.value_buffer.zero_()
 
     def release(self) -> None:
         """Drops the buffers; nothing can be read or written afterwards."""
-        self.key_buffer = self.value_buffer = self.key_buffer.new_empty(0)
-        self._rows = self._all = self._views = None
+        self._replace(lambda buffer: buffer.new_empty(0, 0, 0, 0))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Does nothing: the buffers exist from the start."""
@@ -168,7 +167,8 @@ class RaggedCache(Cache):
     """
 
     def __init__(self, shapes: list[LayerShape], *, batch: int, max_length: int, block: int) -> None:
-        super().__init__(layers=[RaggedLayer(shape, batch, max_length, block) for shape in shapes])
+        self.attention = {i: RaggedLayer(shape, batch, max_length, block) for i, shape in enumerate(shapes)}
+        super().__init__(layers=[*self.attention.values()])
         self.longest_block = block
         self.block: RaggedBlock | None = None
         self._window: int | None = None
@@ -197,9 +197,7 @@ class RaggedCache(Cache):
                 prefill's shapes and dtypes; the result is another cache if they do not.
             recurrences (`dict[int, Recurrence]`, *optional*): The target's recurrent layers by index.
 
-        Raises:
-            ValueError: If a layer is neither an attention layer with keys and values nor one of `recurrences`, or the
-                buffers are larger than what is free of the device's memory.
+        Raises `ValueError` if a layer has no keys and values and is none of `recurrences`, or there is no room.
         """
         recurrent, batch = plan_groups(prefill, recurrences or {}, block), positions_BS.shape[0]
         shapes, freed = dict[int, LayerShape](), defaultdict[torch.device, int](int)
@@ -211,40 +209,38 @@ class RaggedCache(Cache):
             raise ValueError(
                 "expected a prefill cache with attention layers, got none; does the target use its cache?"
             )
-        if into is None or not into.has_shapes(shapes, recurrent, batch):
+        cache = into if into is not None and into.has_shapes(shapes, recurrent, batch) else None
+        if cache is None:
             for plan, members in recurrent:
                 freed[plan.device] -= plan.num_bytes() * len(members)
             check_memory([*shapes.values()], batch, max_length, block, freed)
-            into = None
-        cache = cls([], batch=batch, max_length=0, block=block)
-        prompts = PromptSlots(positions_BS)
-        cache.groups = [RecurrentGroup(*members) for members in recurrent] if into is None else into.groups
-        states = {index: layer for group in cache.groups for index, layer in group.layers().items()}
+            cache = cls([], batch=batch, max_length=0, block=block)
+            cache.groups = [RecurrentGroup(*members) for members in recurrent]
+        prompts, states = PromptSlots(positions_BS), dict[int, RecurrentLayer]()
         for group in cache.groups:
             group.take(prefill.layers, (positions_BS[:, -1] + 1).to(group.plan.device), keep)
-        for index, source in enumerate(prefill.layers):
-            if index in states:
-                cache.layers.append(states[index])
+            states |= group.layers()
+        for index, source in enumerate(list[Any](prefill.layers)):
+            if cache is not into and index in shapes:
+                cache.attention[index] = RaggedLayer(shapes[index], batch, max_length, block)
+            if cache is not into:
+                cache.layers.append(cache.attention[index] if index in shapes else states[index])
+            if index not in shapes:
                 continue
-            layer = RaggedLayer(shapes[index], batch, max_length, block) if into is None else into.layers[index]
-            assert isinstance(layer, RaggedLayer)
             # A sliding layer kept only its newest columns: they are the last ones of the prompt.
             keys, values = stored_columns(source)
-            layer.write_rows(keys.transpose(1, 2), values.transpose(1, 2), prompts)
-            cache.layers.append(layer)
+            cache.attention[index].write_rows(keys.transpose(1, 2), values.transpose(1, 2), prompts)
             if not keep:
-                emptied: Any = source
-                emptied.keys = emptied.values = None
-                emptied.is_initialized = False
+                source.keys = source.values = None
+                source.is_initialized = False
             del keys, values
-        return cache if into is None else into
+        return cache
 
     def has_shapes(self, shapes: Mapping[int, LayerShape], recurrent: Sequence[Members], batch: int) -> bool:
         """Returns True if the layers are what would be allocated for these, whatever their length."""
-        attention = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, RaggedLayer)}
         return (
-            {index: layer.shape for index, layer in attention.items()} == shapes
-            and all(layer.key_buffer.shape[0] == batch for layer in attention.values())
+            {index: layer.shape for index, layer in self.attention.items()} == shapes
+            and all(layer.key_buffer.shape[0] == batch for layer in self.attention.values())
             and len(self.groups) == len(recurrent)
             and all(group.is_for(*members) for group, members in zip(self.groups, recurrent, strict=True))
         )
@@ -264,34 +260,45 @@ class RaggedCache(Cache):
             group.replay(block.on(group.plan.device).lengths)
 
     def grow(self, max_length: int) -> None:
-        """Makes room for rows of `max_length` tokens, a block included; what is held stays.
+        """Makes room for rows of `max_length` tokens, a block included; or raises `OutOfRoomError`, nothing changed.
 
         Rows must have fitted in until now. A ring that holds its window and a block needs no more.
-
-        Raises:
-            OutOfRoomError: If there is no memory for it; nothing has changed then.
         """
-        layers = [layer for layer in self.layers if isinstance(layer, RaggedLayer)]
-        longer = [layer for layer in layers if layer.ring < layer.shape.ring(max_length, self.longest_block)]
-        freed, batch = defaultdict[torch.device, int](int), layers[0].key_buffer.shape[0]
+        block, freed = self.longest_block, defaultdict[torch.device, int](int)
+        longer = [layer for layer in self.attention.values() if layer.ring < layer.shape.ring(max_length, block)]
         for layer in longer:
             freed[layer.shape.device] += layer.key_buffer.nbytes + layer.value_buffer.nbytes
-        check_memory([layer.shape for layer in longer], batch, max_length, self.longest_block, freed)
+        batch = len(longer[0].key_buffer) if longer else 0
+        check_memory([layer.shape for layer in longer], batch, max_length, block, freed)
         for layer in longer:
-            layer.grow(layer.shape.ring(max_length, self.longest_block))
+            layer.grow(layer.shape.ring(max_length, block))
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keeps these rows alone, where all layers are of attention; see [`kept_rows`]."""
-        for layer in self.layers:
-            assert isinstance(layer, RaggedLayer)
+        for layer in self.attention.values():
             layer.keep_rows(rows)
 
-    def attended_by(self, module: nn.Module) -> tuple[RaggedBlock, int | None]:
-        """Notes that an attention module runs over what it has just written.
+    def keep_path(self, path_BN: Tensor, lengths: Tensor) -> None:
+        """Moves keys and values of the path accepted of a tree to where a chain would have written them, in place.
 
-        Returns:
-            `tuple[RaggedBlock, int | None]`: The block that was begun, and the window of the layer that was written
-            last: Moshi's slides in its cache only, not in its attention.
+        All layers are of attention.
+
+        Args:
+            path_BN (`torch.Tensor` of shape `[B, n]`, int64): The node at each depth, the anchor first, 0 behind its
+                end.
+            lengths (`torch.Tensor` of shape `[B]`, int64): Where the anchors stand; before the commit.
+        """
+        of_device = defaultdict[torch.device, list[Tensor]](list)
+        for buffer in self.buffers():
+            of_device[buffer.device].append(buffer)
+        for device, buffers in of_device.items():
+            path = path_BN.to(device)
+            ops.either(ops.keep_path, path)(path, lengths.to(device), buffers)
+
+    def attended_by(self, module: nn.Module) -> tuple[RaggedBlock, int | None]:
+        """Notes that an attention module runs over what it has just written; returns the block that was begun.
+
+        And the window of the layer that was written last: Moshi's slides in its cache only, not in its attention.
         """
         assert self.block is not None
         # A set: DiffLlama's call attention twice.
@@ -299,54 +306,36 @@ class RaggedCache(Cache):
         return self.block, self._window
 
     def check_passed(self) -> None:
-        """Checks that a forward over the block that was begun has gone through every layer as it must.
+        """Raises `RuntimeError` unless a forward over the block that was begun went through every layer as it must.
 
-        Raises:
-            RuntimeError: If a layer's attention did not go over this cache, or a recurrent layer did not hand over
-                what it made of the block.
+        Attention went over this cache, and recurrent layers handed over what they made of the block.
         """
-        passed_by = [
-            index
-            for index, layer in enumerate(self.layers)
-            if isinstance(layer, RecurrentLayer) and not layer.is_complete
-        ]
+        layers = enumerate(self.layers)
+        passed_by = [index for index, layer in layers if isinstance(layer, RecurrentLayer) and layer.waiting]
         if passed_by:
             raise RuntimeError(
                 f"expected the inputs of the recurrences in layers {passed_by}, got none; a compiled or replaced "
                 "module runs no hooks, use the model as it was before"
             )
-        num = sum(isinstance(layer, RaggedLayer) for layer in self.layers)
-        if len(self._attended_by) != num:
+        num, passed = len(self.attention), len(self._attended_by)
+        if passed != num:
             raise RuntimeError(
-                f"expected attention over the ragged cache in {num} layers, got it in {len(self._attended_by)}; this "
-                "target does not use Transformers' attention interface throughout"
+                f"expected attention over the ragged cache in {num} layers, got it in {passed}; this target does not "
+                "use Transformers' attention interface throughout"
             )
-
-    def write(self, layer_idx: int, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> None:
-        """Writes a block's keys and values, token-major."""
-        layer = self.layers[layer_idx]
-        assert isinstance(layer, RaggedLayer)
-        layer.write(key_BKGE, value_BKGE, block)
 
     def extend(self, layer_idx: int, key_BKGE: Tensor, value_BKGE: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the keys and values of the block that was begun and returns the `[B, G, extent, E]` to attend to."""
         assert self.block is not None
-        self.write(layer_idx, key_BKGE, value_BKGE, self.block)
+        self.attention[layer_idx].write(key_BKGE, value_BKGE, self.block)
         return self.read(layer_idx)
 
     def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Returns the `[B, G, extent, E]` to attend to, with the block that was begun, whose own have been written."""
-        layer, block = self.layers[layer_idx], self.block
-        assert isinstance(layer, RaggedLayer)
-        assert block is not None
+        layer = self.attention[layer_idx]
+        assert self.block is not None
         self._window = layer.shape.window
-        return layer.read(block)
-
-    def write_rows(self, layer_idx: int, key_BSGE: Tensor, value_BSGE: Tensor, prompts: PromptSlots) -> None:
-        """Writes whole prompts; see [`RaggedLayer.write_rows`]."""
-        layer = self.layers[layer_idx]
-        assert isinstance(layer, RaggedLayer)
-        layer.write_rows(key_BSGE, value_BSGE, prompts)
+        return layer.read(self.block)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -354,29 +343,24 @@ class RaggedCache(Cache):
         """Writes `[B, G, K, E]` keys and values, as Transformers' attention layers hand them over."""
         return self.extend(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
 
-    def clear(self) -> None:
-        """Empties all buffers in place, for another run: what a masked slot holds must be finite."""
-        for part in (*self.layers, *self.groups):
-            if isinstance(part, RaggedLayer | RecurrentGroup):
-                part.clear()
-
     def buffers(self) -> list[Tensor]:
         """Returns all buffers, keys and values of one layer after the other, then the recurrent ones."""
-        attention = [layer for layer in self.layers if isinstance(layer, RaggedLayer)]
-        return [
-            *(buffer for layer in attention for buffer in (layer.key_buffer, layer.value_buffer)),
-            *(buffer for group in self.groups for buffer in group.buffers()),
-        ]
-
-    def buffers_of(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of one layer, `[B, R, G, E]` each."""
-        layer = self.layers[layer_idx]
-        assert isinstance(layer, RaggedLayer)
-        return layer.key_buffer, layer.value_buffer
+        return [buffer for part in (*self.attention.values(), *self.groups) for buffer in part.buffers()]
 
     def num_bytes(self) -> int:
         """Returns the size of all buffers in bytes."""
         return sum(buffer.nbytes for buffer in self.buffers())
+
+
+def kept_rows(buffer: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
+    """Puts these rows of a buffer, in place, at its beginning and returns a view of them: nothing else is copied.
+
+    Row `rows[i]` of dimension `dim` goes to place `i`; one that moves must come from behind the last place.
+    """
+    for place, row in enumerate(rows):
+        if place != row:
+            buffer.select(dim, place).copy_(buffer.select(dim, row))
+    return buffer.narrow(dim, 0, len(rows))
 
 
 def _shape_of(source: Any, index: int, num_columns: int) -> LayerShape:

@@ -12,7 +12,7 @@ Shapes: `L` layers alike, `B` rows, `W` tokens of a block, `C` channels of the c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -238,12 +238,6 @@ def find_recurrence(layer: nn.Module) -> Recurrence | None:
         if rule is not None:
             return Recurrence(rule, module)
     return None
-
-
-def find_recurrences(layers: Iterable[nn.Module]) -> dict[int, Recurrence]:
-    """Returns the recurrent parts of decoder layers by layer index."""
-    found = {index: find_recurrence(layer) for index, layer in enumerate(layers)}
-    return {index: recurrence for index, recurrence in found.items() if recurrence is not None}
 
 
 def _function(module: nn.Module, name: str) -> Any:

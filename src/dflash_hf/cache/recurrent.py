@@ -53,20 +53,16 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         self.device, self.dtype = self.window.device, self.window.dtype
         # Keeps modules from writing into the window themselves, which they do for single tokens.
         self.record_past = True
-        self._waiting: set[str] = set()
+        # What has not been noted of the block.
+        self.waiting: set[str] = set()
         # Of the calls of its module that are running, innermost last, whether they are over this cache.
         self._calls: list[bool] = []
 
     def begin(self, width: int) -> None:
         """Expects a block of `width` tokens."""
-        self._waiting = {"", *self.group.places}
+        self.waiting = {"", *self.group.places}
         if self.state is not None and self.group.plan.rule.writes_state:
             self.recurrent_states[0] = self.state.clone() if width == 1 else self.state
-
-    @property
-    def is_complete(self) -> bool:
-        """Returns True if everything of the block has been noted."""
-        return not self._waiting
 
     def hooks(self, layers: Sequence[object]) -> list[Hook]:
         """Returns the forward hooks that note the projections.
@@ -88,7 +84,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
             def note(module: nn.Module, args: Any, output: Tensor) -> None:
                 if self._calls and self._calls[-1]:
                     self._noted[:, : output.shape[1], place].copy_(output[..., place.start - place.stop :])
-                    self._waiting.discard(name)
+                    self.waiting.discard(name)
 
             return note
 
@@ -101,7 +97,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Notes what goes into the convolution, `[B, C, w]`, and returns it behind the window, `[B, C, k + w]`."""
         self._block[..., : conv_states.shape[-1]].copy_(conv_states)
-        self._waiting.discard("")
+        self.waiting.discard("")
         return torch.cat([self.window.to(conv_states.dtype), conv_states], dim=-1)
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
@@ -193,9 +189,7 @@ class RecurrentGroup:
     def replay(self, lengths: Tensor) -> None:
         """Takes the states on to where the rows stand now: in place, nothing read on the host.
 
-        Args:
-            lengths (`torch.Tensor` of shape `[B]`, int64): Tokens of each row that the states are to have seen: as
-                many as at the last call, or up to a block more.
+        `lengths` `[B]`, int64, are the tokens that they are to have seen: as at the last call, or up to a block more.
         """
         num_kept = lengths - self.lengths
         inputs = torch.cat([self.windows, self.blocks], dim=-1)
@@ -221,11 +215,7 @@ Members = tuple[GroupPlan, dict[int, Recurrence]]
 
 
 def plan_groups(prefill: Cache, recurrences: Mapping[int, Recurrence], width: int) -> list[Members]:
-    """Puts the recurrent layers of a filled cache into groups alike, for blocks of up to `width` tokens.
-
-    Raises:
-        ValueError: If one has no state.
-    """
+    """Puts the recurrent layers of a filled cache into groups alike, for blocks of up to `width` tokens."""
     groups: dict[GroupPlan, dict[int, Recurrence]] = {}
     for index, (rule, module) in recurrences.items():
         source: Any = prefill.layers[index]

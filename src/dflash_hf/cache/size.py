@@ -57,16 +57,10 @@ def check_memory(
     block: int,
     freed: Mapping[torch.device, int] = MappingProxyType({}),
 ) -> None:
-    """Refuses buffers that are larger than what is free of their device's memory, before any is allocated.
+    """Raises `OutOfRoomError` if layers' buffers are larger than what is free of their device, and says what fits.
 
-    Args:
-        shapes (sequence of [`LayerShape`]): Of all layers.
-        batch, max_length, block (`int`): See [`RaggedCache`].
-        freed (mapping of `torch.device` to `int`): Bytes that are given back on the way, less those that are needed
-            whatever the length.
-
-    Raises:
-        OutOfRoomError: With the bytes that are needed and the greatest length that fits.
+    `freed` are the bytes that are given back on the way, less those that are needed whatever the length; for the
+    others see [`RaggedCache`].
     """
     for device in {shape.device for shape in shapes}:
         here, free = [shape for shape in shapes if shape.device == device], free_memory(device)

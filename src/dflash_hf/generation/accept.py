@@ -49,7 +49,7 @@ def commit(state: DecodeState, num_accepted: Tensor | None = None) -> None:
         num_accepted (`torch.Tensor` of shape `[B]`, int64, *optional*): In `[0, W - 1]`; by default the proposals that
             equal `state.tokens`, up to the first that does not.
     """
-    ops.commit(
+    ops.either(ops.accept_and_prepare, state.block)(
         state.block,
         state.tokens,
         cursor_B=state.cursor,

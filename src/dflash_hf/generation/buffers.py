@@ -19,9 +19,8 @@ from transformers.utils import logging
 
 from dflash_hf import ops
 from dflash_hf.cache.context import ContextWeights
-from dflash_hf.cache.ragged import RaggedCache, RaggedLayer
+from dflash_hf.cache.ragged import RaggedCache, RaggedLayer, kept_rows
 from dflash_hf.cache.recurrent import RecurrentGroup
-from dflash_hf.cache.rows import kept_rows
 from dflash_hf.cache.size import OutOfRoomError, check_memory
 from dflash_hf.devices import free_memory, total_memory
 from dflash_hf.generation.state import BufferShape, DecodeState
@@ -161,7 +160,7 @@ def reads_lengths_on_device(*caches: RaggedCache) -> bool:
 
     It finds that end on the device, so that how many slots it may read costs nothing.
     """
-    layers = [layer for cache in caches for layer in cache.layers if isinstance(layer, RaggedLayer)]
+    layers = [layer for cache in caches for layer in cache.attention.values()]
     pairs = [(layer.key_buffer.transpose(1, 2), layer.value_buffer.transpose(1, 2)) for layer in layers]
     return all(ops.attends(keys, keys, values) for keys, values in pairs)
 

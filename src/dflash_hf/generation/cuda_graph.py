@@ -37,7 +37,7 @@ from dflash_hf.generation_config import Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.scopes import held
 from dflash_hf.target.parts import Target
-from dflash_hf.target.support import LENGTH_DEPENDENT_ROPE, rope_kinds
+from dflash_hf.target.support import changing_ropes
 
 T = TypeVar("T")
 logger: Any = logging.get_logger(__name__)
@@ -139,7 +139,7 @@ def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
 
 def why_not(target: Target, draft: DFlashDraftModel) -> str | None:
     """Returns why steps of this pair cannot be captured, as far as it shows without running one, or `None`."""
-    model, rope = target.model, sorted(rope_kinds(target) & set(LENGTH_DEPENDENT_ROPE))
+    model, rope = target.model, changing_ropes(target)
     parts = [*target.layers, target.embedding, target.head]
     if any(is_offloaded(part) for part in (model, draft)):
         return "weights that are offloaded"
@@ -325,7 +325,7 @@ def _fingerprint(target: Target, draft: DFlashDraftModel) -> int:
 
 def _counted_experts(target: Target) -> str | None:
     """Says which experts are counted on the host, inside an operation of torch's, or `None`."""
-    for module in target.modules:
+    for module in target.parts.modules:
         implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
         weight = next((w for w in module._parameters.values() if w is not None and w.dim() == 3), None)
         if implementation != "grouped_mm" or weight is None or weight.dtype not in _GROUPED_DTYPES:

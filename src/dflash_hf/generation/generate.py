@@ -38,7 +38,7 @@ from dflash_hf.generation_config import DFlashGenerationConfig, Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.fused import runs_whole, short_layers
 from dflash_hf.target.parts import find_target
-from dflash_hf.target.support import check_pair, check_target, has_fixed_rope
+from dflash_hf.target.support import changing_ropes, check_pair, check_target
 
 _signature = functools.cache(inspect.signature)
 
@@ -192,7 +192,7 @@ def decode(call: Call) -> DFlashGenerateOutput | torch.LongTensor:
         short_layers(target) if is_ours else nullcontext(),
     ):
         # What a prefill makes stays here if no cache is kept, and nothing of the user's sees a part of it.
-        with no_gradients() if kept is None and runs_whole(target) and has_fixed_rope(target) else nullcontext():
+        with no_gradients() if kept is None and runs_whole(target) and not changing_ropes(target) else nullcontext():
             run = prefill(call, kept, keeps_buffers=engine != "eager")
         try:
             with no_gradients():

@@ -93,7 +93,7 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     stats.num_proposed, stats.num_target_forwards = shape.path - 1, 1
     stats.proposal = "greedy" if state.key is None else rule
     stats.cache_bytes = cache.num_bytes() + generator.cache.num_bytes()
-    recorder = Recorder(config, input_ids.shape[0])
+    recorder, num_positions = Recorder(config, input_ids.shape[0]), target.facts.num_positions
     run = Run(
         call=call,
         generator=generator,
@@ -108,7 +108,7 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
         chooser=_chooser(generator, state, keeps_buffers),
         kept=kept,
         extra={name: value for name, value in call.inputs.items() if name not in OF_PREFILL and value is not None},
-        reach=None if target.num_positions is None else (target.num_positions - delta).tolist(),
+        reach=None if num_positions is None else (num_positions - delta).tolist(),
         prompt=longest,
         longest=longest,
         room=room,

@@ -39,7 +39,7 @@ from dflash_hf.target.fused import fused_modules
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
 from dflash_hf.target.reentry import KEYWORD, ragged_attention
-from dflash_hf.target.support import has_fixed_rope
+from dflash_hf.target.support import changing_ropes
 
 # Criteria that the commit itself decides.
 LENGTH_AND_END = (EosTokenCriteria, MaxLengthCriteria)
@@ -232,7 +232,7 @@ def drop_finished(run: Run) -> None:
     if not any(done) or not run.decides() or run.keeps_buffers or run.kept or run.extra or run.cache.groups:
         return
     # Such a RoPE goes by the longest row of the batch, also where that has ended.
-    if run.call.ranks.size > 1 or not has_fixed_rope(run.call.target) or not is_untouched(run.call.target.parts):
+    if run.call.ranks.size > 1 or changing_ropes(run.call.target) or not is_untouched(run.call.target.parts):
         return
     running = [row for row, has_ended in enumerate(done) if not has_ended]
     moved = [row for row in running if row >= len(running)]

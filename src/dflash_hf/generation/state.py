@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dflash_hf import ops
-from dflash_hf.cache.rows import kept_rows
+from dflash_hf.cache.ragged import kept_rows
 from dflash_hf.cache.size import LayerShape
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.tree import DraftTree, along

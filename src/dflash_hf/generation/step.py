@@ -16,13 +16,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from dflash_hf.attention import RaggedBlock
-from dflash_hf.cache.paths import is_in_place, keep_path
 from dflash_hf.generation.accept import commit, decide_at_once, decide_by_position, stop_by_criteria
 from dflash_hf.generation.buffers import buckets_between, reads_lengths_on_device, round_up
 from dflash_hf.generation.run import Run, has_room, make_room, tapped
 from dflash_hf.generation.state import NUM_REPORTED
 from dflash_hf.generation.widths import along_chain
 from dflash_hf.target.compiled import compile_errors, compiled_layers
+from dflash_hf.tree import is_in_place
 
 logger: Any = logging.get_logger(__name__)
 
@@ -131,7 +131,7 @@ def settle(run: Run, logits_BWV: Tensor) -> Tensor:
         # To look costs nothing where nothing has to be waited for.
         stays = path.device.type == "cpu" and not run.keeps_buffers and is_in_place(path)
         if not stays:
-            keep_path(run.cache, path, state.lengths)
+            run.cache.keep_path(path, state.lengths)
         run.generator.take_path(path, stays)
     commit(state, num_accepted)
     return scores
@@ -211,8 +211,9 @@ def take_note(run: Run, reported: list[list[int]], tokens: Tensor) -> None:
         for length, reach, has_ended in zip(lengths, run.reach, done, strict=True):
             # At the forward that plain decoding would fail in: nothing is made of positions that do not exist.
             if length > reach - (not has_ended):
+                num = run.call.target.facts.num_positions
                 raise ValueError(
-                    f"expected rows of at most {reach + 1} tokens (the target has {run.call.target.num_positions} "
+                    f"expected rows of at most {reach + 1} tokens (the target has {num} "
                     "learned positions), got a row that is longer or goes on; lower max_new_tokens"
                 )
     if run.call.streamer is not None and run.synchronized is None and committed[0]:

@@ -224,7 +224,7 @@ class UserCache:
         holder.dflash_context = None
         if generator.verify_width < 2:  # it has drafted nothing and written nothing
             return
-        buffers = [generator.cache.buffers_of(index) for index in range(len(generator.cache.layers))]
+        buffers = [layer.buffers() for layer in generator.cache.attention.values()]
         if keeps_buffers:
             buffers = [(keys.clone(), values.clone()) for keys, values in buffers]
         lengths = (positions >= 0).sum(dim=1)
@@ -303,4 +303,4 @@ def _write_context(generator: DFlashCandidateGenerator, context: DraftContext, l
         ring = keys.shape[1]
         positions = slot_positions(newest, torch.arange(ring, device=device), ring)
         positions = positions.masked_fill(positions >= length, -1)
-        generator.cache.write_rows(index, keys.to(device), values.to(device), PromptSlots(positions))
+        generator.cache.attention[index].write_rows(keys.to(device), values.to(device), PromptSlots(positions))

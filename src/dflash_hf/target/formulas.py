@@ -238,7 +238,7 @@ def over_caches(
         given: dict[str, Any] = {"attention_mask": None, "past_key_values": cache, KEYWORD: cache}
         out = run(hidden, cache, given | {"position_embeddings": angles, "use_cache": True})
         cache.check_passed()
-        found.append((out, *cache.buffers_of(0)))
+        found.append((out, *cache.attention[0].buffers()))
     return found[0], found[1]
 
 

@@ -181,7 +181,7 @@ def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
         found = list[tuple[weakref.ref[nn.Module], Forward]]()
         layers = list[tuple[weakref.ref[nn.Module], ShortLayer]]()
         # What torch.compile has traced is not to be traced again.
-        is_compiled = any(module._compiled_call_impl is not None for module in target.modules)
+        is_compiled = any(module._compiled_call_impl is not None for module in target.parts.modules)
         forward_of, within = _forward_of if is_kernels else short_forward_of, set[nn.Module]()
         for module in [] if is_compiled else target.decoder.modules():
             if module in within or (fused := forward_of(module, dtype)) is None:
@@ -192,7 +192,7 @@ def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
             found.append((weak, _layer_forward_here if isinstance(fused, ShortLayer) else _switched(fused)))
             # Kernels' layers call their parts, short ones do what these would.
             within |= set() if is_kernels else set(module.modules())
-        classes = [computes_by(kind) for kind in {type(module) for module in target.modules}]
+        classes = [computes_by(kind) for kind in {type(module) for module in target.parts.modules}]
         plan = _Plan(target.facts, *kind, classes, found, layers)
         _plans[target.model] = plan
     return plan
@@ -252,7 +252,7 @@ def _attention_forward(eps: float, plain: Forward, module: Any, *args: Any, **kw
     cache, states = cache_of_verify(module, kwargs), kwargs.get("hidden_states")
     if args or cache is None or states is None:
         return plain(module, *args, **kwargs)
-    buffers, norms = cache.buffers_of(module.layer_idx), head_norms(module)
+    buffers, norms = cache.attention[module.layer_idx].buffers(), head_norms(module)
     taken = [states, *(norm.weight for norm in norms), *kwargs["position_embeddings"]]
     if not all(map(is_bare, norms)) or not ops.writes(taken, buffers):
         return plain(module, *args, **kwargs)
@@ -269,7 +269,7 @@ def _attend_by(
     cos, sin = (part.expand(len(states), -1, -1) for part in kwargs["position_embeddings"])
     weights = [norm.weight for norm in head_norms(module)] or [None, None]
     lengths = cache.block.on(states.device).lengths
-    query = write(*heads, *weights, cos, sin, lengths, *cache.buffers_of(index), eps)
+    query = write(*heads, *weights, cos, sin, lengths, *cache.attention[index].buffers(), eps)
     return attend_ragged(module, query, *cache.read(index), cache, kwargs)
 
 

@@ -67,8 +67,7 @@ class Taps:
     def take(self) -> Tensor:
         """Returns the concatenated states `[B, S, L * D]` of the last forward and forgets them.
 
-        Raises:
-            RuntimeError: If a tapped layer did not run since the last call; a compiled module runs no hooks.
+        Raises `RuntimeError` if a tapped layer did not run since the last call; a compiled module runs no hooks.
         """
         missing = sorted(set(self.layer_ids) - set(self._states))
         if missing:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from dflash_hf.cache.recurrence import Recurrence, Rule, find_recurrence, find_recurrences
+from dflash_hf.cache.recurrence import Recurrence, Rule, find_recurrence
 from dflash_hf.devices import Inventory, execution_device
 from dflash_hf.fresh import vocabulary_of
 from dflash_hf.target.code import unsupported_code
@@ -26,7 +26,7 @@ class Target:
     Args:
         model (`PreTrainedModel`): The model `generate` was called on.
         parts (`Inventory`): Its modules, and what is on them.
-        facts (`object`): The same one as long as the modules and their classes are.
+        facts (`Facts`): The same one as long as the modules and their classes are.
         config (`PreTrainedConfig`): Its text config.
         layers (`tuple[nn.Module, ...]`): Decoder layers; layer `i` is the `i`-th.
         embedding (`nn.Module`): Input embedding of text tokens.
@@ -34,26 +34,17 @@ class Target:
         decoder (`nn.Module`): What holds the list of layers and runs them.
         recurrences (`dict[int, Recurrence]`): The recurrent parts of layers that have one which can be taken back, by
             layer index.
-        num_positions (`int`, *optional*): How many positions there are, where they are rows of a table.
-        unsupported (`str`, *optional*): What in the code of its modules cannot be run over the ragged cache.
     """
 
     model: PreTrainedModel
     parts: Inventory
-    facts: object
+    facts: Facts
     config: PreTrainedConfig
     layers: tuple[nn.Module, ...]
     embedding: nn.Module
     head: nn.Module
     decoder: nn.Module
     recurrences: dict[int, Recurrence]
-    num_positions: int | None = None
-    unsupported: str | None = None
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The model and all its parts."""
-        return self.parts.modules
 
     @property
     def device(self) -> torch.device:
@@ -70,8 +61,8 @@ class Target:
             indices_BW (`torch.Tensor` of shape `[B, W]`, int64): Index of each token in its row.
             delta (`torch.Tensor` of shape `[B]` or `[rows, B]`, int64): Position minus index.
         """
-        positions = indices_BW + delta[..., None]
-        return positions if self.num_positions is None else positions.clamp_max(self.num_positions - 1)
+        positions, num = indices_BW + delta[..., None], self.facts.num_positions
+        return positions if num is None else positions.clamp_max(num - 1)
 
     @property
     def takes_inference_mode(self) -> bool:
@@ -86,7 +77,7 @@ class Target:
         return int(weight.shape[0])
 
 
-class _Facts(NamedTuple):
+class Facts(NamedTuple):
     """What the modules of a model are, and that it need not be found out again as long as they are the same.
 
     Args:
@@ -95,7 +86,8 @@ class _Facts(NamedTuple):
         config (`PreTrainedConfig`): The text config.
         layers, decoder (`list[int]`, `int`): Which of them are decoder layers, and which one runs these.
         recurrences (`dict[int, tuple[Rule, int]]`): Per layer, its rule and the module that it is of.
-        num_positions, unsupported: See [`Target`].
+        num_positions (`int`, *optional*): How many positions there are, where they are rows of a table.
+        unsupported (`str`, *optional*): What in the code of its modules cannot be run over the ragged cache.
     """
 
     modules: list[weakref.ref[nn.Module]]
@@ -109,17 +101,14 @@ class _Facts(NamedTuple):
 
 
 # Weak on both sides: a model is freed as soon as the user lets go of it.
-_known: weakref.WeakKeyDictionary[PreTrainedModel, _Facts] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[PreTrainedModel, Facts] = weakref.WeakKeyDictionary()
 
 
 def find_target(model: PreTrainedModel) -> Target:
-    """Finds the text decoder's layers, the embedding and the head of a causal or vision-language model.
+    """Finds the parts of a causal or vision-language model; raises `ValueError` if one cannot be found.
 
     What follows from its modules is found once, and again when one of them is another one: wrapped, replaced, with an
     adapter.
-
-    Raises:
-        ValueError: If one of them cannot be found.
     """
     embedding, head = vocabulary_of(model)
     config = model.config.get_text_config(decoder=True)
@@ -142,21 +131,22 @@ def find_target(model: PreTrainedModel) -> Target:
         head=head,
         decoder=modules[facts.decoder],
         recurrences={layer: Recurrence(rule, modules[index]) for layer, (rule, index) in facts.recurrences.items()},
-        num_positions=facts.num_positions,
-        unsupported=facts.unsupported,
     )
 
 
 def _find_facts(
     model: PreTrainedModel, modules: list[nn.Module], config: PreTrainedConfig, embedding: nn.Module
-) -> _Facts:
+) -> Facts:
     name, num_layers = type(model).__name__, getattr(config, "num_hidden_layers", None)
     lists = [
         module
         for module in modules
         if isinstance(module, nn.ModuleList)
         and len(module) == num_layers
-        and all(_is_decoder_layer(layer) for layer in module)
+        and all(
+            any(hasattr(layer, name) for name in ("self_attn", "attn", "mlp")) or find_recurrence(layer) is not None
+            for layer in module
+        )
     ]
     own = [layers for layers in lists if _text_config_of(layers) is config] or lists
     if not own:
@@ -164,8 +154,8 @@ def _find_facts(
     layers = list(own[0])
     decoder = next(module for module in modules if any(child is own[0] for child in module.children()))
     places = {module: index for index, module in reversed(list(enumerate(modules)))}
-    recurrences = find_recurrences(layers)
-    return _Facts(
+    recurrences = {i: found for i, layer in enumerate(layers) if (found := find_recurrence(layer)) is not None}
+    return Facts(
         modules=[weakref.ref(module) for module in modules],
         kinds=list(map(type, modules)),
         config=config,
@@ -188,10 +178,6 @@ def _num_positions(decoder: nn.Module, config: PreTrainedConfig, embedding: nn.M
             if num == getattr(config, "max_position_embeddings", None):
                 return num
     return None
-
-
-def _is_decoder_layer(layer: nn.Module) -> bool:
-    return any(hasattr(layer, name) for name in ("self_attn", "attn", "mlp")) or find_recurrence(layer) is not None
 
 
 def _text_config_of(layers: nn.ModuleList) -> object:

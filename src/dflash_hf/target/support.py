@@ -4,31 +4,25 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from dflash_hf.cache.recurrence import Recurrence, supported
+from dflash_hf.cache.recurrence import supported
 from dflash_hf.configuration_dflash import LAYER_TYPES, DFlashConfig
+from dflash_hf.errors import require
 from dflash_hf.target.parts import Target
 
-LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
+KEEP_A_STATE = ("linear", "mamba", "conv", "hybrid", "recurrent")  # in names of layer types
 
 
 def check_target(target: Target) -> None:
-    """Refuses targets whose attention the ragged cache cannot reproduce exactly.
-
-    Raises:
-        ValueError: Naming the mechanism: chunked, ALiBi, shared-K/V or cross attention, recurrent layers of a kind
-            that cannot be taken back or that lack what that needs, or a model that does not use Transformers'
-            attention interface.
-    """
+    """Refuses targets whose attention the ragged cache cannot reproduce exactly: `ValueError` names why."""
     config, name = target.config, type(target.model).__name__
     if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
         raise ValueError(
             f"expected {name} under an attention implementation that knows its soft cap, got 'sdpa', which older "
             "Transformers choose and which leaves it out; call target.set_attn_implementation('eager')"
         )
-    recurrences = target.recurrences
-    _check_recurrences(target, recurrences)
+    _check_recurrences(target)
     layer_types = getattr(config, "layer_types", None) or ["full_attention"]
-    unknown = sorted({kind for i, kind in enumerate(layer_types) if i not in recurrences} - set(LAYER_TYPES))
+    unknown = sorted({kind for i, kind in enumerate(layer_types) if i not in target.recurrences} - set(LAYER_TYPES))
     if "chunked_attention" in unknown or getattr(config, "attention_chunk_size", None):
         reason = "chunked attention (its argument never reaches the attention interface)"
     elif unknown:
@@ -42,21 +36,16 @@ def check_target(target: Target) -> None:
     elif (adapter := _adapter_reason(target.model)) is not None:
         reason = adapter
     else:
-        reason = target.unsupported
-    if reason is None:
-        return
-    raise ValueError(f"expected a target with full or sliding attention, got {name} with {reason}; drop the draft")
+        reason = target.facts.unsupported
+    if reason is not None:
+        raise ValueError(f"expected a target with full or sliding attention, got {name} with {reason}; drop the draft")
 
 
-def _check_recurrences(target: Target, recurrences: dict[int, Recurrence]) -> None:
-    """Refuses recurrent layers that cannot be taken back.
-
-    Raises:
-        ValueError: Naming their kind, or what they lack.
-    """
-    kinds = getattr(target.config, "layer_types", None) or []
+def _check_recurrences(target: Target) -> None:
+    """Refuses recurrent layers that cannot be taken back: a `ValueError` names their kind, or what they lack."""
+    kinds, recurrences = getattr(target.config, "layer_types", None) or [], target.recurrences
     others = {str(kind) for index, kind in enumerate(kinds) if index not in recurrences}
-    others = {kind for kind in others if _is_recurrent(kind)}
+    others = {kind for kind in others if any(word in kind for word in KEEP_A_STATE)}
     reasons = [found for each in recurrences.values() if (found := each.rule.why_not(each.module)) is not None]
     if others or (getattr(target.model, "_is_stateful", False) and not recurrences):
         reasons.insert(0, f"others ({', '.join(sorted(others)) or 'a stateful model'})")
@@ -67,11 +56,6 @@ def _check_recurrences(target: Target, recurrences: dict[int, Recurrence]) -> No
             f"expected a target whose recurrent layers are {supported()}, got {type(target.model).__name__} with "
             f"{reasons[0]}; drop the draft"
         )
-
-
-def _is_recurrent(kind: object) -> bool:
-    """Returns True if a layer type of a config means that a state is kept."""
-    return any(word in str(kind) for word in ("linear", "mamba", "conv", "hybrid", "recurrent"))
 
 
 def _adapter_reason(model: PreTrainedModel) -> str | None:
@@ -86,64 +70,37 @@ def _adapter_reason(model: PreTrainedModel) -> str | None:
 
 
 def check_pair(target: Target, config: DFlashConfig) -> None:
-    """Checks that a draft fits a target.
-
-    Raises:
-        ValueError: On another width, depth or vocabulary (as far as the draft states them), or a mask token outside
-            the embedding.
-    """
-    text = target.config
-    if config.target_hidden_size != text.hidden_size or config.hidden_size != text.hidden_size:
-        raise ValueError(
-            f"expected a draft for hidden size {text.hidden_size} (the target's), got one for {config.hidden_size}; "
-            "load the draft that was trained for this target"
-        )
-    depth = len(target.layers)
-    if max(config.target_layer_ids) >= depth or (config.num_target_layers or depth) != depth:
-        raise ValueError(
-            f"expected taps below {depth} (the target's depth), got target_layer_ids {config.target_layer_ids} made "
-            f"for {config.num_target_layers} layers; load the draft that was trained for this target"
-        )
-    if config.mask_token_id >= target.vocab_size:
-        raise ValueError(
-            f"expected mask_token_id below {target.vocab_size} (the target's embedding), got {config.mask_token_id}; "
-            "load the draft that was trained for this target"
-        )
-    if config.vocab_size is not None and config.vocab_size != text.vocab_size:
-        raise ValueError(
-            f"expected a draft for a vocabulary of {text.vocab_size} (the target's), got {config.vocab_size}; "
-            "load the draft that was trained for this target"
-        )
+    """Raises `ValueError` unless a draft fits a target: width, mask token, and depth and vocabulary where stated."""
+    text, depth, rows = target.config, len(target.layers), target.vocab_size
+    other = "load the draft that was trained for this target"
+    for width in (config.hidden_size, config.target_hidden_size):
+        what = f"a draft for hidden size {text.hidden_size} (the target's)"
+        require(width == text.hidden_size, what, width, other)
+    taps, mask, size = config.target_layer_ids, config.mask_token_id, config.vocab_size
+    require(max(taps) < depth, f"taps below {depth} (the target's depth)", taps, other)
+    what, stated = f"a draft for {depth} layers (the target's depth)", config.num_target_layers
+    require(stated in (None, depth), what, stated, other)
+    require(mask < rows, f"mask_token_id below {rows} (the target's embedding)", mask, other)
+    what = f"a draft for a vocabulary of {text.vocab_size} (the target's)"
+    require(size in (None, text.vocab_size), what, size, other)
 
 
-def rope_kinds(target: Target) -> set[str]:
-    """Returns the types of RoPE that a target's layers use."""
+def changing_ropes(target: Target) -> list[str]:
+    """Returns the types of RoPE in a target's layers whose frequencies follow the longest row of a call."""
     rope = getattr(target.config, "rope_parameters", None) or {}
-    kinds = [rope.get("rope_type"), *(kind.get("rope_type") for kind in rope.values() if isinstance(kind, dict))]
-    return {kind for kind in kinds if kind is not None}
-
-
-def has_fixed_rope(target: Target) -> bool:
-    """Returns True unless the frequencies of a target's RoPE follow the longest row of a call; it keeps those then."""
-    return not rope_kinds(target) & set(LENGTH_DEPENDENT_ROPE)
+    kinds = {rope.get("rope_type"), *(kind.get("rope_type") for kind in rope.values() if isinstance(kind, dict))}
+    return [kind for kind in ("dynamic", "longrope") if kind in kinds]
 
 
 def check_length(target: Target, longest_prompt: int, max_length: int) -> None:
-    """Refuses runs during which a RoPE that depends on the length of the call would change its frequencies.
+    """Refuses, by `ValueError`, runs during which a RoPE that depends on the call's length may change its frequencies.
 
-    A verify also sees the proposals, so it would switch up to a block earlier than plain decoding does.
-
-    Args:
-        target (`Target`): The target.
-        longest_prompt (`int`): Real tokens of the longest row.
-        max_length (`int`): Columns that a verify may reach: the output's and one block.
-
-    Raises:
-        ValueError: If the run may cross the boundary.
+    A verify also sees the proposals, so it would switch up to a block earlier than plain decoding does. Lengths are
+    the real tokens of the longest row, and the columns that a verify may reach: the output's and one block.
     """
-    if has_fixed_rope(target):
+    rope, kinds = getattr(target.config, "rope_parameters", None) or {}, changing_ropes(target)
+    if not kinds:
         return
-    rope, kinds = getattr(target.config, "rope_parameters", None) or {}, rope_kinds(target)
     original = rope.get("original_max_position_embeddings") or getattr(
         target.config, "original_max_position_embeddings", None
     )
@@ -152,6 +109,6 @@ def check_length(target: Target, longest_prompt: int, max_length: int) -> None:
         return
     raise ValueError(
         f"expected a run that stays within {original} tokens, a block included, or starts beyond them (the target's "
-        f"RoPE {sorted(str(kind) for kind in kinds)} changes there), got a prompt of {longest_prompt} tokens and "
+        f"RoPE {kinds} changes there), got a prompt of {longest_prompt} tokens and "
         f"up to {max_length} with what is generated and a block; lower max_new_tokens or drop assistant_model"
     )

@@ -119,7 +119,7 @@ def target_features(
             inputs["logits_to_keep"] = columns = columns.to(target.device)
     # What FSDP gathers for a forward it lets go of at that forward's end.
     ends_early = num_likely == 0 and not any(
-        base.__name__ == "FSDPModule" for part in target.modules for base in type(part).__mro__
+        base.__name__ == "FSDPModule" for part in target.parts.modules for base in type(part).__mro__
     )
     kept: list[Tensor] = []
 
