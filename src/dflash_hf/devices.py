@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -161,7 +161,21 @@ def is_compiled(parts: Inventory) -> bool:
     return False
 
 
-_stance = ExitStack()
+_stance: Any = None
+
+
+def _set_stance() -> None:
+    """Has torch run eagerly what is compiled."""
+    global _stance
+    _stance = torch.compiler.set_stance("force_eager")
+
+
+def _restore_stance() -> None:
+    """Restores what was before; may be called again where an interrupt has cut it short."""
+    global _stance
+    if _stance is not None:
+        _stance.__exit__(None, None, None)
+        _stance = None
 
 
 @contextmanager
@@ -179,5 +193,5 @@ def eagerly(*models: Inventory) -> Generator[None]:
         f"{' and '.join(compiled)} runs eagerly with a DFlash draft: hooks that record hidden states do not run in "
         "code of torch.compile"
     )
-    with shared(_stance, lambda: _stance.enter_context(torch.compiler.set_stance("force_eager")), _stance.close):
+    with shared(torch.compiler, _set_stance, _restore_stance):
         yield

@@ -102,7 +102,7 @@ class Current(threading.local):
             yield
 
 
-_sharing = threading.Lock()
+_sharing = threading.RLock()  # what makes a change may collect garbage, and with it what is still open
 _users: weakref.WeakKeyDictionary[Any, set[object]] = weakref.WeakKeyDictionary()
 
 
@@ -126,9 +126,10 @@ def shared(key: Any, change: Callable[[], object], undo: Callable[[], None]) -> 
     with undoing(leave):
         with _sharing:
             users = _users.setdefault(key, set())
-            if not users:
-                change()
+            is_first = not users
             users.add(user)
+            if is_first:
+                change()
         yield
 
 

@@ -239,7 +239,7 @@ def test_a_pair_that_does_not_fit_is_named_without_measuring() -> None:
     draft = variant(pair()[1], {"num_target_layers": 24})
     diagnosis = examine(draft)
     assert names(diagnosis) == ["other_target"]
-    assert "made for 24 layers" in diagnosis.findings[0].sentence
+    assert "expected a draft for 12 layers (the target's depth), got 24" in diagnosis.findings[0].sentence
     assert diagnosis.num_prompts == 0
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from dflash_hf.training.forward import (
     target_features,
 )
 from dflash_hf.training.loss import OBJECTIVES, Objective, block_labels, block_loss, decay_weights, loss_weight
+from helpers.layouts import SELECTOR
 from tiny import DFLASH2
 
 SLIDING = {
@@ -202,10 +204,14 @@ def test_distillation_compares_with_the_targets_own_distribution(
     assert result.loss.item() == pytest.approx(loss, rel=1e-9)
 
 
+@pytest.mark.parametrize("kind", [{}, SELECTOR], ids=["plain", "selector"])
 def test_labels_of_the_target_are_its_argmax_in_a_batch_loss(
-    target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch
+    kind: dict[str, Any], target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch
 ) -> None:
-    draft, found, anchors = make_draft(), find_target(target), all_anchors(batch.loss_mask, 6)
+    """A selector's score is of the token before in the text, which the target was shown, and not in the labels."""
+    draft, found, anchors = make_draft(**kind), find_target(target), all_anchors(batch.loss_mask, 6)
+    if draft.candidate_selector is not None:
+        nn.init.normal_(draft.candidate_selector.successor_codebook)
     weights = decay_weights(6, 3.0)
     result = batch_loss(draft, found, batch, anchors, weights, target_labels=True)
     own = target(batch.input_ids, attention_mask=batch.attention_mask.long()).logits.argmax(dim=-1)
@@ -213,8 +219,9 @@ def test_labels_of_the_target_are_its_argmax_in_a_batch_loss(
     labels = block_labels(batch, anchors)
     labels = replace(labels, ids=block_labels(replace(batch, input_ids=ids), anchors).ids)
     hidden = run_blocks(draft, found, batch, target_features(found, [0, 2], batch).taps, anchors)
-    wanted = block_loss(hidden, labels, weights, found.head)
+    wanted = block_loss(hidden, labels, weights, found.head, selector=draft.candidate_selector)
     torch.testing.assert_close(result.loss, wanted.loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(result.selector_loss, wanted.selector_loss, rtol=1e-5, atol=0)
     plain = batch_loss(draft, found, batch, anchors, weights)
     assert plain.loss != result.loss
 

@@ -78,11 +78,11 @@ def check_pair(target: Target, config: DFlashConfig) -> None:
         require(width == text.hidden_size, what, width, other)
     taps, mask, size = config.target_layer_ids, config.mask_token_id, config.vocab_size
     require(max(taps) < depth, f"taps below {depth} (the target's depth)", taps, other)
-    what, stated = f"a draft for {depth} layers (the target's depth)", config.num_target_layers
-    require(stated in (None, depth), what, stated, other)
+    stated = config.num_target_layers or depth
+    require(stated == depth, f"a draft for {depth} layers (the target's depth)", stated, other)
     require(mask < rows, f"mask_token_id below {rows} (the target's embedding)", mask, other)
-    what = f"a draft for a vocabulary of {text.vocab_size} (the target's)"
-    require(size in (None, text.vocab_size), what, size, other)
+    if size is not None:
+        require(size == text.vocab_size, f"a draft for a vocabulary of {text.vocab_size} (the target's)", size, other)
 
 
 def changing_ropes(target: Target) -> list[str]:

@@ -196,7 +196,7 @@ def encode_messages(
             **template.options,
         )
         mask = list(plain["assistant_masks"])
-        mask = mask if chosen == every else _chosen(mask, every, chosen)
+        mask = mask if chosen == every or not any(mask) else _chosen(mask, every, chosen)
     else:
         prepared = prepared[: chosen[-1] + 1]
         plain, mask = _located(template, prepared, chosen)
