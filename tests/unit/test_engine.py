@@ -424,7 +424,7 @@ def test_nothing_is_written_beyond_the_buffers(family: str, engine: Any, monkeyp
 
     def fenced_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        self._replace(fenced)
+        self.key_buffer, self.value_buffer = fenced(self.key_buffer), fenced(self.value_buffer)
 
     allocate = buffers.DecodeState.allocate
 

@@ -9,7 +9,7 @@ instead of keys and values, are in `recurrent`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,33 +43,34 @@ class RaggedLayer(CacheLayerMixin):
         self.ring = shape.ring(max_length, block)
         rows, where = (batch, self.ring, shape.num_heads), shape.device
         with plain_tensors():
-            self.key_buffer = torch.zeros(*rows, shape.key_size, dtype=shape.dtype, device=where)
-            self.value_buffer = torch.zeros(*rows, shape.value_size, dtype=shape.value_dtype, device=where)
-        self._replace(lambda buffer: buffer)
+            keys = torch.zeros(*rows, shape.key_size, dtype=shape.dtype, device=where)
+            values = torch.zeros(*rows, shape.value_size, dtype=shape.value_dtype, device=where)
+        self._hold(keys, values)
         self.is_initialized = True
 
-    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Puts other buffers in the place of both, and makes views of them once, not for every write and read."""
-        with plain_tensors():
-            self.key_buffer, self.value_buffer = change(self.key_buffer), change(self.value_buffer)
-            self._rows = [buffer.flatten(0, 1) for buffer in self.buffers()]
-            self._all = [buffer.transpose(1, 2) for buffer in self.buffers()]
+    def _hold(self, key_buffer: Tensor, value_buffer: Tensor) -> None:
+        """Takes these for its buffers."""
+        self.key_buffer, self.value_buffer = key_buffer, value_buffer
+        # Views, made once, where they are needed, and not for every write and read.
+        self._rows: list[Tensor] = []
+        self._all: list[Tensor] = []
         self._views: tuple[Tensor, Tensor] | None = None
 
     def grow(self, ring: int) -> None:
         """Moves what is held into buffers of `ring` slots; the old ones must never have wrapped."""
 
         def longer(old: Tensor) -> Tensor:
-            new = old.new_zeros(old.shape[0], ring, *old.shape[2:])
-            new[:, : self.ring] = old
+            with plain_tensors():
+                new = old.new_zeros(old.shape[0], ring, *old.shape[2:])
+                new[:, : self.ring] = old
             return new
 
-        self._replace(longer)
+        self._hold(longer(self.key_buffer), longer(self.value_buffer))
         self.ring = ring
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keeps these rows alone; see [`kept_rows`]."""
-        self._replace(lambda buffer: kept_rows(buffer, rows))
+        self._hold(kept_rows(self.key_buffer, rows), kept_rows(self.value_buffer, rows))
 
     def write(self, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> None:
         """Writes a block in place at each row's length; no host sync."""
@@ -79,6 +80,9 @@ class RaggedLayer(CacheLayerMixin):
             self.key_buffer.narrow(1, first, block.width).copy_(key_BKGE)
             self.value_buffer.narrow(1, first, block.width).copy_(value_BKGE)
             return
+        if not self._rows:
+            with plain_tensors():
+                self._rows = [buffer.flatten(0, 1) for buffer in self.buffers()]
         keys, values = self._rows
         slots = block.on(keys.device).slots(self.ring)
         if key_BKGE.dtype != keys.dtype or value_BKGE.dtype != values.dtype:
@@ -102,6 +106,7 @@ class RaggedLayer(CacheLayerMixin):
         """Returns views of the keys and values that a block has to read: `[B, G, extent, E]`."""
         extent = block.extent(self.ring)
         if self._views is None or self._views[0].shape[2] != extent:
+            self._all = self._all or [buffer.transpose(1, 2) for buffer in self.buffers()]
             keys, values = self._all
             self._views = (keys.narrow(2, 0, extent), values.narrow(2, 0, extent))
         return self._views
@@ -134,7 +139,7 @@ class RaggedLayer(CacheLayerMixin):
 
     def release(self) -> None:
         """Drops the buffers; nothing can be read or written afterwards."""
-        self._replace(lambda buffer: buffer.new_empty(0, 0, 0, 0))
+        self._hold(self.key_buffer.new_empty(0), self.value_buffer.new_empty(0))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Does nothing: the buffers exist from the start."""
