@@ -21,7 +21,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from dflash_hf import ops
 from dflash_hf.configuration_dflash import AttentionKind
 from dflash_hf.positions import slot_positions, visible
-from dflash_hf.tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,14 +28,13 @@ class RaggedBlock:
     """New tokens of every row, the first of row `b` at index `positions[b, 0]`; reads nothing on the host."""
 
     # [B, width], int64: index of each token in its row, counting up by one. Not copied: the block stands where they
-    # say. Of a tree, where each node's keys and values go.
+    # say.
     positions: Tensor
     # A length the host knows no row exceeds after this block; keys beyond it are not read. Purely a saving.
     bound: int | None = None
     # The host knows that every row ends exactly at `bound`, so that a layer in which all see all needs no mask; SDPA
     # without one takes half the time on a CPU.
     is_exact: bool = False
-    tree: DraftTree | None = None  # what the new tokens follow, if not each the one before
     # What is derived of it is found once per step and not once per layer.
     _slots: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     _masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
@@ -62,14 +60,8 @@ class RaggedBlock:
         if device == self.positions.device:
             return self
         if device not in self._copies:
-            tree = None if self.tree is None else self.tree.on(device)
-            self._copies[device] = RaggedBlock(self.positions.to(device), self.bound, self.is_exact, tree)
+            self._copies[device] = RaggedBlock(self.positions.to(device), self.bound, self.is_exact)
         return self._copies[device]
-
-    @property
-    def indices(self) -> Tensor:
-        """Index that each token has in its row if it is accepted, `[B, width]`: what its position follows from."""
-        return self.positions if self.tree is None else self.positions[:, :1] + self.tree.depths
 
     def extent(self, ring: int) -> int:
         """Returns how many slots of a buffer of `ring` slots have to be read."""
@@ -106,11 +98,8 @@ class RaggedBlock:
             else:
                 slots = torch.arange(num_slots, device=self.positions.device)
                 held = slot_positions(self.positions[:, -1:, None], slots, num_slots)
-                anchor, is_related = self.positions[:, :1, None], None
-                if self.tree is not None:
-                    held, is_related = self._of_tree(self.tree, held)
-                seen = visible(self.indices[:, :, None], held, window, causal, anchor if from_anchor else None)
-                seen = seen if is_related is None else seen & is_related
+                anchor = self.positions[:, :1, None]
+                seen = visible(self.positions[:, :, None], held, window, causal, anchor if from_anchor else None)
                 mask = additive_mask(~seen, dtype)[:, None]
             self._masks[key] = mask if repeats == 1 else mask.repeat(1, 1, repeats, 1)
         return self._masks[key]
@@ -118,21 +107,8 @@ class RaggedBlock:
     def _plain_mask(self, num_slots: int, dtype: torch.dtype) -> Tensor:
         """The additive mask `[1, 1, width, num_slots]` of one row that all is known of: what is before it is seen."""
         device, before = self.positions.device, num_slots - self.width
-        if self.tree is None:
-            hidden = torch.full((self.width, num_slots), -math.inf, dtype=dtype, device=device).triu_(before + 1)
-            return hidden[None, None]
-        others = (self.tree.ancestors[:, :, None] >> torch.arange(self.width, device=device)) & 1 == 0
-        return nn.functional.pad(additive_mask(others, dtype), (before, 0))[:, None]
-
-    def _of_tree(self, tree: DraftTree, held: Tensor) -> tuple[Tensor, Tensor]:
-        """Index `[B, 1, slots]` of what each slot holds, and whether it is a node's ancestor or no node at all.
-
-        `held` `[B, 1, slots]` takes the nodes for a chain.
-        """
-        node = held - self.positions[:, :1, None]
-        is_node, node = node >= 0, node.clamp_min(0)
-        held = torch.where(is_node, self.positions[:, :1, None] + tree.depths.gather(1, node[:, 0])[:, None], held)
-        return held, ((tree.ancestors[:, :, None] >> node) & 1).bool() | ~is_node
+        hidden = torch.full((self.width, num_slots), -math.inf, dtype=dtype, device=device).triu_(before + 1)
+        return hidden[None, None]
 
 
 def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -203,8 +179,6 @@ def attend(
                 from_anchor=from_anchor,
                 softcap=softcap,
                 sinks_H=sinks,
-                depths_BW=None if block.tree is None else block.tree.depths,
-                ancestors_BW=None if block.tree is None else block.tree.ancestors,
             )
         rows = mask_repeats(repeats, key_BGRE.device)
         mask = block.mask(key_BGRE.shape[2], kind, rows, query_BHKE.dtype)

@@ -30,12 +30,7 @@ ROPE_TYPES = {
 }
 # Far above any draft; what lies beyond is a damaged file, and building it would end in a memory error.
 MAX_LAYERS = 1024
-MAX_SIZE = 2**20
-MAX_VOCABULARY = 2**24
-# There the target's logits of one block, `[block_size, vocabulary]` in float32, take 0.6 GB with Qwen3's vocabulary,
-# and verifying it is a prefill: nobody gains by proposing that much. Published drafts have 8 to 32.
-MAX_BLOCK_SIZE = 1024
-MAX_CANDIDATES = 1024  # the selector scores each with each of the slot before
+MAX_SIZE = 2**24
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -185,12 +180,10 @@ class DFlashConfig(PreTrainedConfig):
     def _check_sizes(self) -> None:
         """Raises unless every size and scale can be built with: the first thing, before any list is as long as one."""
         sizes = ("hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
-        sizes += ("num_key_value_heads", "conv_kernel_size", "conv_group_size", "selector_rank")
+        sizes += ("num_key_value_heads", "vocab_size", "draft_vocab_size", "max_position_embeddings", "block_size")
+        sizes += ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
         limits = {
             **dict.fromkeys(sizes, MAX_SIZE),
-            **dict.fromkeys(("vocab_size", "draft_vocab_size", "max_position_embeddings"), MAX_VOCABULARY),
-            "block_size": MAX_BLOCK_SIZE,
-            "selector_top_k": MAX_CANDIDATES,
             "num_hidden_layers": MAX_LAYERS,
             "num_target_layers": MAX_LAYERS,
             "sliding_window": 2**62,

@@ -127,14 +127,7 @@ def raw_embeddings(embedding: nn.Module, token_ids: Tensor) -> Tensor:
     """
     with brought_in(embedding):
         weight: Any = embedding.weight
-        if not hasattr(weight, "device_mesh"):
-            return nn.functional.embedding(token_ids, weight)
-        # Shared among processes, each of which has some of its rows.
-        from torch.distributed.tensor import DTensor, Replicate
-
-        replicated = DTensor.from_local(token_ids, weight.device_mesh, [Replicate()], run_check=False)
-        found: Any = nn.functional.embedding(replicated, weight)
-        return found.full_tensor()
+        return nn.functional.embedding(token_ids, weight)
 
 
 def _hooks(module: nn.Module) -> list[Any]:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
-import warnings
-from collections.abc import Mapping
-from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,6 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from dflash_hf.checkpoints import FORMATS, CheckpointFormat
-from dflash_hf.checkpoints.files import FLOAT_DTYPES, find_file
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.errors import listed, require
 from dflash_hf.formats import FormatName
@@ -42,56 +37,11 @@ def load_draft(path_or_repo: str | PathLike[str], **kwargs: Any) -> DFlashDraftM
     return DFlashDraftModel.from_pretrained(path_or_repo, **kwargs)
 
 
-def inspect_draft(path_or_repo: str | PathLike[str]) -> dict[str, Any]:
-    """Says what a draft is, from its config and the headers of its weights; no weights are loaded.
-
-    Args:
-        path_or_repo (`str` or `os.PathLike`): Folder or Hub id, in any format.
-
-    Returns:
-        `dict[str, Any]`: Plain values: `format`, `is_dflash2`, `num_parameters`, `num_bytes`, `dtypes` (as safetensors
-        spells them), `num_proposals`, `target` (what the config, or the model card, names; else `None`), and fields of
-        [`DFlashConfig`]. What is refused, and how, is as in [`DFlashDraftModel.from_pretrained`].
-    """
-    found = DFlashDraftModel._checked(path_or_repo, {}, {})
-    config, tensors = found.config, found.stored.values()
-    names = (
-        *("num_target_layers", "target_hidden_size", "target_layer_ids", "block_size", "mask_token_id"),
-        *("num_hidden_layers", "hidden_size", "sliding_window", "vocab_size", "draft_vocab_size"),
-        *("own_embed_tokens", "own_lm_head", "sample_from_anchor"),
-    )
-    return {
-        "format": found.form.name,
-        "is_dflash2": config.is_dflash2,
-        "num_parameters": sum(prod(tensor.shape) for tensor in tensors if tensor.dtype in FLOAT_DTYPES),
-        "num_bytes": sum(file.stat().st_size for file in {tensor.file for tensor in tensors}),
-        "dtypes": sorted({tensor.dtype for tensor in tensors if tensor.dtype in FLOAT_DTYPES}),
-        "num_proposals": config.num_proposals(config.block_size),
-        "target": _named_target(path_or_repo, found.raw),
-        **{name: getattr(config, name) for name in names},
-    }
-
-
-def _named_target(path_or_repo: str | PathLike[str], raw: Mapping[str, Any]) -> str | None:
-    """The target that a speculators config or a model card names."""
-    section = raw.get("speculators_config")
-    verifier = section.get("verifier") if isinstance(section, Mapping) else None
-    name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
-    if not isinstance(name, str):
-        card = find_file(path_or_repo, "README.md", {})
-        text = "" if card is None else card.read_text(encoding="utf-8", errors="replace")
-        front = text.split("---")[1] if text.startswith("---") and text.count("---") > 1 else ""
-        found = re.search(r"^base_model:\s*(?:-\s*)?[\"']?([\w./-]+)", front, re.MULTILINE)
-        name = found[1] if found else None
-    return name or None
-
-
 def save_draft(
     draft: DFlashDraftModel,
     directory: str | PathLike[str],
     format: FormatName = "dflash",
     target: PreTrainedModel | None = None,
-    **deprecated: Any,
 ) -> None:
     """Saves a draft in a format of choice.
 
@@ -105,17 +55,11 @@ def save_draft(
             hold: vocabulary and depth, copies of embedding and head (`"deepspec"`), its name (`"speculators"`). With
             it, a draft's own embedding and head are left out where the format has no place for them and they equal the
             target's.
-        deprecated: `layout`, the name that `format` had.
 
     Raises:
         ValueError: If the format is not known, or cannot express the draft; the message names the fields, and nothing
             is written.
     """
-    if "layout" in deprecated:
-        warnings.warn("save_draft(layout=...) is now save_draft(format=...)", DeprecationWarning, stacklevel=2)
-        format = deprecated.pop("layout")
-    if deprecated:
-        raise TypeError(f"save_draft() got an unexpected keyword argument {next(iter(deprecated))!r}")
     require(format in tuple(FORMATS), f"format in {list(FORMATS)}", format, "choose one of them")
     chosen = FORMATS[format]
     if chosen.name == draft.config.model_type:

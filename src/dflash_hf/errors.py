@@ -1,7 +1,4 @@
-"""Values of a user's, as sentences show them: whole where they are short, on one line, never all of a million.
-
-Files bring whatever they like as a value or a name; what is printed of it stays readable.
-"""
+"""Values of a user's, as sentences show them: whole where they are short, never all of a million."""
 
 from __future__ import annotations
 
@@ -9,8 +6,6 @@ import reprlib
 from collections.abc import Iterable
 
 MAX_VALUE = 200  # characters of one value
-MAX_TEXT = 600  # characters of what somebody else has to say
-MAX_NAMED = 8  # names in a list
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 4
@@ -24,18 +19,13 @@ def shown(value: object) -> str:
 
 
 def one_line(text: object) -> str:
-    """Returns a text as one line of printable characters, its middle left out where it is long."""
-    line = " ".join(_cut(str(text), 4 * MAX_TEXT).split())
-    return _cut("".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line), MAX_TEXT)
+    """Returns a text as one line."""
+    return " ".join(str(text).split())
 
 
 def listed(names: Iterable[object], separator: str = ", ") -> str:
-    """Returns the first of some names, each on one line, and how many more there are."""
-    every = list(names)
-    parts = [_cut(one_line(name), MAX_VALUE) for name in every[:MAX_NAMED]]
-    if len(every) > MAX_NAMED:
-        parts.append(f"{len(every) - MAX_NAMED} more")
-    return separator.join(parts)
+    """Returns some names, each on one line."""
+    return separator.join(one_line(name) for name in names)
 
 
 def is_a(value: object, *kinds: type) -> bool:

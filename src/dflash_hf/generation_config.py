@@ -2,51 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal, get_args
 
 from transformers import GenerationConfig
 
-from dflash_hf.errors import is_a, one_line, require, shown
-from dflash_hf.ops import MAX_NODES
-from dflash_hf.tree import MAX_MATCHING
+from dflash_hf.errors import is_a, require, shown
 
 Engine = Literal["auto", "eager", "cuda_graph"]
 Proposal = Literal["auto", "argmax", "shared_noise", "sample"]
-
-# Transformers' class says nothing of types, compares and stores. Fields that are not here may be what it accepts.
-_NAMES: dict[tuple[type, ...], tuple[str, ...]] = {
-    (int,): (
-        *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "max_cache_len", "top_k"),
-        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences", "num_beam_groups"),
-        *("num_assistant_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit"),
-        *("assistant_lookbehind", "target_lookbehind", "prefill_chunk_size", "pad_token_id", "bos_token_id"),
-    ),
-    (int, float): (
-        *("max_time", "temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
-        *("repetition_penalty", "encoder_repetition_penalty", "length_penalty", "guidance_scale"),
-        *("assistant_confidence_threshold", "assistant_ensemble_weight", "penalty_alpha", "diversity_penalty"),
-    ),
-    (bool,): (
-        *("do_sample", "use_mtp", "use_cache", "renormalize_logits", "remove_invalid_values", "token_healing"),
-        *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "is_assistant"),
-        *("return_dict_in_generate", "disable_compile", "low_memory", "_from_model_config"),
-    ),
-    (str,): (
-        *("cache_implementation", "num_assistant_tokens_schedule", "speculation_type"),
-        *("transformers_version", "_commit_hash"),
-    ),
-    (bool, str): ("early_stopping",),
-    (str, list, tuple): ("stop_strings", "dola_layers"),
-    (int, list, tuple): ("eos_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
-    (list, tuple): (
-        *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids", "constraints"),
-        "exponential_decay_length_penalty",
-    ),
-    (dict, list, tuple): ("sequence_bias",),
-    (dict,): ("cache_config",),
-}
-TYPES = {name: kinds for kinds, names in _NAMES.items() for name in names}
 
 
 class DFlashGenerationConfig(GenerationConfig):
@@ -57,22 +20,9 @@ class DFlashGenerationConfig(GenerationConfig):
         block_size (`int`, *optional*): Tokens per block, the anchor included; at most the checkpoint's, which is the
             default. Smaller blocks draft fewer tokens.
         verify_width (`int` or `"auto"`, *optional*): How many tokens of the block the target checks in one forward,
-            the anchor included; at most `block_size` (one more for a draft that samples from the anchor); 1 is plain
-            decoding. Exact at any width. `"auto"` chooses anew before each step, by what was accepted so far and by
-            what steps of each width take, down to decoding without the draft while it does not pay. Left out, that is
-            what happens where it cannot change a text: not under `"sample"`, in half precision, in captured steps and
-            in [`~dflash_hf.iterate`], where the whole block is verified.
-        num_tree_nodes (`int` or `"auto"`, *optional*): Verify a tree of so many tokens, the anchor included, at most
-            64: the draft's most likely paths, branching where it is unsure, and what followed the last few tokens
-            earlier in the text. 0 is a chain, the draft's first choice alone. Exact under every rule; under `"sample"`
-            all of it is drawn, and nothing is of the text. `verify_width` left out or `"auto"` then chooses how many
-            of the nodes to verify. `"auto"` has it choose among up to four times as many as the chain has tokens, in
-            half precision and in captured steps too. Left out, it is a tree of as many tokens as the chain has, where
-            the target has attention layers alone, `verify_width` is no number, not in [`~dflash_hf.iterate`], and not
-            in captured steps whose proposals are drawn (`"sample"`). Without a number, eager steps whose width follows
-            the run verify the chain instead while that pays more.
-        max_matching_ngram_size (`int`, *optional*): How many of the last tokens are looked for in the text, for trees;
-            4 at most and by default, 0 is none.
+            the anchor included; at most `block_size` (one more for a draft that samples from the anchor). Exact at any
+            width. `"auto"` chooses anew before each step, by what was accepted so far and by what steps of each width
+            take.
         engine (`str`, defaults to `"auto"`): `"eager"` launches every operation of a step from the host, over exactly
             as many keys as there are. `"cuda_graph"` captures the step over fixed buffers once per shape and replays
             it; what cannot be captured runs eagerly, with the reason in the log. `"auto"` is `"cuda_graph"` on CUDA
@@ -93,34 +43,17 @@ class DFlashGenerationConfig(GenerationConfig):
         kwargs: Fields of [`~transformers.GenerationConfig`].
 
     Raises:
-        ValueError: If an option has a value it does not know, a field a value of another type, or a name is none that
-            a field can have.
+        ValueError: If an option has a value it does not know.
     """
 
     def __init__(self, /, **kwargs: Any) -> None:
         self.block_size: int | None = kwargs.pop("block_size", None)
         self.verify_width: int | Literal["auto"] | None = kwargs.pop("verify_width", None)
-        self.num_tree_nodes: int | Literal["auto"] | None = kwargs.pop("num_tree_nodes", None)
         self.engine: Engine = kwargs.pop("engine", "auto")
         self.proposal: Proposal = kwargs.pop("proposal", "auto")
         self.compile_layers: bool = kwargs.pop("compile_layers", False)
         self.synchronize: bool = kwargs.pop("synchronize", False)
-        # Transformers sets an attribute of each name that it does not know: one of a method would take its place.
-        for name, value in kwargs.items():
-            kinds = TYPES.get(name)
-            is_public = not name.startswith("_") or kinds is not None
-            is_free = name.isidentifier() and is_public and not hasattr(type(self), name)
-            require(is_free, "names of settings of generation", name, "leave it out")
-            if kinds is not None and value is not None:
-                expected = " or ".join(kind.__name__ for kind in kinds)
-                require(is_a(value, *kinds), f"{name} of type {expected}", value, "leave it out")
-        try:
-            super().__init__(**kwargs)
-        except (TypeError, AttributeError, KeyError, ValueError) as error:  # whatever comparing such values leads to
-            raise ValueError(
-                f"expected fields that GenerationConfig takes, got some that it does not ({one_line(error)}); leave "
-                "them out"
-            ) from error
+        super().__init__(**kwargs)
         self.validate_options()
 
     def validate_options(self, max_block_size: int | None = None, sample_from_anchor: bool = False) -> None:
@@ -139,20 +72,14 @@ class DFlashGenerationConfig(GenerationConfig):
             value = getattr(self, name)
             require(isinstance(value, bool), f"True or False as {name}", value, "leave it out")
         size, width = self.block_size, self.verify_width
-        nodes, longest = self.num_tree_nodes, self.max_matching_ngram_size
         count = "a number of tokens, at least 1,"
         require(size is None or (is_a(size, int) and size >= 1), f"{count} as block_size", size, "leave it out")
         if max_block_size is not None:
             further = "leave it out: a draft cannot propose further than it was trained to"
             fits = size is None or size <= max_block_size
             require(fits, f"block_size at most {max_block_size} (the draft's)", size, further)
-        known = nodes is None or nodes == "auto" or (is_a(nodes, int) and (nodes == 0 or 2 <= nodes <= MAX_NODES))
-        require(known, f"num_tree_nodes between 2 and {MAX_NODES}, 0 for a chain, or 'auto'", nodes, "leave it out")
-        fits = longest is None or 0 <= longest <= MAX_MATCHING
-        require(fits, f"max_matching_ngram_size between 0 and {MAX_MATCHING}", longest, "leave it out")
         if width is None or width == "auto":
             return
-        require(not nodes, "verify_width left out or 'auto' beside num_tree_nodes", width, "leave one of them out")
         require(is_a(width, int) and width >= 1, f"{count} or 'auto' as verify_width", width, "leave it out")
         block_size = max_block_size if size is None else size
         if block_size is not None:
@@ -160,8 +87,3 @@ class DFlashGenerationConfig(GenerationConfig):
             widest = block_size + (sample_from_anchor or max_block_size is None)
             what = f"verify_width between 1 and {widest} (block size {shown(block_size)})"
             require(width <= widest, what, width, "leave it out: the target can only check tokens that were proposed")
-
-    def validate_knobs(self, max_block_size: int | None = None, sample_from_anchor: bool = False) -> None:
-        """The name that [`validate_options`] had, for one release."""
-        warnings.warn("validate_knobs is now validate_options", DeprecationWarning, stacklevel=2)
-        self.validate_options(max_block_size, sample_from_anchor)

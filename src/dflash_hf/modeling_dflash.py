@@ -49,8 +49,6 @@ class DFlashRMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalises the last dimension."""
-        if ops.fuses(hidden_states, self.weight):
-            return ops.rms_norm(hidden_states, self.weight, self.eps)
         if hidden_states.dtype == self.weight.dtype == torch.float32:
             return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
         states = nn.functional.rms_norm(hidden_states.to(torch.float32), self.weight.shape, None, self.eps)
@@ -102,13 +100,11 @@ class DFlashMLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.act_fn: Callable[[Tensor], Tensor] = ACT2FN[config.hidden_act]
-        self.is_silu = config.hidden_act == "silu"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Returns `down(act(gate(x)) * up(x))`."""
         gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
-        is_fused = self.is_silu and ops.fuses(gate, up)
-        return self.down_proj(ops.silu_mul(gate, up) if is_fused else self.act_fn(gate) * up)
+        return self.down_proj(self.act_fn(gate) * up)
 
 
 class DFlashAttention(nn.Module):

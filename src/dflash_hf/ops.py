@@ -1,11 +1,10 @@
 """The one door to the kernels, and where they are used: nothing else of this package imports `dflash_kernels`.
 
 By themselves kernels run on CUDA devices of compute capability 8 and more, in float16 and bfloat16, if Triton is
-installed and can build them; everywhere else torch computes the same. Those that choose and count, and so are exact,
+installed; everywhere else torch computes the same. Those that choose and count, and so are exact,
 also run in float32. Triton is imported when the first one is launched. One function each says whether a kernel is to
-be used: `attends`, `writes` (both that write caches), `fuses` (norms and activations), `picks` and `accepts`, which
-`best`, `either` and `watched` ask by themselves. They read nothing on the host, but for what defines trees, which runs
-where their kernels do not.
+be used: `attends`, `writes` (both that write caches), `fuses`, `picks` and `accepts`, which `best` and `either` ask by
+themselves. They read nothing on the host.
 """
 
 # The other modules reach the kernels through here:
@@ -23,24 +22,14 @@ from torch import Tensor
 
 from dflash_kernels import (
     accept_and_prepare,
-    add_norm,
     argmax,
     block_attention,
-    build_tree,
     context_kv,
-    follow_tree,
-    gumbel_argmax,
-    keep_path,
     norm_rope_write,
-    rms_norm,
-    silu_mul,
-    top_tokens,
 )
 from dflash_kernels._dispatch import has_triton
 from dflash_kernels.block_attention import covers
-from dflash_kernels.build_tree import MAX_NODES, num_paths
-from dflash_kernels.gumbel_argmax import ROW_BITS, exponential_noise
-from dflash_kernels.rotary import norm_and_rotate
+from dflash_kernels.gumbel_argmax import exponential_noise
 
 logger = logging.getLogger(__name__)
 # What kernels are for by themselves, where they sum or round: float32 keeps torch's own results.
@@ -79,8 +68,6 @@ def attends(query_BHWE: Tensor, key_BGRE: Tensor, value_BGRE: Tensor) -> bool:
     """
     if not _uses_kernels(query_BHWE) or _wants_gradient(query_BHWE):
         return False
-    if query_BHWE.device in block_attention.failures:  # torch's own attention is faster than the reference
-        return False
     if _Setting.enabled:
         return query_BHWE.dtype == key_BGRE.dtype == value_BGRE.dtype
     return query_BHWE.dtype in HALF and covers(query_BHWE, key_BGRE, value_BGRE)
@@ -95,7 +82,7 @@ def writes(states: Sequence[Tensor], buffers: Sequence[Tensor]) -> bool:
 
 
 def fuses(*tensors: Tensor) -> bool:
-    """Returns True if [`rms_norm`], [`add_norm`] or [`silu_mul`] is to run on all that goes in, and not torch's own.
+    """Returns True if a kernel is to run on all that goes in, and not torch's own operations.
 
     They round where those do as long as all is of one dtype, which autocast sees to it that it is not.
     """
@@ -107,14 +94,8 @@ def fuses(*tensors: Tensor) -> bool:
     return bool(_Setting.enabled) or first.dtype in HALF
 
 
-def shortens(tensor: Tensor) -> bool:
-    """Returns True if modules with this weight are to run in fewer operations of torch's own: on a CPU."""
-    is_bare = tensor.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-    return _Setting.enabled is None and is_bare and not _wants_gradient(tensor)
-
-
 def picks(logits: Tensor) -> bool:
-    """Returns True if [`argmax`], [`gumbel_argmax`] or [`top_tokens`] is to look at these logits, in float32 too."""
+    """Returns True if [`argmax`] is to look at these logits, in float32 too."""
     return _uses_kernels(logits) and (bool(_Setting.enabled) or logits.dtype in (*HALF, torch.float32))
 
 
@@ -124,17 +105,8 @@ def accepts(counts: Tensor) -> bool:
 
 
 def either(operation: Any, counts: Tensor) -> Any:
-    """Returns an operation that ends a step, or moves a tree's path: the kernel, or torch's definition of it."""
+    """Returns an operation that ends a step: the kernel, or torch's definition of it."""
     return operation if accepts(counts) else operation.reference
-
-
-def watched(operation: Any, counts: Tensor) -> Any:
-    """Returns an operation that builds or follows trees: the kernel, or its definition, which reads on the host.
-
-    So whoever watches a step on a CPU sees one operation, as where it is a kernel.
-    """
-    is_watched = counts.device.type == "cpu" and torch._C._len_torch_dispatch_stack() > 0
-    return operation if is_watched else either(operation, counts)
 
 
 def best(logits: Tensor) -> Tensor:
@@ -147,7 +119,7 @@ def _uses_kernels(tensor: Tensor) -> bool:
     """Returns True if kernels are to be used at all where this tensor is."""
     if _Setting.enabled is not None:
         return _Setting.enabled
-    return _is_recent(tensor.device) and _can_launch(tensor.device)
+    return _is_recent(tensor.device) and _can_launch()
 
 
 def _wants_gradient(*tensors: Tensor) -> bool:
@@ -160,13 +132,9 @@ def _is_recent(device: torch.device) -> bool:
 
 
 @functools.cache
-def _can_launch(device: torch.device) -> bool:
-    """Once per device: starts the smallest kernel. Slim images have no C compiler, and Triton needs one.
-
-    The first to ask is the first token's commit, long before a capture. What is wrong, the operation has said.
-    """
+def _can_launch() -> bool:
+    """Says once what is missing."""
     if not has_triton():  # on a GPU one expects the kernels
         logger.warning("decoding steps run in torch alone: Triton is not installed; pip install triton")
         return False
-    argmax(torch.zeros(1, device=device))
-    return device not in argmax.failures
+    return True

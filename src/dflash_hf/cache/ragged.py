@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
-from dflash_hf import ops
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache.prompts import PromptSlots
 from dflash_hf.cache.recurrence import Recurrence
@@ -55,22 +54,6 @@ class RaggedLayer(CacheLayerMixin):
         self._rows: list[Tensor] = []
         self._all: list[Tensor] = []
         self._views: tuple[Tensor, Tensor] | None = None
-
-    def grow(self, ring: int) -> None:
-        """Moves what is held into buffers of `ring` slots; the old ones must never have wrapped."""
-
-        def longer(old: Tensor) -> Tensor:
-            with plain_tensors():
-                new = old.new_zeros(old.shape[0], ring, *old.shape[2:])
-                new[:, : self.ring] = old
-            return new
-
-        self._hold(longer(self.key_buffer), longer(self.value_buffer))
-        self.ring = ring
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        """Keeps these rows alone; see [`kept_rows`]."""
-        self._hold(kept_rows(self.key_buffer, rows), kept_rows(self.value_buffer, rows))
 
     def write(self, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> None:
         """Writes a block in place at each row's length; no host sync."""
@@ -174,7 +157,6 @@ class RaggedCache(Cache):
     def __init__(self, shapes: list[LayerShape], *, batch: int, max_length: int, block: int) -> None:
         self.attention = {i: RaggedLayer(shape, batch, max_length, block) for i, shape in enumerate(shapes)}
         super().__init__(layers=[*self.attention.values()])
-        self.longest_block = block
         self.block: RaggedBlock | None = None
         self._window: int | None = None
         self._attended_by: set[int] = set()
@@ -264,42 +246,6 @@ class RaggedCache(Cache):
         for group in self.groups:
             group.replay(block.on(group.plan.device).lengths)
 
-    def grow(self, max_length: int) -> None:
-        """Makes room for rows of `max_length` tokens, a block included; or raises `OutOfRoomError`, nothing changed.
-
-        Rows must have fitted in until now. A ring that holds its window and a block needs no more.
-        """
-        block, freed = self.longest_block, defaultdict[torch.device, int](int)
-        longer = [layer for layer in self.attention.values() if layer.ring < layer.shape.ring(max_length, block)]
-        for layer in longer:
-            freed[layer.shape.device] += layer.key_buffer.nbytes + layer.value_buffer.nbytes
-        batch = len(longer[0].key_buffer) if longer else 0
-        check_memory([layer.shape for layer in longer], batch, max_length, block, freed)
-        for layer in longer:
-            layer.grow(layer.shape.ring(max_length, block))
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        """Keeps these rows alone, where all layers are of attention; see [`kept_rows`]."""
-        for layer in self.attention.values():
-            layer.keep_rows(rows)
-
-    def keep_path(self, path_BN: Tensor, lengths: Tensor) -> None:
-        """Moves keys and values of the path accepted of a tree to where a chain would have written them, in place.
-
-        All layers are of attention.
-
-        Args:
-            path_BN (`torch.Tensor` of shape `[B, n]`, int64): The node at each depth, the anchor first, 0 behind its
-                end.
-            lengths (`torch.Tensor` of shape `[B]`, int64): Where the anchors stand; before the commit.
-        """
-        of_device = defaultdict[torch.device, list[Tensor]](list)
-        for buffer in self.buffers():
-            of_device[buffer.device].append(buffer)
-        for device, buffers in of_device.items():
-            path = path_BN.to(device)
-            ops.either(ops.keep_path, path)(path, lengths.to(device), buffers)
-
     def attended_by(self, module: nn.Module) -> tuple[RaggedBlock, int | None]:
         """Notes that an attention module runs over what it has just written; returns the block that was begun.
 
@@ -355,17 +301,6 @@ class RaggedCache(Cache):
     def num_bytes(self) -> int:
         """Returns the size of all buffers in bytes."""
         return sum(buffer.nbytes for buffer in self.buffers())
-
-
-def kept_rows(buffer: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
-    """Puts these rows of a buffer, in place, at its beginning and returns a view of them: nothing else is copied.
-
-    Row `rows[i]` of dimension `dim` goes to place `i`; one that moves must come from behind the last place.
-    """
-    for place, row in enumerate(rows):
-        if place != row:
-            buffer.select(dim, place).copy_(buffer.select(dim, row))
-    return buffer.narrow(dim, 0, len(rows))
 
 
 def _shape_of(source: Any, index: int, num_columns: int) -> LayerShape:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import secrets
 import socket
-from collections import OrderedDict
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from urllib.parse import urlsplit
 
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -26,11 +23,7 @@ from dflash_hf.chat.page import MINUTES, Page
 
 MAX_BODY = 2 * 2**20  # of a request that is no upload: texts and names of uploaded files
 MAX_FILES, MAX_BYTES = 512, 2**30  # of uploads
-MAX_PAGES = 4096  # whose browser is remembered, the newest ones
 UPLOAD = "/gradio_api/upload"  # the one route that writes its body to files, part by part
-HEARTBEAT = "/gradio_api/heartbeat/"  # and a page's name, which other routes have in the query
-CALL = "/gradio_api/call/"  # for programs, which are told there what any page is told; pages do without
-COOKIE = "dflash-chat"
 HEADERS = {
     # Gradio's own scripts and styles are inline, and its HTML component compiles templates.
     "content-security-policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' "
@@ -75,14 +68,10 @@ class Uploads:
 
 
 class Guard:
-    """ASGI middleware: refuses in a sentence what is no request of this chat's own page, or is too large.
-
-    It tells browsers by a cookie: the application finds a name in `request.state.browser`. It adds headers.
-    """
+    """ASGI middleware: refuses in a sentence what is no request of this chat, or is too large. It adds headers."""
 
     def __init__(self, app: ASGIApp, uploads: Uploads) -> None:
         self.app, self.uploads = app, uploads
-        self._browsers: OrderedDict[str, str] = OrderedDict()  # by page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one connection; the page opens no web sockets, so there are none."""
@@ -91,15 +80,11 @@ class Guard:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         request = Request(scope)
-        known = request.cookies.get(COOKIE)
-        request.state.browser = browser = known or secrets.token_urlsafe(16)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.update(HEADERS)
-                if not known:  # not for scripts, nor sent along by pages from elsewhere; it ends with the browser
-                    headers.append("set-cookie", f"{COOKIE}={browser}; Path=/; HttpOnly; SameSite=Strict")
             await send(message)
 
         with ExitStack() as coming:
@@ -119,27 +104,10 @@ class Guard:
         """Raises `HTTPException` for what is no request of this chat; an upload counts until `coming` ends."""
         path, headers = str(request.scope["path"]), request.headers
         length = headers.get("content-length", "")
-        if request.method not in ("GET", "HEAD", "OPTIONS"):
-            # Browsers say it of every request that changes something; programs do not, and no page from elsewhere can
-            # make them send one.
-            origin = headers.get("origin")
-            if origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
-                sentence = f"expected a request of this chat's own page, got one of {origin}; open the chat itself"
-                raise HTTPException(403, sentence)
-            if not length.isdecimal():
-                raise HTTPException(411, "expected a request that says its length, got none; add Content-Length")
-        elif path.startswith(CALL):
-            raise HTTPException(403, "expected a request of the chat's page, got one of a program; open that page")
+        if request.method not in ("GET", "HEAD", "OPTIONS") and not length.isdecimal():
+            raise HTTPException(411, "expected a request that says its length, got none; add Content-Length")
         if "://" in path:  # Gradio fetches such an address for anybody, in the server's name
             raise HTTPException(403, "expected a file of this chat, got an address elsewhere")
-        named = [path.removeprefix(HEARTBEAT)] if path.startswith(HEARTBEAT) else []
-        for page in [*request.query_params.getlist("session_hash"), *named]:
-            owner = self._browsers.setdefault(page, request.state.browser)  # who is the first to name it
-            self._browsers.move_to_end(page)
-            if len(self._browsers) > MAX_PAGES:
-                self._browsers.popitem(last=False)
-            if not secrets.compare_digest(owner.encode(), request.state.browser.encode()):
-                raise HTTPException(403, "expected a page that this browser opened, got another one's; open it anew")
         # The path as it is routed, and the whole of it: other routes read their bodies into memory.
         if (request.method, path) == ("POST", UPLOAD):
             coming.enter_context(self.uploads.admit(int(length)))
@@ -147,23 +115,23 @@ class Guard:
             raise HTTPException(413, f"expected a request of at most {MAX_BODY} bytes, got {length}")
 
 
-def guards(host: str, uploads: Uploads, share: bool = False) -> list[Middleware]:
+def guards(host: str, uploads: Uploads) -> list[Middleware]:
     """What stands before the page of a server that listens on `host`, the outermost first; `OSError` for no host.
 
     All requests to loopback come from here, also those of a page from elsewhere whose name was made to point here (DNS
-    rebinding): those call it by that name. Where it listens to others too, or is shared, nobody knows its names.
+    rebinding): those call it by that name. Where it listens to others too, nobody knows its names.
     """
     name, hosts = host.strip("[]").lower(), ["*"]
-    if not share and all(ipaddress.ip_address(info[4][0]).is_loopback for info in socket.getaddrinfo(name, None)):
+    if all(ipaddress.ip_address(info[4][0]).is_loopback for info in socket.getaddrinfo(name, None)):
         hosts = ["localhost", "127.0.0.1", "[::1]", f"[{name}]" if ":" in name else name]
     by_name = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
     return [by_name, Middleware(Guard, uploads=uploads)]
 
 
 @contextmanager
-def open_page(model: ChatModel, names: tuple[str, str], note: str = "") -> Generator[Page]:
-    """The page, as [`Page`] takes model, names and note; its uploads lie in a folder of their own, which then goes."""
+def open_page(model: ChatModel, names: tuple[str, str]) -> Generator[Page]:
+    """The page, as [`Page`] takes model and names; its uploads lie in a folder of their own, which then goes."""
     with TemporaryDirectory(prefix="dflash-chat-", ignore_cleanup_errors=True) as folder:
         # Before any component is made: each notes where uploads go.
         os.environ.update(GRADIO_TEMP_DIR=folder, GRADIO_ANALYTICS_ENABLED="False")
-        yield Page(model, names, Path(folder), note)
+        yield Page(model, names, Path(folder))

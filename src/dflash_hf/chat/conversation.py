@@ -12,7 +12,6 @@ from typing import Any, Literal
 from torch import Tensor
 from transformers import DynamicCache
 
-from dflash_hf.chat.branches import Tried
 from dflash_hf.errors import require
 from dflash_hf.evaluation.agreement import Agreement
 from dflash_hf.evaluation.image_files import ChatImage
@@ -23,7 +22,7 @@ MAX_CACHES = 8
 MAX_IMAGE_BYTES = 2**30  # decoded, of all conversations
 MAX_DROPPED = 1024  # pages that are told, when they return, that their conversation was dropped
 
-State = Literal["waiting", "running", "done", "stopped", "failed", "example"]  # waiting for another page's run
+State = Literal["waiting", "running", "done", "stopped", "failed"]  # waiting for another page's run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +31,15 @@ class Settings:
 
     use_draft: bool = True
     temperature: float = 0.0  # 0 is greedy
-    top_p: float = 1.0  # 1 leaves out no token
     max_new_tokens: int = 256
 
     def __post_init__(self) -> None:
         require(0 <= self.temperature <= 2, "a temperature from 0 (greedy) to 2", self.temperature, "change it")
-        require(0 < self.top_p <= 1, "a top-p above 0, and up to 1 (all tokens)", self.top_p, "change it")
         require(self.max_new_tokens >= 1, "answers of at least 1 token", self.max_new_tokens, "change it")
 
     def for_generate(self) -> dict[str, Any]:
         """Returns the keywords for `generate`; what the target's own config says about sampling does not count."""
-        sampling = {"do_sample": True, "temperature": float(self.temperature), "top_k": 0, "top_p": self.top_p}
+        sampling = {"do_sample": True, "temperature": float(self.temperature), "top_k": 0, "top_p": 1.0}
         return {"max_new_tokens": self.max_new_tokens, **(sampling if self.temperature else {"do_sample": False})}
 
 
@@ -55,7 +52,6 @@ class Run:
     num_tokens: int  # the bonus included
     num_accepted: int  # proposals of the draft among them
     seconds: float  # when they arrived, from the start of the call
-    tried: Tried | None = None  # what a verify of a tree looked at beside them
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,18 +85,6 @@ class Answer:
         )
 
     @property
-    def accepted_from(self) -> tuple[int, int, int] | None:
-        """Accepted proposals, before any cut, by where they came from, once a run that verified trees has ended.
-
-        The draft's first choices, what its branches led to, and what the text before had led to.
-        """
-        if self.stats is None or not self.stats.num_tried_by_node:
-            return None
-        total, from_text = sum(map(sum, self.stats.num_accepted)), self.stats.num_accepted_from_text
-        off_branch = sum(run.tried.num_off_branch for run in self.runs if run.tried)
-        return total - off_branch - from_text, off_branch, from_text
-
-    @property
     def tokens_per_second(self) -> float:
         """Prefill included; 0 before the first token."""
         return len(self.ids) / self.seconds if self.seconds else 0.0
@@ -120,7 +104,6 @@ class Conversation:
     """One person's conversation."""
 
     turns: list[Turn] = field(default_factory=list[Turn])  # finished ones; the newest may be running
-    system: str = ""  # what the target reads before all turns
     # After the last drafted answer, with the draft's context attached, and the tokens of its columns, `[1, C]`.
     cache: tuple[DynamicCache, Tensor] | None = None
     busy: bool = False  # a run is in progress
@@ -134,7 +117,7 @@ class Conversation:
 
     def messages(self, in_parts: bool) -> list[dict[str, Any]]:
         """The conversation up to the newest question, for a processor's template (`in_parts`) or a tokenizer's."""
-        said: list[tuple[str, str, list[ChatImage]]] = [("system", self.system, [])] if self.system else []
+        said: list[tuple[str, str, list[ChatImage]]] = []
         for turn in self.read_turns:
             said += [("user", turn.text, turn.images), ("assistant", turn.answer.text, [])]
         messages: list[dict[str, Any]] = []

@@ -21,7 +21,6 @@ from transformers.cli.serving.utils import InferenceThread
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from dflash_hf.chat.branches import BROKEN, VerifiedTree
 from dflash_hf.chat.conversation import Answer, Conversation, Run, Settings, Turn
 from dflash_hf.errors import require
 from dflash_hf.evaluation.agreement import agreement
@@ -31,6 +30,7 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 
 MAX_CHARACTERS = 200_000
 MAX_IMAGES = 16  # of a conversation
+BROKEN = "\ufffd"  # what tokenizers show for bytes that are no character
 TICK, RACE_TICK = 0.08, 0.5  # seconds between two looks at a run; a page must not slow down what it times
 MANY_RUNS = 100  # that make looks half as frequent
 
@@ -44,20 +44,14 @@ class RunStreamer(BaseStreamer):
     def __init__(self, answer: Answer, stop: threading.Event, tokenizer: PreTrainedTokenizerBase) -> None:
         self.answer, self.stop, self.tokenizer = answer, stop, tokenizer
         self.started = self.ended = 0.0  # of the call, by `time.perf_counter`; 0 before
-        # The prompt, then committed tokens; with their times, and the trees that were verified.
-        self._arrived: list[tuple[Any, float, VerifiedTree | None]] = []
-        self._tree: VerifiedTree | None = None  # of the tokens that come next
-
-    def put_tree(self, **tree: list[int]) -> None:
-        """Notes the tree of the verify whose tokens come next, as a [`TreeReport`] of one row."""
-        self._tree = VerifiedTree(**tree)
+        # The prompt, then committed tokens; with their times.
+        self._arrived: list[tuple[Any, float]] = []
 
     def put(self, value: Any) -> None:
         """Notes what has come, and when; raises `CancelledError` if the run is to end, which ends `generate`."""
         if self.stop.is_set():
             raise CancelledError
-        self._arrived.append((value, time.perf_counter() - self.started, self._tree))
-        self._tree = None
+        self._arrived.append((value, time.perf_counter() - self.started))
 
     def end(self) -> None:
         """Nothing to do: the thread that called `generate` knows when it returns."""
@@ -67,13 +61,12 @@ class RunStreamer(BaseStreamer):
         answer = self.answer
         if self.started:
             answer.state, answer.seconds = "running", (self.ended or time.perf_counter()) - self.started
-        for value, seconds, tree in self._arrived[1 + len(answer.runs) :]:
+        for value, seconds in self._arrived[1 + len(answer.runs) :]:
             ids = value.reshape(-1).tolist()
             # A verify's last token is taken for the target's own until the run's end tells.
             is_verify = answer.drafted and bool(answer.runs)
             split = len(ids) - is_verify
             run = Run(text="", bonus="", num_tokens=len(ids), num_accepted=is_verify * split, seconds=seconds)
-            run.tried = None if tree is None else tree.read(answer.ids, len(ids), self.tokenizer)
             answer.runs.append(run)
             run.text = self._read(ids[:split])
             run.bonus = self._read(ids[split:])
@@ -139,18 +132,14 @@ class ChatModel:
         config = target.config.get_text_config(decoder=True)
         self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31)
         self.block_size = draft.generation_config.block_size or draft.config.block_size
-        self.facts = (
-            f"{_count(self.target.num_parameters())} parameters · {str(target.dtype).removeprefix('torch.')} · "
-            f"{str(target.device).upper()} · the draft has {_count(draft.num_parameters())}"
-        )
         self.thread = InferenceThread()
 
     def check_message(self, conversation: Conversation, text: str, images: Sequence[Any]) -> None:
         """Raises `ValueError` for a message that is refused as it is: nobody has to have read its images for that."""
         if not text.strip() and not images:
             raise ValueError("expected a question, got an empty message; write something")
-        if (number := len(text) + len(conversation.system)) > MAX_CHARACTERS:
-            limit = f"{MAX_CHARACTERS:,} characters, system prompt included"
+        if (number := len(text)) > MAX_CHARACTERS:
+            limit = f"{MAX_CHARACTERS:,} characters"
             raise ValueError(f"expected a message of at most {limit}, got {number:,}; shorten it")
         if images and not self.takes_images:
             raise ImageError("expected a text, got an image: this target reads text only; remove the image")
@@ -175,32 +164,31 @@ class ChatModel:
         return inputs
 
     def ask(
-        self, conversation: Conversation, text: str, images: list[ChatImage], settings: Settings, again: bool = False
+        self, conversation: Conversation, text: str, images: list[ChatImage], settings: Settings
     ) -> Generator[Answer]:
         """Adds a turn and answers it, yielding the answer whenever there is more of it, and once at its end.
 
-        With `again` the turn takes the newest one's place. Leaving the iterator ends the run, as the conversation's
+        Leaving the iterator ends the run, as the conversation's
         `stop` does; the turn stays with what there is of its answer. Raises `ValueError` at the call if the message is
         refused; the conversation is then as before.
         """
-        before = replace(conversation, turns=conversation.turns[:-1] if again else conversation.turns)
-        self.check_message(before, text, images)
+        self.check_message(conversation, text, images)
         answer = Answer(drafted=settings.use_draft, block_size=self.block_size)
-        turns = [*before.turns, Turn(text=text, images=images, answer=answer)]
-        inputs = self.encode(replace(before, turns=turns), settings.max_new_tokens)
+        turns = [*conversation.turns, Turn(text=text, images=images, answer=answer)]
+        inputs = self.encode(replace(conversation, turns=turns), settings.max_new_tokens)
         conversation.turns, conversation.stop = turns, threading.Event()
         return self._run(conversation, answer, inputs, settings)
 
-    def race(self, conversation: Conversation, turns: list[Turn], max_new_tokens: int) -> Generator[Race]:
-        """Answers the newest of some turns again, by plain `generate` and then with the draft; yields both, growing.
+    def race(self, conversation: Conversation, max_new_tokens: int) -> Generator[Race]:
+        """Answers the newest question again, by plain `generate` and then with the draft; yields both, growing.
 
         Greedy (Transformers' own sampler uses other random numbers), and without a cache of earlier turns; the
         conversation's `stop` ends it. Raises `ValueError` at the call if there is no question yet.
         """
-        if not turns:
+        if not conversation.turns:
             raise ValueError("expected a question to race on, got an empty conversation; ask something first")
         settings, conversation.stop = Settings(max_new_tokens=max_new_tokens), threading.Event()
-        inputs = self.encode(replace(conversation, turns=turns), max_new_tokens)
+        inputs = self.encode(conversation, max_new_tokens)
         plain, drafted = (Answer(drafted=use_draft, block_size=self.block_size) for use_draft in (False, True))
 
         def run() -> Generator[Race]:
@@ -243,7 +231,7 @@ class ChatModel:
                 conversation.cache = cache, ids[:, : cache.get_seq_length()]
             if plain is not None:  # not in the time of the call
                 own = ids[0, answer.num_prompt_tokens :].tolist()
-                answer.agreement = agreement(self.target, inputs, plain.ids, own, do_sample=False)
+                answer.agreement = agreement(plain.ids, own)
 
         return in_turn(self.thread, streamer, call, TICK if is_turn else RACE_TICK)
 
@@ -260,9 +248,3 @@ class ChatModel:
                 return cache
             logger.info("The conversation is prefilled anew: its beginning is not what the cache holds.")
         return DynamicCache(config=self.target.config)
-
-
-def _count(number: int) -> str:
-    """A number of parameters as people write it: two digits, and M or B."""
-    digits, letter = (number / 1e9, "B") if number >= 1e9 else (number / 1e6, "M")
-    return f"{digits:.{1 if digits < 10 else 0}f} {letter}"

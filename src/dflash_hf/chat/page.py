@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -15,19 +14,14 @@ from gradio import processing_utils, themes
 from starlette.middleware import Middleware
 from transformers.utils import logging
 
-from dflash_hf.chat.conversation import Answer, Conversation, Sessions, Settings, Turn
-from dflash_hf.chat.model import ChatModel, Race
+from dflash_hf.chat.conversation import Conversation, Sessions, Settings, Turn
+from dflash_hf.chat.model import ChatModel
 from dflash_hf.chat.render import find_examples, render
 from dflash_hf.evaluation.image_files import EXTENSIONS, MAX_FILE_BYTES, ChatImage, ImageError, read_image
 
 HERE = Path(__file__).parent
 MINUTES = 15  # that an upload is kept; what was asked about it stays in its conversation
 SWEPT_EVERY = 30  # seconds
-OPENING_TOKENS = 128  # of the first example's answer
-LATEX: list[Any] = [
-    {"left": left, "right": right, "display": left != r"\("}
-    for left, right in (("$$", "$$"), (r"\[", r"\]"), (r"\(", r"\)"))
-]
 EMPTY: dict[str, Any] = {"text": "", "files": []}  # in the box
 
 Change = dict[Any, Any]  # new values of components; the others stay as they are
@@ -62,30 +56,25 @@ async def fetch_nothing(url: str, cache_dir: str) -> str:
 
 
 class Page:
-    """The page over one model, with the names of target and draft, the folder of uploads, and a note on the model."""
+    """The page over one model, with the names of target and draft and the folder of uploads."""
 
-    def __init__(self, model: ChatModel, names: tuple[str, str], uploads: Path, note: str = "") -> None:
+    def __init__(self, model: ChatModel, names: tuple[str, str], uploads: Path) -> None:
         self.model, self.uploads, self.sessions = model, uploads.resolve(), Sessions()
         self.examples = find_examples(names[1], model.takes_images)
         # What the chatbot makes of HTML; in a handler of events a component is an update, and no value of another one.
         hello: Any = {"role": "user", "content": _html("")}
         self.part: Any = gr.Chatbot(render=False).postprocess([hello]).root[0].content[0]
-        self.opening, race = self._open()
-        question, answer = (self.opening[0].text, self.opening[0].answer) if self.opening else ("", None)
         longest = max(16, min(1024, model.max_length // 2))
         with gr.Blocks(title="DFlash chat", fill_width=True, delete_cache=(SWEPT_EVERY, 60 * MINUTES)) as self.blocks:
-            _html(render("header", *names, model.facts, note), elem_id="df-header")
-            self.headline = _html(render("headline", answer, race), elem_id="df-headline")
+            _html(render("header", *names), elem_id="df-header")
+            self.headline = _html(render("headline"), elem_id="df-headline")
             with gr.Row(elem_id="df-main"):
                 with gr.Column(elem_id="df-chat"):
                     self.talk: Any = gr.Chatbot(
-                        self._messages(self.opening),
                         elem_id="df-talk",
                         show_label=False,
                         layout="panel",
-                        buttons=["copy"],
-                        group_consecutive_messages=False,
-                        latex_delimiters=LATEX,
+                        buttons=[],
                     )
                     script = (HERE / "page.js").read_text(encoding="utf-8")
                     welcome = render("welcome", model.takes_images, self.examples)
@@ -104,25 +93,22 @@ class Page:
                     )
                     with gr.Row(elem_id="df-settings"):
                         draft = gr.Checkbox(True, label="Draft", elem_id="df-draft")
-                        gr.Checkbox(True, label="Colours", interactive=True, elem_id="df-colours")  # see page.css
                         new = gr.Button("New chat", elem_id="df-new", size="sm")
                     with gr.Accordion("Settings", open=False, elem_id="df-more"):
                         heat = gr.Slider(0, 1.5, 0, step=0.1, label="Temperature", elem_id="df-heat")
-                        top_p = gr.Slider(0.05, 1, 1, step=0.05, label="Top-p", elem_id="df-top-p")
                         usual = min(320, longest)
                         length = gr.Slider(
                             16, longest, usual, step=16, precision=0, label="Max tokens", elem_id="df-length"
                         )
-                        self.system = gr.Textbox("", label="System prompt", elem_id="df-system", max_length=20_000)
                 with gr.Column(elem_id="df-side"):
                     with gr.Row(elem_id="df-race-head"):
                         _html("<h2>Race</h2>", elem_id="df-race-title")
                         self.start = gr.Button("Start", elem_id="df-race-start", size="sm")
                         self.halt = gr.Button("Stop", elem_id="df-race-stop", size="sm", visible=False)
-                    self.lanes = _html(render("race", question, *race), elem_id="df-race")
+                    self.lanes = _html(render("race"), elem_id="df-race")
                     _html(render("legend"), elem_id="df-legend-card")
-                    self.stats = _html(render("statistics", answer, model.block_size), elem_id="df-statistics")
-            self.settings = {"use_draft": draft, "temperature": heat, "top_p": top_p, "max_new_tokens": length}
+                    self.stats = _html(render("statistics", None, model.block_size), elem_id="df-statistics")
+            self.settings = {"use_draft": draft, "temperature": heat, "max_new_tokens": length}
             self._connect(new)
 
     def _connect(self, new: Any) -> None:
@@ -130,31 +116,14 @@ class Page:
         parts = [self.talk, self.begin, self.box, self.sentence, self.headline, self.stats, self.lanes]
         parts += [self.start, self.halt]
         changing: dict[str, Any] = {"outputs": parts, "api_visibility": "private", "show_progress": "hidden"}
-        settings: set[Any] = {*self.settings.values(), self.system}
+        settings: set[Any] = {*self.settings.values()}
         # Not "once": the browser would drop a question that is asked while it still closes the run before.
         self.box.submit(self._ask, {self.box, *settings}, trigger_mode="multiple", **changing)
         self.begin.click(self._ask_example, settings, **changing)
-        self.talk.retry(self._ask_again, settings, **changing)
         self.start.click(self._race, settings, trigger_mode="multiple", **changing)
         gr.on([self.box.stop, self.halt.click], self._stop, queue=False, api_visibility="private")
         gr.on([new.click, self.talk.clear], self._new, queue=False, **changing)
         self.blocks.unload(self._leave)
-
-    def _open(self) -> tuple[list[Turn], Race | tuple[()]]:
-        """Races on the first example, once, before anybody can ask: what every page shows until then."""
-        for text, files in [*self.examples.items()][:1]:
-            answer = Answer(drafted=True, block_size=self.model.block_size)
-            turn = Turn(text=text, images=[read_image(file) for file in files], answer=answer)
-            try:
-                for length in (4, OPENING_TOKENS):  # the first calls pay for loading code
-                    *_, race = self.model.race(Conversation(), [turn], length)
-            except ValueError as error:  # too long for this target
-                logger.warning("The chat opens without an example: %s", error)
-                break
-            if race[1].agreement is not None:  # else it failed, which was logged
-                turn.answer = replace(race[1], state="example")
-                return [turn], race
-        return [], ()
 
     @_run
     def _ask(self, conversation: Conversation, data: Change) -> Generator[Change]:
@@ -177,37 +146,27 @@ class Page:
         message = {"text": event.text, "files": self.examples[event.text]}
         yield from self._ask({**data, self.box: message}, request)
 
-    @_run
-    def _ask_again(self, conversation: Conversation, data: Change) -> Generator[Change]:
-        turns = conversation.turns or self.opening
-        if not turns:
-            raise ValueError("expected a question to answer again, got an empty conversation; ask something first")
-        yield from self._answer(conversation, turns[-1].text, turns[-1].images, data, again=True)
-
     def _answer(
-        self, conversation: Conversation, text: str, images: list[ChatImage], data: Change, again: bool = False
+        self, conversation: Conversation, text: str, images: list[ChatImage], data: Change
     ) -> Generator[Change]:
         """What changes while a question is answered; raises `ValueError`, before that, if it is refused."""
         settings = Settings(**{name: data[part] for name, part in self.settings.items()})
-        conversation.system = str(data[self.system] or "").strip()
-        with closing(self.model.ask(conversation, text, images, settings, again)) as running:
-            past, box = self._messages(conversation.turns[:-1]), {} if again else {"value": EMPTY}
-            yield {**self._controls(busy=True, **box), self.begin: "", self.lanes: render("race")}
+        with closing(self.model.ask(conversation, text, images, settings)) as running:
+            past = self._messages(conversation.turns[:-1])
+            yield {**self._controls(busy=True, value=EMPTY), self.begin: "", self.lanes: render("race")}
             for answer in running:
                 yield {
                     self.talk: [*past, *self._messages(conversation.turns[-1:])],
-                    self.headline: render("headline", answer, None),
                     self.stats: render("statistics", answer, self.model.block_size),
                 }
 
     @_run
     def _race(self, conversation: Conversation, data: Change) -> Generator[Change]:
-        turns = conversation.turns or self.opening
-        with closing(self.model.race(conversation, turns, data[self.settings["max_new_tokens"]])) as running:
+        with closing(self.model.race(conversation, data[self.settings["max_new_tokens"]])) as running:
             yield self._controls(busy=True)
             for race in running:
-                views = {self.headline: render("headline", turns[-1].answer, race)}
-                yield {**views, self.lanes: render("race", turns[-1].text, *race)}
+                views = {self.headline: render("headline", race)}
+                yield {**views, self.lanes: render("race", *race)}
 
     def _stop(self, request: gr.Request) -> None:
         self.sessions.stop(_name_of(request))
@@ -222,18 +181,16 @@ class Page:
     def _fresh(self) -> Change:
         """The page before the first question."""
         views = {part: part.value for part in (self.begin, self.headline, self.lanes, self.stats)}
-        return {**self._controls(busy=False, value=EMPTY), **views, self.talk: self._messages(self.opening)}
+        return {**self._controls(busy=False, value=EMPTY), **views, self.talk: []}
 
     def _messages(self, turns: list[Turn]) -> list[Any]:
-        """Turns as the chatbot takes them: question, answer in runs and, once it has ended, its text as Markdown."""
+        """Turns as the chatbot takes them: question, and answer in runs."""
         messages: list[Any] = []
         for turn in turns:
             answer = turn.answer
             for role, html in (("user", render("question", turn)), ("assistant", render("answer", answer))):
                 content = self.part.model_copy(update={"value": html, "props": {**self.part.props, "value": html}})
                 messages.append({"role": role, "content": content})
-            if answer.state not in ("waiting", "running") and answer.text.strip():
-                messages.append({"role": "assistant", "content": answer.text})
         return messages
 
     def _controls(self, busy: bool, **box: Any) -> Change:
@@ -245,7 +202,7 @@ class Page:
             self.sentence: "",
         }
 
-    def launch(self, host: str, port: int, guards: list[Middleware], share: bool = False) -> None:
+    def launch(self, host: str, port: int, guards: list[Middleware]) -> None:
         """Serves the page behind its guards until it is interrupted; raises `OSError` if it cannot listen there."""
         # Whatever component an address of a file is sent for.
         processing_utils.async_ssrf_protected_download = fetch_nothing
@@ -253,7 +210,7 @@ class Page:
         self.blocks.launch(
             server_name=host,
             server_port=port,
-            share=share,
+            share=False,
             quiet=True,
             show_error=True,  # what Gradio refuses itself, in its words
             footer_links=[],
@@ -271,5 +228,5 @@ class Page:
 
 
 def _name_of(request: gr.Request) -> str:
-    """What a page's conversation is kept under: its own name and its browser's, so that neither alone is enough."""
-    return f"{request.state.browser}:{request.session_hash}" if request.session_hash else ""
+    """What a page's conversation is kept under."""
+    return request.session_hash or ""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from dflash_hf.chat.branches import Tried
 from dflash_hf.evaluation.image_files import read_image
 from dflash_hf.evaluation.prompt_files import as_messages, read_rows, text_of
 
@@ -24,21 +22,6 @@ def _escaped(value: Any) -> Markup:
     return value if isinstance(value, Markup) else Markup(str(escape(value)).translate(_TEMPLATE))
 
 
-# As Unicode's pictures of them; line breaks and tabs as what keyboards show.
-_VISIBLE: dict[int, int | str] = {**{code: 0x2400 + code for code in range(32)}, 9: "⇥", 10: "↵", 127: 0x2421}
-
-
-@lru_cache(maxsize=4096)
-def tried_of(tried: Tried) -> Markup:
-    """What `page.js` shows of a verify: how many continuations more there were, then a line for each one.
-
-    Lines are of three fields with tabs between: after how many tokens, 1 where it came from the text, and its own
-    text. In one attribute, and made once: an answer is drawn anew many times, and its steps are looked at one by one.
-    """
-    lines = (f"{one.after}\t{one.from_text:d}\t{one.text.translate(_VISIBLE)}" for one in tried.branches)
-    return _escaped("\n".join([str(tried.num_more), *lines]))
-
-
 _environment = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=True,
@@ -47,7 +30,7 @@ _environment = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_parts: Any = _environment.get_template("page.html", globals={"read_image": read_image, "tried_of": tried_of}).module
+_parts: Any = _environment.get_template("page.html", globals={"read_image": read_image}).module
 
 
 def render(part: str, *values: object) -> str:

@@ -1,4 +1,4 @@
-"""Making, loading and saving a draft: fresh for a target, or any known format in, our own out.
+"""Loading and saving a draft: any known format in, our own out.
 
 Safetensors only, and no code of the checkpoint runs. The formats themselves are tables in `dflash_hf.checkpoints`;
 files, devices and dtypes are Transformers' own business.
@@ -11,12 +11,11 @@ import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
-from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from dflash_hf.checkpoints import FIELDS, CheckpointFormat, detect_format, make_config
 from dflash_hf.checkpoints.files import (
@@ -29,22 +28,11 @@ from dflash_hf.checkpoints.files import (
     stored_tensors,
 )
 from dflash_hf.configuration_dflash import DFlashConfig
-from dflash_hf.errors import listed, one_line, require
-from dflash_hf.fresh import Tokenizer, fresh_config, set_first_values
+from dflash_hf.errors import listed, require
 from dflash_hf.generation_config import DFlashGenerationConfig
 
 # The arguments of `from_pretrained` that say which files are meant.
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-
-
-class Checkpoint(NamedTuple):
-    """What the files of a draft say, of which no weight has been loaded."""
-
-    raw: dict[str, Any]  # its config.json
-    form: CheckpointFormat
-    config: DFlashConfig  # with the caller's overrides
-    stored: dict[str, StoredTensor]  # all that is there, by the names there
-    found: dict[str, StoredTensor]  # what is loaded, by our names
 
 
 class DFlashPreTrainedModel(PreTrainedModel):
@@ -62,10 +50,6 @@ class DFlashPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-
-    def get_input_embeddings(self) -> Any:
-        """Returns the draft's own embedding, `None` where it uses the target's (FSDP asks)."""
-        return getattr(self, "embed_tokens", None)
 
     @classmethod
     def from_pretrained(
@@ -100,31 +84,6 @@ class DFlashPreTrainedModel(PreTrainedModel):
             raise ValueError("expected use_safetensors=True or nothing, got False; only safetensors are loaded")
         for ours in ("trust_remote_code", "ignore_mismatched_sizes"):
             kwargs.pop(ours, None)
-        is_bare = find_file(path, ADAPTER_CONFIG_NAME, hub) is None  # Transformers would load it too, unchecked
-        advice = "merge the adapter into the draft's weights, or take its files away"
-        require(is_bare, f"a draft without an adapter in {path}", ADAPTER_CONFIG_NAME, advice)
-        checkpoint = cls._checked(path, hub, kwargs, model_args)
-        generation_config = kwargs.pop("generation_config", None)
-        renamed = {f"^{re.escape(one.name)}$": name for name, one in checkpoint.found.items() if one.name != name}
-        kwargs |= {"config": checkpoint.config, "key_mapping": renamed or None, "use_safetensors": True}
-        result: Any = super().from_pretrained(path, *model_args, **kwargs)
-        draft = result[0] if kwargs.get("output_loading_info") else result
-        _check_finite(draft, path)
-        if generation_config is None and checkpoint.form.name == DFlashConfig.model_type:
-            generation_config = _read_generation_config(path, hub)
-        draft.generation_config = generation_config or DFlashGenerationConfig()
-        draft.generation_config.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
-        return result
-
-    @classmethod
-    def _checked(
-        cls, path: PathOrRepo, hub: Mapping[str, Any], kwargs: dict[str, Any], model_args: Sequence[Any] = ()
-    ) -> Checkpoint:
-        """Reads the files of a checkpoint and sees that they fit one another.
-
-        Takes `config`, `key_mapping` and overrides of the config out of `kwargs`, which are as in
-        [`~DFlashPreTrainedModel.from_pretrained`]; raises `ValueError` as that does before it loads weights.
-        """
         given: PreTrainedConfig | PathOrRepo | None = kwargs.pop("config", None)
         source = given if isinstance(given, str | PathLike) else path
         raw, stored = read_config(source, hub), stored_tensors(path, hub, kwargs.get("variant"))
@@ -147,7 +106,17 @@ class DFlashPreTrainedModel(PreTrainedModel):
             raise ValueError(f"{error} (in config.json of {source})") from error
         _check_weights(found, cls._shapes(config, model_args), form, path)
         _check_vocabulary(stored, config, path)
-        return Checkpoint(raw, form, config, stored, found)
+        generation_config = kwargs.pop("generation_config", None)
+        renamed = {f"^{re.escape(one.name)}$": name for name, one in found.items() if one.name != name}
+        kwargs |= {"config": config, "key_mapping": renamed or None, "use_safetensors": True}
+        result: Any = super().from_pretrained(path, *model_args, **kwargs)
+        draft = result[0] if kwargs.get("output_loading_info") else result
+        _check_finite(draft, path)
+        if generation_config is None and form.name == DFlashConfig.model_type:
+            generation_config = _read_generation_config(path, hub)
+        draft.generation_config = generation_config or DFlashGenerationConfig()
+        draft.generation_config.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
+        return result
 
     @classmethod
     def _shapes(cls, config: DFlashConfig, model_args: Sequence[Any] = ()) -> dict[str, tuple[int, ...]]:
@@ -155,53 +124,6 @@ class DFlashPreTrainedModel(PreTrainedModel):
         with torch.device("meta"):
             state = cls(copy.deepcopy(config), *model_args).state_dict()
         return {name: tuple(tensor.shape) for name, tensor in state.items()}
-
-    @classmethod
-    def from_target(
-        cls,
-        target: PreTrainedModel,
-        *,
-        num_hidden_layers: int = 5,
-        block_size: int = 16,
-        num_taps: int = 5,
-        target_layer_ids: Sequence[int] | None = None,
-        mask_token_id: int | None = None,
-        tokenizer: Tokenizer | None = None,
-        draft_token_ids: Sequence[int] | None = None,
-        **fields: Any,
-    ) -> Self:
-        """Makes a fresh draft for a target, to be trained: the published recipes, the target's embedding and head.
-
-        Heads, RoPE, epsilon and the MLP's width come from the target's text config, taps are spread as in z-lab's
-        drafts, attention is full. Cross entropy begins near `log V`.
-
-        Args:
-            target (`PreTrainedModel`): The target; it is not changed.
-            num_hidden_layers (`int`): Layers of the draft.
-            block_size (`int`): Slots of a block, the anchor included.
-            num_taps (`int`): Layers of the target that are tapped, fewer where it is too shallow for as many.
-            target_layer_ids (sequence of `int`, *optional*): Which ones, instead of `num_taps`.
-            mask_token_id (`int`, *optional*): The token that fills a block; it must stand in no text. By default one
-                that the tokenizer does not use, and which one is logged.
-            tokenizer (`PreTrainedTokenizerBase` or `ProcessorMixin`, *optional*): The target's; needed where no
-                `mask_token_id` is given.
-            draft_token_ids (sequence of `int`, *optional*): Tokens of a reduced vocabulary
-                ([`~training.frequent_tokens`]); the draft then has a head of its own with their rows.
-            fields: Other fields of [`DFlashConfig`]: `sample_from_anchor`, `own_embed_tokens` and `own_lm_head` (begun
-                with copies of the target's), `layer_types` and `sliding_window`, DFlash 2's ...
-
-        Returns:
-            The draft, in float32 on the CPU, in training mode.
-
-        Raises:
-            ValueError: If there is no token to fill blocks with, the target has no embedding or head that a draft
-                could use, or a field is unknown, the target's own, or contradicts another one.
-        """
-        fields |= {"num_hidden_layers": num_hidden_layers, "block_size": block_size}
-        fields |= {"target_layer_ids": target_layer_ids, "mask_token_id": mask_token_id}
-        draft = cls(fresh_config(target, fields, num_taps, tokenizer, draft_token_ids)).float()
-        set_first_values(draft, target, draft_token_ids)
-        return draft
 
     def save_pretrained(self, save_directory: PathOrRepo, *args: Any, **kwargs: Any) -> None:
         """Saves the draft in our own format, `generation_config` included; `save_draft` writes the others.
@@ -304,14 +226,4 @@ def _read_generation_config(path: PathOrRepo, hub: dict[str, Any]) -> DFlashGene
     file = find_file(path, GENERATION_CONFIG_NAME, hub)
     if file is None:
         return None
-    try:
-        loaded = DFlashGenerationConfig(**read_json(file))
-        loaded.to_json_string()
-    except ValueError as error:
-        raise ValueError(f"{error} (in {GENERATION_CONFIG_NAME} of {path})") from error
-    except (TypeError, LookupError, AttributeError, RecursionError) as error:  # what could not be saved or printed
-        raise ValueError(
-            f"expected settings of generation in {file}, got some that GenerationConfig cannot write "
-            f"({one_line(error)}); leave them out"
-        ) from error
-    return loaded
+    return DFlashGenerationConfig(**read_json(file))

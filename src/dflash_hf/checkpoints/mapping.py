@@ -253,10 +253,6 @@ class CheckpointFormat:
 
 def make_config(values: Mapping[str, Any]) -> DFlashConfig:
     """Builds the config of what a format said; raises `ValueError` for wrong types and fields that contradict."""
-    for name, value in values.items():
-        # One entry per layer, and perhaps the embeddings; checking the types of a million takes seconds.
-        if isinstance(value, list):
-            require(len(value) <= MAX_LAYERS + 1, f"{name} with up to {MAX_LAYERS + 1} entries", len(value), "fix it")
     try:
         return DFlashConfig(**values)
     except (StrictDataclassError, TypeError) as error:

@@ -6,24 +6,14 @@ import signal
 import sys
 from collections.abc import Generator
 from contextlib import suppress
-from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from dflash_hf.cli.pair import BUNDLED, MAX_TOKENS, about, default_pair, load_pair, named_pair
+from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION, load_pair
 from dflash_hf.evaluation.image_files import ChatImage, ImageError, read_image
-
-HELP = """\
-/help lists the commands; Ctrl-C ends an answer, arrow keys bring questions back
-/image PATH      adds an image to the next question
-/new             starts over
-/system TEXT     starts over with this system prompt, or without one
-/temperature X   0 is greedy
-/exit, /quit     ends"""
 
 if TYPE_CHECKING:
     from dflash_hf.chat.conversation import Answer, Settings
@@ -33,33 +23,18 @@ if TYPE_CHECKING:
 def chat(
     target: Annotated[str | None, typer.Option(help="Folder or Hub id of the target.")] = None,
     draft: Annotated[str | None, typer.Option(help="Folder or Hub id of its draft.")] = None,
-    pair: Annotated[
-        str | None, typer.Option(help="A pair of this clone instead: text, vision, hybrid or smollm2.")
-    ] = None,
     web: Annotated[bool, typer.Option("--web", help="On a web page; needs dflash-hf[demo].")] = False,
     host: Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 7860,
-    share: Annotated[
-        bool, typer.Option("--share", help="With --web: a public link too, through Gradio's servers; no password.")
-    ] = False,
-    system: Annotated[str, typer.Option(help="System prompt, in the terminal.")] = "",
-    max_new_tokens: Annotated[
-        int, typer.Option(help="Longest answer in the terminal, in tokens.", min=1, max=MAX_TOKENS)
-    ] = 320,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in the terminal, in tokens.", min=1)] = 320,
     temperature: Annotated[float, typer.Option(help="In the terminal; 0 is greedy.", min=0.0, max=2.0)] = 0.0,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; small models want one.", min=1, max=1024)] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; small models want one.", min=1)] = None,
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
 ) -> None:
     """Chat with a pair, about images too if the target sees them, and see why the answers are fast."""
-    if pair is not None and (target, draft) != (None, None):
-        raise ValueError("expected --pair, or --target and --draft, got both; leave one out")
-    chosen = pair or default_pair()
-    own = named_pair(chosen)
-    target, draft = target or own[0], draft or own[1]
-    note = about(target, draft)
-    if note and not pair and chosen != "smollm2":
-        note += " For a real model: make real, and start the chat again."
+    own = BUNDLED_VISION if (BUNDLED_VISION / "draft").is_dir() else BUNDLED
+    target, draft = target or str(own / "target"), draft or str(own / "draft")
     import torch
 
     from dflash_hf.chat.conversation import Settings
@@ -69,13 +44,10 @@ def chat(
     console = Console()
     if threads or Path(target).resolve().is_relative_to(BUNDLED):
         torch.set_num_threads(threads or 1)
-    with Console(stderr=True).status("loading the pair"):
-        model = ChatModel(*load_pair(target, draft, dtype, device))
-        warm_up(model.target, model.draft, model.encoder, "Hello.")
-    if note:
-        console.print(note, style="dim", highlight=False)
+    model = ChatModel(*load_pair(target, draft, dtype, device))
+    warm_up(model.target, model.draft, model.encoder, "Hello.")
     if not web:
-        converse(model, Settings(max_new_tokens=max_new_tokens, temperature=temperature), console, system)
+        converse(model, Settings(max_new_tokens=max_new_tokens, temperature=temperature), console)
         return
     try:
         from dflash_hf.chat.app import Uploads, guards, open_page
@@ -83,24 +55,20 @@ def chat(
         raise ValueError(f"expected Gradio for --web, got no {error.name}; pip install 'dflash-hf[demo]'") from error
     # As Ctrl-C does, so that the uploads are deleted: Python leaves at once on SIGTERM otherwise.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    status = Console(stderr=True).status("timing the first example, with the draft and without")
-    with status, open_page(model, (target, draft), note) as page:
-        status.stop()
+    with open_page(model, (target, draft)) as page:
         console.print(f"The chat is at http://{host}:{port} (Ctrl-C ends it)", highlight=False)
-        page.launch(host, port, guards(host, Uploads(page.uploads), share), share)
+        page.launch(host, port, guards(host, Uploads(page.uploads)))
 
 
-def converse(model: ChatModel, settings: Settings, console: Console, system: str = "") -> None:
+def converse(model: ChatModel, settings: Settings, console: Console) -> None:
     """Reads questions and prints answers as they come, each with its statistics, until the end of input.
 
-    Commands begin with `/`; [`HELP`] says which there are. Ctrl-C ends an answer.
+    `/image PATH` adds an image to the next question, `/new` starts over, `/quit` ends; Ctrl-C ends an answer.
     """
     from dflash_hf.chat.conversation import Conversation
 
-    with suppress(ImportError):  # which Windows has not; where it is loaded, `input` has a history
-        import_module("readline")
-    console.print(HELP.splitlines()[0], style="dim", markup=False, highlight=False)
-    conversation, images = Conversation(system=system), list[ChatImage]()
+    console.print("[dim]/image PATH adds an image, /new starts over, /quit ends; Ctrl-C ends an answer", markup=True)
+    conversation, images = Conversation(), list[ChatImage]()
     while True:
         try:
             line = input("> ").strip()
@@ -108,23 +76,15 @@ def converse(model: ChatModel, settings: Settings, console: Console, system: str
             return
         try:
             command, _, rest = line.partition(" ")
-            if command in ("/quit", "/exit"):
+            if command == "/quit":
                 return
-            if command == "/help":
-                console.print(HELP, markup=False, highlight=False)
-            elif command == "/new":
-                conversation, images = Conversation(system=conversation.system), []
-            elif command == "/system":
-                conversation, images = Conversation(system=rest.strip()), []
-            elif command == "/temperature":
-                settings = replace(settings, temperature=_number(rest))
+            if command == "/new":
+                conversation, images = Conversation(), []
             elif command == "/image":
                 found = _image(rest.strip())
                 if not model.takes_images:
                     raise ValueError("expected a text, got an image: this target reads text only; ask without it")
                 images.append(found)
-            elif command.startswith("/") and command[1:].isalpha():
-                raise ValueError(f"expected a command that there is, got {command}; /help lists them")
             elif line:
                 try:
                     answers = model.ask(conversation, line, images, settings)
@@ -137,17 +97,8 @@ def converse(model: ChatModel, settings: Settings, console: Console, system: str
             console.print(str(error), style="red", markup=False, highlight=False)
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"expected a number after /temperature, got {text!r}; 0 is greedy") from None
-
-
 def _image(name: str) -> ChatImage:
     path = Path(name).expanduser()
-    if not name:
-        raise ValueError("expected a file after /image, got none; write /image PATH")
     if not path.is_file():
         raise ValueError(f"expected an image, got {path}, which is not there; correct the path")
     return read_image(path)

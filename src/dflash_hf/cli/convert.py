@@ -7,8 +7,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from dflash_hf.evaluation.loading import check_place, takes_images
 from dflash_hf.formats import FormatName
@@ -45,18 +43,17 @@ def convert(
     from dflash_hf.drafts import load_draft, save_draft
 
     logging.disable_progress_bar()
-    with Console(stderr=True).status(f"converting {escape(source)}"):
-        draft = load_draft(source, dtype=widest_dtype(stored_tensors(source)))
-        model = None if target is None else load_target_for(target, draft, to)
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        # Beside it first: a draft that the format cannot express must not cost the one that is there.
-        with TemporaryDirectory(dir=destination.parent, prefix=".convert-") as fresh:
-            save_draft(draft, fresh, to, model)
-            destination.mkdir(exist_ok=True)
-            for stale in (*destination.glob("*.safetensors*"), *destination.glob("*config.json")):
-                stale.unlink()
-            for file in Path(fresh).iterdir():
-                file.replace(destination / file.name)
+    draft = load_draft(source, dtype=widest_dtype(stored_tensors(source)))
+    model = None if target is None else load_target_for(target, draft, to)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    # Beside it first: a draft that the format cannot express must not cost the one that is there.
+    with TemporaryDirectory(dir=destination.parent, prefix=".convert-") as fresh:
+        save_draft(draft, fresh, to, model)
+        destination.mkdir(exist_ok=True)
+        for stale in (*destination.glob("*.safetensors*"), *destination.glob("*config.json")):
+            stale.unlink()
+        for file in Path(fresh).iterdir():
+            file.replace(destination / file.name)
     typer.echo(f"{destination}: format {to}, {draft.num_parameters():,} parameters")
 
 

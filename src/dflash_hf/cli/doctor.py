@@ -11,16 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dflash_hf.cli.pair import BUNDLED, MAX_TOKENS, load_pair
+from dflash_hf.cli.pair import BUNDLED, load_pair
 from dflash_hf.evaluation.prompt_files import read_prompts
 
 if TYPE_CHECKING:
     from dflash_hf.evaluation.diagnosis import Diagnosis
 
-EXPLAINED = (
-    "The table's figures are of blocks that begin at every token of the answers, not only where generate would begin "
-    "one: compare them with each other, and not with the acceptance length."
-)
 COLOURS = {"ok": "green", "finding": "bold red", "skipped": "dim"}
 
 
@@ -31,7 +27,7 @@ def doctor(
         Path | None, typer.Option(help="Prompts: one text per line, or .jsonl with prompt or messages.")
     ] = None,
     num_prompts: Annotated[int, typer.Option(help="How many of them to use, the built-in ones too.", min=1)] = 8,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=2, max=MAX_TOKENS)] = 96,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=2)] = 96,
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -40,17 +36,8 @@ def doctor(
     given = None if prompts is None else read_prompts(prompts)
     from dflash_hf.evaluation.diagnosis import diagnose
 
-    with Console(stderr=True).status("loading the pair") as status:
-        model, assistant, processor = load_pair(target, draft, dtype, device)
-        diagnosis = diagnose(
-            model,
-            assistant,
-            processor,
-            given,
-            num_prompts=num_prompts,
-            max_new_tokens=max_new_tokens,
-            on_progress=lambda what: status.update(escape(what)),  # lists have brackets
-        )
+    model, assistant, processor = load_pair(target, draft, dtype, device)
+    diagnosis = diagnose(model, assistant, processor, given, num_prompts=num_prompts, max_new_tokens=max_new_tokens)
     if as_json:
         typer.echo(json.dumps(diagnosis.to_dict()))
     else:
@@ -71,15 +58,11 @@ def _show(console: Console, diagnosis: Diagnosis) -> None:
         table.add_row(check.name, f"[{COLOURS[check.status]}]{check.status}", meaning)
     console.print(table)
     found, prompts = _counted(len(diagnosis.findings), "finding"), _counted(diagnosis.num_prompts, "prompt")
-    tree = diagnosis.tree_acceptance_length
-    by_tree = "" if tree is None else f", {tree:.2f} with a tree of as many tokens"
     console.print(
-        f"acceptance length {diagnosis.acceptance_length:.2f} as configured{by_tree}: what generate has on {prompts} "
+        f"acceptance length {diagnosis.acceptance_length:.2f} as configured: what generate has on {prompts} "
         f"and {diagnosis.num_tokens} tokens of answers; {found}",
         highlight=False,
     )
-    if diagnosis.num_tokens:
-        console.print(EXPLAINED, style="dim", highlight=False)
 
 
 def _counted(number: int, what: str) -> str:

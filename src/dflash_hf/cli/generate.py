@@ -1,208 +1,89 @@
-"""`dflash-hf generate`: one prompt, answered with the draft as it comes, and on request without it too."""
+"""`dflash-hf generate`: one prompt, answered with the draft as it comes, and without it too."""
 
 from __future__ import annotations
 
 import json
-import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.status import Status
 
-from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION, MAX_SEED, MAX_TOKENS, load_pair, template_options, width_of
+from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION, load_pair
 from dflash_hf.cli.table import prompt_line, show_comparisons
-from dflash_hf.evaluation.prompt_files import MAX_BYTES, Prompt, as_messages, image_names, with_images
+from dflash_hf.evaluation.prompt_files import Prompt, image_names, with_images
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, TextStreamer
+    from transformers import PreTrainedModel
 
-    from dflash_hf.evaluation.harness import Answer, Processor
+    from dflash_hf.evaluation.harness import Comparison, Processor
     from dflash_hf.modeling_dflash import DFlashDraftModel
 
 
 def generate(
-    prompt: Annotated[
-        str | None, typer.Argument(help="What to answer; - or nothing reads it from stdin.", show_default=False)
-    ] = None,
-    file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
+    prompt: Annotated[str, typer.Argument(help="What to answer.")],
     image: Annotated[
         list[Path] | None, typer.Option(help="An image's file, before the prompt; once for each image.")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
-    no_thinking: Annotated[
-        bool, typer.Option("--no-thinking", help="enable_thinking=False for the chat template.")
-    ] = False,
-    chat_template_kwargs: Annotated[
-        str, typer.Option(help='Options of the chat template, as JSON: {"reasoning_effort": "low"}.')
-    ] = "{}",
     target: Annotated[
         str | None, typer.Option(help="Folder or Hub id of the target; by default of the bundled pair.")
     ] = None,
     draft: Annotated[
         str | None, typer.Option(help="Folder or Hub id of its draft; by default of the bundled pair.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1, max=MAX_TOKENS)] = 256,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling.", min=0.0, max=1.0)] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Top-k sampling; 0 is off.", min=0, max=MAX_TOKENS)] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling noise.", min=0, max=MAX_SEED)] = 0,
+    top_k: Annotated[int, typer.Option(help="Top-k sampling; 0 is off.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling noise.")] = 0,
     block_size: Annotated[int | None, typer.Option(help="Shorter blocks than the draft was trained with.")] = None,
-    verify_width: Annotated[str | None, typer.Option(help="Tokens of a block that are verified, or auto.")] = None,
-    num_tree_nodes: Annotated[str | None, typer.Option(help="Verify a tree of so many tokens, or auto.")] = None,
-    proposal: Annotated[
-        str | None, typer.Option(help="argmax, shared_noise or sample: how tokens are proposed when sampling.")
-    ] = None,
-    engine: Annotated[str | None, typer.Option(help="eager or cuda_graph: how a step is launched.")] = None,
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
-    is_compared: Annotated[
-        bool, typer.Option("--compare", help="Answer without the draft too; status 1 if a token differs.")
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Answer a prompt with a draft, as it comes: the answer on stdout, everything else on stderr.
-
-    --compare answers again without the draft. A token that differs is an error, unless it does where two tie within
-    rounding: in half precision either may win.
-    """
-    asked = conversation(read_prompt(prompt, file), image or [], system)
-    encoding: dict[str, Any] = template_options(chat_template_kwargs, no_thinking)
-    if raw and (encoding or not isinstance(asked, str)):
-        raise ValueError("expected --raw alone, got an image, --system or options of the chat template; leave one out")
-    encoding["template"] = not raw
+    """Answer a prompt with a draft, stream it, and compare with the same call without the draft."""
+    asked = with_images(prompt, image or [])
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         settings |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    options = draft_options(block_size, verify_width, num_tree_nodes, proposal, engine)
     bundled = BUNDLED_VISION if image else BUNDLED
     import torch
 
-    from dflash_hf.evaluation.harness import Comparison
-
     console = Console(stderr=True)
-    with console.status("loading the pair"):
-        pair = load_pair(target or str(bundled / "target"), draft or str(bundled / "draft"), dtype, device)
-    for name, value in options.items():
-        setattr(pair[1].generation_config, name, value)
+    pair = load_pair(target or str(bundled / "target"), draft or str(bundled / "draft"), dtype, device)
+    if block_size is not None:
+        pair[1].generation_config.block_size = block_size
     torch.manual_seed(seed)
-    row = show_answer(console, pair, asked, encoding, settings, is_compared=is_compared, as_json=as_json)
-    if isinstance(row, Comparison) and not row.agreement.holds:
+    row = show_answer(console, pair, asked, settings, as_json=as_json)
+    if not row.identical:
         raise typer.Exit(1)
-
-
-def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """Returns the prompt from the argument, a file, or stdin, of which one end of a line at the end is left out.
-
-    Raises `ValueError` if there is none, two of them, or one that is empty, too long, or no UTF-8.
-    """
-    if prompt is not None and file is not None:
-        raise ValueError("expected one prompt, got an argument and --file; leave one out")
-    if prompt is not None and prompt != "-":
-        return checked_text(prompt, "the prompt")
-    if file is not None and not file.is_file():
-        raise ValueError(f"expected a file with the prompt as --file, got {str(file)!r}, which is none; fix it")
-    if file is None and prompt is None and sys.stdin.isatty():
-        raise ValueError("expected a prompt, got none; give it as an argument, by --file, or on stdin")
-    where = "stdin" if file is None else str(file)
-    with nullcontext(typer.get_binary_stream("stdin")) if file is None else file.open("rb") as stream:
-        content = stream.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"expected a prompt of at most {MAX_BYTES / 2**20:.0f} MB in {where}, got more; shorten it")
-    text = content.decode("utf-8", errors="surrogateescape").removesuffix("\n").removesuffix("\r")
-    return checked_text(text, f"the prompt in {where}")
-
-
-def checked_text(text: str, what: str) -> str:
-    """Returns a text; raises `ValueError` if it is empty, or was no UTF-8: a shell hands on any bytes."""
-    if not text.strip():
-        raise ValueError(f"expected a text as {what}, got an empty one; write something")
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise ValueError(f"expected UTF-8 as {what}, got other bytes; save or type it as UTF-8")
-    return text
-
-
-def conversation(text: str, images: list[Path], system: str | None) -> Prompt:
-    """Returns what is asked, with images and a system prompt; the text alone where there are none."""
-    asked = with_images(text, images)
-    if system is None:
-        return asked
-    content = checked_text(system, "--system")
-    # Templates that place images read the texts of all turns in parts.
-    parts = [{"type": "text", "text": content}] if images else content
-    return [{"role": "system", "content": parts}, *as_messages(asked)]
-
-
-def draft_options(*values: Any) -> dict[str, Any]:
-    """Returns those of the draft's options that were given, by name; raises `ValueError` for what no draft takes."""
-    from dflash_hf.generation_config import DFlashGenerationConfig
-
-    names = ("block_size", "verify_width", "num_tree_nodes", "proposal", "engine")
-    options = {name: value for name, value in zip(names, values, strict=True) if value is not None}
-    for name in options.keys() & {"verify_width", "num_tree_nodes"}:
-        try:
-            options[name] = width_of(options[name])
-        except ValueError:
-            what = f"a whole number or auto as --{name.replace('_', '-')}"
-            raise ValueError(f"expected {what}, got {options[name]!r}; correct it") from None
-    DFlashGenerationConfig(**options)
-    return options
 
 
 def show_answer(
     console: Console,
     pair: tuple[PreTrainedModel, DFlashDraftModel, Processor],
     asked: Prompt,
-    encoding: dict[str, Any],
     settings: dict[str, Any],
     *,
-    is_compared: bool,
     as_json: bool,
-) -> Answer:
-    """Answers a prompt, with the answer on stdout as it comes, or all of it as JSON; if asked for, compares."""
-    from dflash_hf.evaluation.harness import answer, check_comparable, compare_with_plain, warm_up
+) -> Comparison:
+    """Answers a prompt, with the answer on stdout as it comes, or all of it as JSON; compares."""
+    from transformers import TextStreamer
+
+    from dflash_hf.evaluation.harness import answer, check_comparable, compare_with_plain, tokenizer_of, warm_up
 
     model, assistant, processor = pair
-    if is_compared:
-        check_comparable(assistant, settings)
-        warm_up(model, assistant, processor, "Hello.")
-    if encoding.get("enable_thinking") is False and "enable_thinking" not in str(processor.chat_template):
-        console.print("the chat template has no enable_thinking: it is left as it is", style="yellow")
+    check_comparable(assistant, settings)
+    warm_up(model, assistant, processor, "Hello.")
     if image_names(asked) and not as_json:
         console.print(prompt_line(asked), highlight=False)
-    with console.status("reading the prompt") as status:
-        streamer = None if as_json else text_streamer(processor, status)
-        row = answer(model, assistant, processor, asked, streamer=streamer, encoding=encoding, **settings)
+    streamer = None
     if not as_json:
-        console.print(
-            f"{row.num_tokens} tokens in {row.seconds:.2f} s ({row.num_tokens / row.seconds:.1f}/s), "
-            f"{row.stats.num_target_forwards} forwards, acceptance length {row.stats.acceptance_length:.2f}",
-            style="dim",
-            highlight=False,
-        )
-    if is_compared:
-        with console.status("answering again without the draft"):
-            row = compare_with_plain(model, assistant, row, **settings)
-        if not as_json:
-            show_comparisons(console, [row])
+        streamer = TextStreamer(tokenizer_of(processor), skip_prompt=True, skip_special_tokens=True)
+    answered = answer(model, assistant, processor, asked, streamer=streamer, **settings)
+    row = compare_with_plain(model, assistant, answered, **settings)
+    if not as_json:
+        show_comparisons(console, [row])
     if as_json:
         typer.echo(json.dumps(row.to_dict()))
     return row
-
-
-def text_streamer(processor: Processor, status: Status) -> TextStreamer:
-    """Returns what writes an answer on stdout; the first of it ends what stands on stderr meanwhile."""
-    from transformers import TextStreamer
-
-    from dflash_hf.evaluation.harness import tokenizer_of
-
-    class Streamer(TextStreamer):
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            if text or stream_end:
-                status.stop()
-            typer.echo(text, nl=stream_end)
-
-    return Streamer(tokenizer_of(processor), skip_prompt=True, skip_special_tokens=True)

@@ -2,94 +2,41 @@
 
 from __future__ import annotations
 
-import os
-import traceback
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from dflash_hf import __version__
-from dflash_hf.cli.bench import app as bench_app
 from dflash_hf.cli.chat import chat
 from dflash_hf.cli.convert import convert
 from dflash_hf.cli.demo import demo
 from dflash_hf.cli.doctor import doctor
-from dflash_hf.cli.drafts import drafts
 from dflash_hf.cli.generate import generate
-from dflash_hf.cli.inspect import inspect
-from dflash_hf.cli.push import push
-from dflash_hf.cli.serve import serve
-from dflash_hf.cli.train import CONTEXT, train
 from dflash_hf.errors import one_line
-
-# Exit statuses; 0 is success, and 1 what a command found out: answers differ, or the doctor has findings.
-REFUSED, UNEXPECTED, INTERRUPTED, NO_READER = 2, 3, 130, 141
 
 
 class SentenceGroup(TyperGroup):
-    """Says what went wrong in a sentence on stderr, with a status of its own: never a stack trace, never status 1."""
+    """Shows what is wrong with the input in a sentence on stderr, with status 2, and not as a stack trace."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the subcommand.
+        """Runs the subcommand; errors about its input are printed, with status 2.
 
-        Bad input is status 2: `ValueError`, `OSError` (a folder that is not there) and `ImportError` (Pillow, which
-        images need). Anything else that nobody foresaw is 3, with the place where it happened.
+        These are `ValueError`, `OSError` (a folder that is not there) and `ImportError` (Pillow, which images need).
         """
         try:
             return super().invoke(ctx)
-        except (typer.Exit, typer.Abort, typer.BadParameter):
-            raise
-        except KeyboardInterrupt as error:
-            typer.secho("Interrupted.", err=True)
-            raise typer.Exit(INTERRUPTED) from error
-        except BrokenPipeError as error:  # `| head` has what it wanted, and what is left is for nobody
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            raise typer.Exit(NO_READER) from error
-        except Exception as error:
-            if hasattr(error, "exit_code"):  # the parser's own, about the command line
-                raise
-            if ctx.params.get("show_traceback"):
-                typer.echo(traceback.format_exc(), err=True)
-            is_refusal = isinstance(error, ValueError | OSError | ImportError)
-            typer.secho(f"Error: {one_line(error) if is_refusal else unexpected(error)}", err=True, fg="red")
-            raise typer.Exit(REFUSED if is_refusal else UNEXPECTED) from error
+        except (ValueError, OSError, ImportError) as error:
+            typer.secho(f"Error: {one_line(error)}", err=True, fg="red")
+            raise typer.Exit(2) from error
 
 
-def unexpected(error: Exception) -> str:
-    """Returns a sentence about an error that nobody foresaw: what, where, and how to see more of it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    package = Path(__file__).resolve().parents[1]
-    own = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
-    last = (own or frames)[-1]
-    where = f"{type(error).__name__} in {Path(last.filename).name}:{last.lineno}"
-    return f"{one_line(error) or 'no message'} ({where}); dflash-hf --traceback COMMAND shows where it comes from"
+app = typer.Typer(
+    name="dflash-hf",
+    cls=SentenceGroup,
+    help="DFlash speculative decoding inside Transformers' generate.",
+    no_args_is_help=True,
+)
 
 
-def show_version(asked: bool) -> None:
-    """Prints the version and ends, if asked for."""
-    if asked:
-        typer.echo(f"dflash-hf {__version__}")
-        raise typer.Exit
-
-
-app = typer.Typer(name="dflash-hf", cls=SentenceGroup, no_args_is_help=True)
-
-
-@app.callback()
-def main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-    show_traceback: Annotated[
-        bool, typer.Option("--traceback", help="Before the command: show where an error comes from.")
-    ] = False,
-) -> None:
-    """DFlash speculative decoding inside Transformers' generate."""
-
-
-for command in (generate, demo, chat, serve, convert, doctor, inspect, drafts, push):
+for command in (generate, demo, chat, convert, doctor):
     app.command()(command)
-app.command(context_settings=CONTEXT)(train)
-app.add_typer(bench_app)

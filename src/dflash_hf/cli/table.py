@@ -33,7 +33,7 @@ def show_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
         total = pool(group)
         table.add_row(
             name,
-            _same(group),
+            "[green]yes" if total["identical"] else "[bold red]NO",
             str(total["num_tokens"]),
             str(total["num_target_forwards"]),
             f"{total['acceptance_length']:.2f}",
@@ -46,18 +46,7 @@ def show_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
     different = [(number, row) for number, row in enumerate(rows, 1) if not row.identical]
     for number, row in different:
         which = "the answer" if len(rows) == 1 else f"answer {number} ({row.kind})"
-        style = "yellow" if row.agreement.holds else "bold red"
-        console.print(f"{which} {row.agreement.sentence}", style=style, markup=False, highlight=False)
-    if any(row.agreement.holds for _, row in different):
-        console.print("--dtype float32 compares where hardly anything ties", style="dim", highlight=False)
-
-
-def _same(rows: Sequence[Comparison]) -> str:
-    """Says of a group whether its answers are the same, and if so how many part at a tie."""
-    ties = sum(not row.identical for row in rows)
-    if not all(row.agreement.holds for row in rows):
-        return "[bold red]NO"
-    return "[green]yes" if not ties else f"[yellow]{ties} tie{'s' if ties > 1 else ''}"
+        console.print(f"{which} {row.agreement.sentence}", style="bold red", markup=False, highlight=False)
 
 
 def prompt_line(prompt: Prompt) -> Text:

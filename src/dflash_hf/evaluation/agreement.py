@@ -1,33 +1,10 @@
-"""Where two answers of one target differ, and whether rounding explains it: the one definition for all that compare.
-
-A verify is a wider forward than plain decoding's and rounds in another order. Where two tokens are nearly as good,
-either may come out best. That is a tie if the worse of them lies no further below the best token, in a computation
-more exact than the target's own, than the target's rounding reaches.
-"""
+"""Where two answers of one target differ: the one definition for all that compare."""
 
 from __future__ import annotations
 
-import copy
 import itertools
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.utils import logging
-
-from dflash_hf.devices import Inventory, execution_devices, free_memory, is_compiled, is_offloaded
-from dflash_hf.generation.sampling import gumbel_noise, new_key
-
-logger: Any = logging.get_logger(__name__)
-
-HALF = (torch.bfloat16, torch.float16)
-# The widest margin of a tie, in `eps * size` of the target's dtype. In half precision only what is stored between
-# operations rounds, in single and double precision the sums do too. docs/numerics.md has the errors measured.
-HALF_TIE, FULL_TIE = 2.0, 16.0
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +13,6 @@ class Agreement:
 
     sentence: str  # all of the following in words; tokens count from 1 there
     token: int | None = None  # index, from 0, of the first token that differs; `None` if the answers are identical
-    # How far the worse of the two tokens lies below the best of all there, in logits (as logits processors leave them;
-    # where the answers are sampled with their noise). `None` where one answer ends and the other goes on, or one of
-    # the tokens was ruled out.
-    margin: float | None = None
-    tolerance: float | None = None  # the widest margin that is a tie
-    measured_in: str | None = None  # dtype in which the margin was computed
-    is_tie: bool | None = None  # whether rounding explains the difference; `None` where that cannot be said
 
     @property
     def identical(self) -> bool:
@@ -51,12 +21,8 @@ class Agreement:
 
     @property
     def holds(self) -> bool:
-        """Whether the answers are the same as far as the target's dtype can tell: identical, or parted at a tie."""
-        return self.identical or self.is_tie is True
-
-    def to_dict(self) -> dict[str, Any] | None:
-        """Returns the difference as plain values, for JSON; `None` if there is none."""
-        return None if self.identical else asdict(self)
+        """Whether the answers are the same."""
+        return self.identical
 
 
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
@@ -65,144 +31,7 @@ def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
     return next((index for index, (a, b) in pairs if a != b), None)
 
 
-def agreement(
-    target: PreTrainedModel,
-    inputs: dict[str, Tensor],
-    plain: Sequence[int],
-    drafted: Sequence[int],
-    *,
-    reference: PreTrainedModel | None = None,
-    seed: int | None = None,
-    **settings: Any,
-) -> Agreement:
-    """Compares two answers to a prompt and, only if they differ, finds out by how little.
-
-    The scores at the first difference are those of plain `generate` going on from the prompt and what both answers
-    begin with: images, positions and logits processors are what they are in decoding.
-
-    Args:
-        target (`PreTrainedModel`): What wrote both answers.
-        inputs (`dict[str, torch.Tensor]`): The prompt as the target took it, one row: `input_ids` and
-            `attention_mask` `[1, S]`, and what belongs to its images.
-        plain, drafted (sequence of `int`): Tokens of the answers, end tokens included and padding not.
-        reference (`PreTrainedModel`, *optional*): From [`reference_for`], for a caller with many answers; by default
-            made when it is needed, and dropped.
-        seed (`int`, *optional*): What was given to `torch.manual_seed` before each of two sampled answers, both with
-            a draft, one of them at block size 1, each alone in its batch.
-        settings: Of the `generate` calls, for sampling and logits processors; lengths do not matter.
-    """
+def agreement(plain: Sequence[int], drafted: Sequence[int]) -> Agreement:
+    """Compares two answers to a prompt: tokens, end tokens included and padding not."""
     index = first_difference(plain, drafted)
-    if index is None:
-        return Agreement(sentence="identical")
-    differs = f"differs from token {index + 1} on"
-    rows = inputs["input_ids"].shape[0]
-    if rows != 1:
-        raise ValueError(f"expected the inputs of one prompt, got those of {rows}; compare answers one by one")
-    sampled = bool(settings.get("do_sample", target.generation_config.do_sample))
-    if sampled and seed is None:
-        raise ValueError("expected the seed of sampled answers, got none; give what torch.manual_seed was given")
-    if index in (len(plain), len(drafted)):
-        sentence = f"{differs}, where one answer ends and the other goes on"
-        return Agreement(sentence=sentence, token=index, is_tie=False)
-    reference = reference_for(target) if reference is None else reference
-    scores, size = _scores(reference, inputs, plain[:index], seed if sampled else None, settings)
-    margin = float(scores.max() - scores[[plain[index], drafted[index]]].min())
-    tolerance = (HALF_TIE if target.dtype in HALF else FULL_TIE) * torch.finfo(target.dtype).eps * size
-    is_tie: bool | None = margin <= tolerance
-    if not is_tie and sampled and bool(scores.isneginf().any()):
-        is_tie = None  # rounding may also have moved the edge of what top-k or top-p leaves
-    what = "two logits with their noise" if sampled else "two logits"
-    if is_tie is None:
-        why = "whether by rounding cannot be said where top-k or top-p cut tokens off"
-    elif is_tie:
-        why = f"where {what} tie within rounding"
-    else:
-        why = f"where {what} do not tie within rounding to {_name(target.dtype)}"
-    measured = f" in {_name(reference.dtype)}" if reference.dtype in HALF else ""
-    return Agreement(
-        sentence=f"{differs}, {why} (margin {margin:.2g}{measured})",
-        token=index,
-        margin=margin if math.isfinite(margin) else None,
-        tolerance=tolerance,
-        measured_in=_name(reference.dtype),
-        is_tie=is_tie,
-    )
-
-
-def reference_for(target: PreTrainedModel) -> PreTrainedModel:
-    """Returns what margins are measured with: a float32 copy of a target in half precision, else the target itself.
-
-    The copy is made on the target's device, unless it would take more than half of the memory that is free there, or
-    the weights are no plain tensors of one device. The log then says why, and margins are the target's own.
-    """
-    if target.dtype not in HALF:
-        return target
-    reason = _no_copy(target)
-    if reason is not None:
-        logger.warning(f"Margins are measured in {_name(target.dtype)}: {reason}, so there is no float32 copy.")
-        return target
-    # Given to `deepcopy` as copied already, so that it makes no second model in half precision on the way.
-    copies: dict[int, Any] = {id(buffer): _widened(buffer) for buffer in target.buffers()}
-    for weight in target.parameters():
-        copies[id(weight)] = nn.Parameter(_widened(weight.detach()), requires_grad=False)
-    return copy.deepcopy(target, copies)
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in HALF else tensor.clone()
-
-
-def _no_copy(target: PreTrainedModel) -> str | None:
-    """Says why a target gets no float32 copy, if it does not."""
-    devices = execution_devices(parts := Inventory.of(target))
-    if is_offloaded(target) or len(devices) > 1:
-        return "the target is not all on one device"
-    if is_compiled(parts):
-        return "the target is compiled"
-    if getattr(target.config, "quantization_config", None) is not None:
-        return "the target is quantised"
-    if any(hasattr(weight, "device_mesh") for weight in target.parameters()):
-        return "the target is shared among processes"
-    needed = 4 * sum(weight.numel() for weight in target.parameters())
-    free = free_memory(next(iter(devices)))
-    if free is not None and needed > free / 2:
-        return f"{needed / 1e9:.1f} GB would be more than half of the {free / 1e9:.1f} GB that are free"
-    return None
-
-
-@torch.no_grad()
-def _scores(
-    reference: PreTrainedModel,
-    inputs: dict[str, Tensor],
-    begun: Sequence[int],
-    seed: int | None,
-    settings: dict[str, Any],
-) -> tuple[Tensor, float]:
-    """Returns what the token behind a begun answer is chosen by, `[V]` in float64, and how large logits are there.
-
-    Their size is the larger of the best logit and its distance from the median, as scores are scaled: rounding of what
-    is stored follows the one, errors of the hidden state the other. A target may have its best logits near 0.
-    """
-    model: Any = reference
-    ids = inputs["input_ids"]
-    tail = torch.tensor([list(begun)], dtype=ids.dtype, device=ids.device)
-    row: dict[str, Any] = {}
-    for name, value in inputs.items():
-        behind = tail if name == "input_ids" else torch.full_like(tail, name == "attention_mask", dtype=value.dtype)
-        row[name] = torch.cat([value, behind], dim=1) if value.shape == ids.shape else value
-    options = {**settings, "max_new_tokens": 1, "return_dict_in_generate": True}
-    with torch.random.fork_rng([] if ids.device.type == "cpu" else [ids.device], device_type=ids.device.type):
-        out: Any = model.generate(**row, **options, output_scores=True, output_logits=True)
-        logits, scores = out.logits[0][0].double(), out.scores[0][0].double()
-        size = float(torch.maximum(logits.max().abs(), logits.max() - logits.median()))
-        if seed is None:
-            return scores, size
-        torch.manual_seed(seed)
-        key = new_key(ids.device)
-    position = row["attention_mask"].sum(dim=1, keepdim=True)
-    noise = gumbel_noise(key, position, torch.arange(len(scores), device=ids.device))[0, 0]
-    return scores + noise, size / (settings.get("temperature") or model.generation_config.temperature or 1.0)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return Agreement(sentence="identical" if index is None else f"differs from token {index + 1} on", token=index)

@@ -8,18 +8,18 @@ adopted and the rest tried again on top of it, so that one mistake does not look
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from dflash_hf.configuration_dflash import ROPE_TYPES
 from dflash_hf.evaluation.harness import Processor, encode_prompt, end_tokens, tokenizer_of
 from dflash_hf.evaluation.probe import Measurement, Probe, Setup
 from dflash_hf.evaluation.prompt_files import Prompt, image_names
-from dflash_hf.fresh import rope_of
 from dflash_hf.modeling_dflash import DFlashDraftModel, DFlashRMSNorm
 from dflash_hf.target.parts import Target, find_target
 from dflash_hf.target.support import check_pair, check_target
@@ -62,16 +62,12 @@ class Check:
 class Diagnosis:
     """What `diagnose` found."""
 
-    # Tokens per verify that greedy decoding has on the prompts, as configured; 0 where nothing could be measured. Of a
-    # chain.
+    # Tokens per verify that greedy decoding has on the prompts, as configured; 0 where nothing could be measured.
     acceptance_length: float
     # What it was measured on: prompts, tokens of their answers.
     num_prompts: int
     num_tokens: int
     checks: list[Check]
-    # The same of a tree of as many tokens, of what the draft says alone; `None` for targets that cannot verify one,
-    # and where nothing could be measured.
-    tree_acceptance_length: float | None = None
 
     @property
     def findings(self) -> list[Check]:
@@ -100,7 +96,6 @@ def diagnose(
     *,
     num_prompts: int | None = None,
     max_new_tokens: int = 96,
-    on_progress: Callable[[str], object] = lambda what: None,
 ) -> Diagnosis:
     """Finds what keeps a draft from being accepted; target and draft are left as they are.
 
@@ -113,7 +108,6 @@ def diagnose(
             texts, if there is a chat template.
         num_prompts (`int`, *optional*): How many of them to use, the built-in ones too; default all.
         max_new_tokens (`int`): Longest answer in tokens.
-        on_progress (callable): Gets what is being done, as a few words, whenever that changes.
 
     Raises:
         ValueError: If the target cannot be drafted for at all, or there is nothing to measure on.
@@ -136,17 +130,14 @@ def diagnose(
         advice = "load the draft that was trained for this target"
         static.append(Check("other_target", "finding", str(error), advice))
         return Diagnosis(acceptance_length=0.0, num_prompts=0, num_tokens=0, checks=static)
-    on_progress("answering the prompts")
     examples = write_answers(model, [encode_prompt(processor, p, model.device) for p in prompts], max_new_tokens)
     probe = Probe(target, draft, examples)
-    setup, measured = _try_settings(probe, tokenizer, on_progress)
+    setup, measured = _try_settings(probe, tokenizer)
     checks = static + measured
-    on_progress("trying other forms of the prompts")
     checks += _check_prompts(probe, processor, prompts, setup, max_new_tokens)
     checks.append(_check_fit(probe, setup, [check.name for check in checks if check.status == "finding"]))
     return Diagnosis(
         acceptance_length=probe.walked({}),
-        tree_acceptance_length=None if target.recurrences else probe.walked({}, is_tree=True),
         num_prompts=len(prompts),
         num_tokens=sum(len(e.input_ids) - e.prompt_length() for e in examples),
         checks=checks,
@@ -165,9 +156,7 @@ def write_answers(model: PreTrainedModel, inputs: Sequence[dict[str, Tensor]], m
     return [prompt.with_answer(answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
-def _try_settings(
-    probe: Probe, tokenizer: PreTrainedTokenizerBase, on_progress: Callable[[str], object]
-) -> tuple[Setup, list[Check]]:
+def _try_settings(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> tuple[Setup, list[Check]]:
     """Adopts the best clear gain until there is none; returns the setup that was reached, and a check per setting."""
     setup, base = Setup(), probe.measure({})
     found: dict[str, Check] = {}
@@ -175,7 +164,6 @@ def _try_settings(
         best: tuple[Trial, Measurement] | None = None
         results: dict[str, dict[str, float]] = {}
         for trial in (trial for trial in _trials(probe, tokenizer) if trial.check not in found):
-            on_progress(f"trying {trial.label}")
             result = probe.measure(setup | trial.change)
             results.setdefault(trial.check, {})[trial.label] = round(result.mean, 3)
             # The more plausible forms come first: a later one has to be better by more than chance.
@@ -261,6 +249,19 @@ def _rope_trials(probe: Probe) -> Iterator[Trial]:
     if kind != own["rope_type"]:
         advice = f"set rope_parameters to {theirs}, the target's"
         yield Trial("rope", f"the target's {kind} RoPE", advice, {"rope_parameters": theirs})
+
+
+def rope_of(text: PreTrainedConfig) -> dict[str, Any] | None:
+    """Returns a target's RoPE as far as a draft has it: over plain indices, over whole heads; `None` without one."""
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # where each kind of layer has its own
+    if rope.get("rope_theta") is None:
+        return None
+    needed = ROPE_TYPES.get(rope.get("rope_type", "default"))
+    if needed is None or any(rope.get(name) is None for name in needed):
+        return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    names = {*needed, "rope_theta", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"}
+    return {"rope_type": "default"} | {n: v for n, v in rope.items() if v is not None and n in (*names, "rope_type")}
 
 
 def mask_candidates(target: Target, draft: DFlashDraftModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

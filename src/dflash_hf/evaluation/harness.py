@@ -39,7 +39,7 @@ class Answer:
         """Returns the statistics, and of the fields all that are plain values, for JSON."""
         told = {name: getattr(self, name) for name in ("text", "num_tokens", "seconds")}
         images = list(self.images)
-        return {**self.stats.to_dict(), **told, "images": images, "pictures": images}  # their old name, one release
+        return {**self.stats.to_dict(), **told, "images": images}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +56,11 @@ class Comparison(Answer):
         return self.agreement.identical
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything as plain values, for JSON; `difference` is null where the answers are identical."""
+        """Returns everything as plain values, for JSON."""
         return {
             **super().to_dict(),
             "kind": self.kind,
             "identical": self.identical,
-            "difference": self.agreement.to_dict(),
             "plain_seconds": self.plain_seconds,
             "ratio": self.plain_seconds / self.seconds,
         }
@@ -78,44 +77,32 @@ def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
 def encode_prompt(
     processor: Processor, prompt: Prompt, device: torch.device, *, template: bool = True, **options: Any
 ) -> dict[str, Tensor]:
-    """Turns a text or a conversation into model inputs of one row; see [`encode_prompts`]."""
-    return encode_prompts(processor, [prompt], device, template=template, **options)
-
-
-def encode_prompts(
-    processor: Processor, prompts: Sequence[Prompt], device: torch.device, *, template: bool = True, **options: Any
-) -> dict[str, Tensor]:
-    """Turns texts or conversations into model inputs, left-padded where there are several.
+    """Turns a text or a conversation into model inputs of one row.
 
     A conversation, and a text where there is a chat template, goes through `apply_chat_template`, with `options`;
     under `template=False` neither does, and a conversation is its messages' texts, one per line.
 
     Returns:
-        `dict[str, torch.Tensor]`: `input_ids` and `attention_mask`, both `[B, S]`, on `device`, and of a processor all
+        `dict[str, torch.Tensor]`: `input_ids` and `attention_mask`, both `[1, S]`, on `device`, and of a processor all
         that it makes of the images.
 
     Raises:
-        ValueError: If there are images and no processor, or no template that says where they go; if an image cannot be
-            read, or the template refuses the conversation.
+        ValueError: If there are images and no processor, or no template that says where they go, or an image
+            cannot be read.
     """
     tokenizer, either = tokenizer_of(processor), cast(Any, processor)
-    names = [name for prompt in prompts for name in image_names(prompt)]
+    names = image_names(prompt)
     if names and (processor is tokenizer or not template):
         raise ValueError(
             f"expected a processor and its chat template for a prompt with images, got {type(processor).__name__}"
             f"{'' if template else ' without the template'}; leave the images out, or take a target for images"
         )
-    padding: dict[str, Any] = {"padding": True, "padding_side": "left"} if len(prompts) > 1 else {}
-    if not template or (processor.chat_template is None and all(isinstance(prompt, str) for prompt in prompts)):
-        encoded: Any = tokenizer([text_of(prompt) for prompt in prompts], return_tensors="pt", **padding)
+    if not template or (processor.chat_template is None and isinstance(prompt, str)):
+        encoded: Any = tokenizer(text_of(prompt), return_tensors="pt")
     else:
-        if processor is tokenizer and padding:
-            options |= {"padding": True, "tokenizer_kwargs": {"padding_side": "left"}}
-        elif padding:
-            options |= {"processor_kwargs": padding}
         try:
             encoded = either.apply_chat_template(
-                [as_messages(prompt) for prompt in prompts],
+                as_messages(prompt),
                 add_generation_prompt=True,
                 tokenize=True,
                 return_tensors="pt",
@@ -126,14 +113,6 @@ def encode_prompts(
             raise ValueError(
                 f"expected images that can be read, got {', '.join(names)}, of which one cannot ({one_line(error)}); "
                 "leave it out or save it anew"
-            ) from error
-        except (ValueError, ImportError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # of a template that is broken, or refuses a role or an option
-            raise ValueError(
-                f"expected a conversation that the chat template takes, got {type(error).__name__}: "
-                f"{one_line(error)}; change what it names (a system prompt, an option of the template), or leave the "
-                "template out"
             ) from error
     kept = ("input_ids", "attention_mask") if processor is tokenizer else tuple(encoded)
     return {name: encoded[name].to(device) for name in kept}
@@ -153,11 +132,10 @@ def answer(
     prompt: Prompt,
     *,
     streamer: BaseStreamer | None = None,
-    encoding: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Answer:
-    """Answers one prompt with the draft; `encoding` are options of [`encode_prompts`], `settings` of `generate`."""
-    inputs = encode_prompt(processor, prompt, target.device, **(encoding or {}))
+    """Answers one prompt with the draft; `settings` are those of `generate`."""
+    inputs = encode_prompt(processor, prompt, target.device)
     seed = torch.initial_seed()
     torch.manual_seed(seed)
     ids, seconds = _timed(target, inputs, **settings, assistant_model=draft, streamer=streamer)
@@ -194,7 +172,7 @@ def compare_with_plain(
     check_comparable(draft, settings)
     inputs = answered.inputs
     if settings.get("do_sample"):
-        with changed(draft.generation_config, block_size=1, verify_width=None, num_tree_nodes=None):
+        with changed(draft.generation_config, block_size=1, verify_width=None):
             torch.manual_seed(answered.seed)
             ids, seconds = _timed(target, inputs, **settings, assistant_model=draft)
     else:
@@ -202,7 +180,7 @@ def compare_with_plain(
     return Comparison(
         **{column.name: getattr(answered, column.name) for column in fields(Answer)},
         kind=kind,
-        agreement=agreement(target, inputs, ids, answered.ids, seed=answered.seed, **settings),
+        agreement=agreement(ids, answered.ids),
         plain_seconds=seconds,
     )
 
@@ -211,15 +189,10 @@ def _timed(model: Any, inputs: Mapping[str, Tensor], **options: Any) -> tuple[li
     """Returns what a call of `generate` adds to its one row, and the seconds it took."""
     start = time.perf_counter()
     out = model.generate(**inputs, **options)
-    synchronize(out.device)
+    if out.device.type != "cpu":
+        torch.accelerator.synchronize(out.device)
     seconds = time.perf_counter() - start
     return out[0, inputs["input_ids"].shape[1] :].tolist(), seconds
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits until an accelerator has nothing left to do."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 @contextmanager
@@ -242,7 +215,7 @@ def warm_up(target: PreTrainedModel, draft: DFlashDraftModel, processor: Process
 
 
 def pool(rows: Sequence[Comparison]) -> dict[str, Any]:
-    """Sums up comparisons: identical or not, ties, tokens, forwards, acceptance, seconds; `ValueError` if none."""
+    """Sums up comparisons: identical or not, tokens, forwards, acceptance, seconds; `ValueError` if none."""
     if not rows:
         raise ValueError("expected at least one comparison, got none; answer a prompt first")
     verifies = sum(row.stats.num_verifies for row in rows)
@@ -251,7 +224,6 @@ def pool(rows: Sequence[Comparison]) -> dict[str, Any]:
     return {
         "prompts": len(rows),
         "identical": all(row.identical for row in rows),
-        "ties": sum(row.agreement.holds and not row.identical for row in rows),
         "num_tokens": sum(row.num_tokens for row in rows),
         "num_target_forwards": sum(row.stats.num_target_forwards for row in rows),
         "acceptance_length": committed / verifies if verifies else 0.0,

@@ -1,4 +1,4 @@
-"""Images of files: read within limits, whatever they are, or refused in one sentence; measured; named by contents.
+"""Images of files: read within limits, whatever they are, or refused in one sentence.
 
 Pillow is imported by the functions that need it: text does without.
 """
@@ -6,11 +6,7 @@ Pillow is imported by the functions that need it: text does without.
 from __future__ import annotations
 
 import base64
-import contextlib
-import hashlib
-import importlib
 import io
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +17,6 @@ KEPT_PIXELS = 4_000_000  # larger ones are shrunk to this: what a conversation h
 THUMBNAIL = (320, 320)
 # No others: some of Pillow's readers start programs or follow references.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-# How files of a kind begin -> how they are called: whoever sends one to a server says its kind by its name.
-KINDS = {
-    b"\x89PNG": ".png",
-    b"\xff\xd8": ".jpg",
-    b"RIFF": ".webp",
-    b"GIF8": ".gif",
-    b"BM": ".bmp",
-    b"II*\0": ".tif",
-    b"MM\0*": ".tif",
-}
-ORIENTATION = 0x0112  # of Exif; from 5 on width and height are swapped
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
@@ -53,31 +38,23 @@ class ImageError(ValueError):
         self.path = path
 
 
-def check_pillow() -> None:
-    """Raises `ValueError` if there is no Pillow, without which neither images nor their processors load."""
-    try:
-        importlib.import_module("PIL")
-    except ModuleNotFoundError as error:
-        raise ValueError("expected Pillow for images, got no module PIL; pip install 'dflash-hf[vlm]'") from error
-
-
-def read_image(path: Path, data: bytes | None = None) -> ChatImage:
+def read_image(path: Path) -> ChatImage:
     """Reads an image: its first frame, upright, transparency on white, grey levels of 16 bits scaled to 8.
-
-    With `data` that is what would be in the file, and `path` only what to call it.
 
     Raises `ImageError` if it is too large, in bytes or (by its header, before anything is decoded) in pixels, or is
     no image that can be read; `ValueError` if there is no Pillow.
     """
-    check_pillow()
-    from PIL import Image
+    try:
+        from PIL import Image
+    except ModuleNotFoundError as error:
+        raise ValueError("expected Pillow for images, got no module PIL; pip install 'dflash-hf[vlm]'") from error
 
-    name, size = path.name, path.stat().st_size if data is None else len(data)
+    name, size = path.name, path.stat().st_size
     if size > MAX_FILE_BYTES:
         limit, got = f"{MAX_FILE_BYTES // 2**20} MB", f"{size / 2**20:.1f} MB"
         raise ImageError(f"expected an image of at most {limit}, got {name} with {got}; shrink it", path)
     try:
-        with Image.open(path if data is None else io.BytesIO(data), formats=FORMATS) as file:
+        with Image.open(path, formats=FORMATS) as file:
             if file.width * file.height > MAX_PIXELS:
                 name += f" with {file.width} × {file.height} ({file.width * file.height / 10**6:.0f})"
                 raise Image.DecompressionBombError
@@ -97,47 +74,6 @@ def read_image(path: Path, data: bytes | None = None) -> ChatImage:
     thumbnail = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
     note = f"first of {frames} frames" if frames > 1 else ""
     return ChatImage(name=path.name, image=image, thumbnail=thumbnail, note=note)
-
-
-def content_name(data: bytes) -> str:
-    """Returns a file name that says what is in it: a hash, and the kind of image by how it begins."""
-    kind = next((kind for begin, kind in KINDS.items() if data.startswith(begin)), "")
-    return hashlib.sha256(data).hexdigest()[:32] + kind
-
-
-def store_image(data: bytes, folder: Path) -> Path:
-    """Writes an image to a file of a folder, whole or not at all, named by its contents, and returns the file."""
-    path = folder / content_name(data)
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        scratch = folder / f".{path.name}.{os.getpid()}"
-        scratch.write_bytes(data)
-        os.replace(scratch, path)
-    return path
-
-
-def image_size(source: Any) -> tuple[int, int] | None:
-    """Returns height and width of an image as it is shown, by its header: no pixel is decoded.
-
-    Of a PIL image, an array, a file's path or its bytes as base64; `None` where that does not say it (an address).
-    """
-    shape = getattr(source, "shape", None)
-    if isinstance(shape, tuple) and len(shape) in (2, 3):
-        sides = shape[1:] if len(shape) == 3 and shape[0] in (1, 3, 4) else shape
-        return int(sides[0]), int(sides[1])
-    try:
-        from PIL import Image
-    except ModuleNotFoundError:
-        return None
-    try:
-        if isinstance(source, str) and not os.path.isfile(source):
-            source = io.BytesIO(base64.b64decode(source.rpartition("base64,")[2], validate=True))
-        with contextlib.nullcontext(source) if isinstance(source, Image.Image) else Image.open(source) as file:
-            width, height = file.size
-            is_turned = file.getexif().get(ORIENTATION, 1) >= 5
-    except (OSError, SyntaxError, ValueError, AttributeError, Image.DecompressionBombError):
-        return None
-    return (width, height) if is_turned else (height, width)
 
 
 def _upright_rgb(file: Any) -> Any:

@@ -1,26 +1,18 @@
-"""Loading a target with its draft and its tokenizer or processor, for the command line and the benchmark.
+"""Loading a target with its draft and its tokenizer or processor, for the command line.
 
 torch and Transformers are imported when something is loaded: `--help` and a wrong option are answered without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from dflash_hf.errors import one_line, require
-from dflash_hf.evaluation.image_files import check_pillow
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from dflash_hf.evaluation.harness import Processor
     from dflash_hf.modeling_dflash import DFlashDraftModel
-
-Loaded = TypeVar("Loaded")
-DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def check_place(option: str, place: str) -> None:
@@ -30,27 +22,6 @@ def check_place(option: str, place: str) -> None:
         raise ValueError(f"expected a folder or a Hub id as {option}, got {place!r}, which is not there; fix the path")
 
 
-def _check_device(device: str) -> None:
-    """Raises `ValueError` if it is neither a way of Transformers' to spread a model nor a device that is here."""
-    if device in DEVICE_MAPS:
-        return
-    import torch
-
-    what = f"cpu, an accelerator such as cuda or cuda:1, or one of {', '.join(DEVICE_MAPS)} as --device"
-    try:
-        wanted = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"expected {what}, got {device!r}; choose one of them") from None
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    count = torch.accelerator.device_count() if here is not None and here.type == wanted.type else 0
-    if wanted.type != "cpu" and (wanted.index or 0) >= count:
-        found = "none" if here is None else f"{torch.accelerator.device_count()} of type {here.type}"
-        raise ValueError(
-            f"expected an accelerator of this machine as --device, got {device!r}, and it has {found}; pass cpu or "
-            "auto"
-        )
-
-
 def takes_images(config: PreTrainedConfig) -> bool:
     """Returns True if Transformers has an image-text-to-text model for a config."""
     from transformers import AutoModelForImageTextToText
@@ -58,83 +29,43 @@ def takes_images(config: PreTrainedConfig) -> bool:
     return type(config) in AutoModelForImageTextToText._model_mapping
 
 
-def load_target(target: str, dtype: str = "auto", device: str = "auto") -> tuple[PreTrainedModel, Processor]:
-    """Loads a target and what encodes its prompts from a folder or a Hub id.
+def load_pair(
+    target: str, draft: str, dtype: str = "auto", device: str = "auto"
+) -> tuple[PreTrainedModel, DFlashDraftModel, Processor]:
+    """Loads a target, its draft and what encodes its prompts from folders or Hub ids.
 
     Where the target's config is of an image-text-to-text model that is loaded with its processor, else the causal
     language model with its tokenizer.
 
     Args:
-        target (`str`): Where it is.
-        dtype (`str`): A torch dtype's name, or `"auto"` for what the checkpoint says.
+        target, draft (`str`): Where they are.
+        dtype (`str`): A torch dtype's name, or `"auto"` for what the checkpoints say.
         device (`str`): A device map for Transformers; `"auto"` takes an accelerator where there is one.
 
-    Raises `ValueError` if it is not there, is a draft, does not load, or has no tokenizer, if there is no such dtype
-    or device, or no Pillow for a target that takes images.
+    Raises `ValueError` if one of them is not there, if the target is a draft, or the draft is none or does not load.
     """
-    check_place("--target", target)
-    require(dtype in DTYPES, f"one of {', '.join(DTYPES)} as --dtype", dtype, "choose one of them")
-    _check_device(device)
+    for option, place in (("--target", target), ("--draft", draft)):
+        check_place(option, place)
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
         AutoProcessor,
         AutoTokenizer,
-        PreTrainedTokenizerBase,
     )
     from transformers.utils import logging
 
     from dflash_hf.configuration_dflash import DFlashConfig
+    from dflash_hf.modeling_dflash import DFlashDraftModel
 
     logging.disable_progress_bar()
-    config = _loaded("a config", target, lambda: AutoConfig.from_pretrained(target))
+    config = AutoConfig.from_pretrained(target)
     if config.model_type == DFlashConfig.model_type:
         raise ValueError(f"expected a target as --target, got the DFlash draft {target!r}; swap --target and --draft")
     with_images = takes_images(config)
-    if with_images:
-        check_pillow()
     model_class = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
-    # The small files first: what is wrong with them is said before gigabytes are read.
     encoder = AutoProcessor if with_images else AutoTokenizer
-    kind = "a processor" if with_images else "a tokenizer"
-    processor: Any = _loaded(kind, target, lambda: encoder.from_pretrained(target))
-    tokenizer: Any = processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer
-    # What Transformers makes where there are no files of one knows no text.
-    if not tokenizer("text", add_special_tokens=False)["input_ids"]:
-        raise ValueError(
-            f"expected a tokenizer in {target}, got none with a vocabulary; copy the tokenizer's files there"
-        )
-    model = _loaded("weights", target, lambda: model_class.from_pretrained(target, dtype=dtype, device_map=device))
-    return model, processor
-
-
-def _loaded(what: str, place: str, load: Callable[[], Loaded]) -> Loaded:
-    """Loads something; what libraries raise for damaged files, no sentence of Transformers', becomes `ValueError`."""
-    import torch
-
-    try:
-        return load()
-    except (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if isinstance(error, getattr(torch, "AcceleratorError", ())):  # newer than the oldest torch; no file's fault
-            raise
-        raise ValueError(
-            f"expected {what} of a model in {place}, got files that do not load ({type(error).__name__}: "
-            f"{one_line(error)}); download it again, or correct what it names"
-        ) from error
-
-
-def load_pair(
-    target: str, draft: str, dtype: str = "auto", device: str = "auto"
-) -> tuple[PreTrainedModel, DFlashDraftModel, Processor]:
-    """Loads a target, its draft and what encodes its prompts; see [`load_target`], also for what it raises."""
-    check_place("--draft", draft)
-    model, processor = load_target(target, dtype, device)
-    from dflash_hf.modeling_dflash import DFlashDraftModel
-
-    assistant = _loaded(
-        "a draft", draft, lambda: DFlashDraftModel.from_pretrained(draft, dtype=dtype, device_map=device)
-    )
+    processor: Any = encoder.from_pretrained(target)
+    model = model_class.from_pretrained(target, dtype=dtype, device_map=device)
+    assistant = DFlashDraftModel.from_pretrained(draft, dtype=dtype, device_map=device)
     return model, assistant, processor

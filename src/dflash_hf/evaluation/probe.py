@@ -128,24 +128,24 @@ class Probe:
         ]
         return Measurement(tuple(1.0 + sum(run) / len(run) for run in runs), tuple(len(run) for run in runs))
 
-    def walked(self, setup: Setup, is_tree: bool = False) -> float:
-        """Returns the acceptance length that greedy `generate` would have on these texts, by a chain or a tree."""
+    def walked(self, setup: Setup) -> float:
+        """Returns the acceptance length that greedy `generate` would have on these texts."""
         committed: list[int] = []
-        for example, accepted in zip(self.examples, self._accepted(setup, is_tree), strict=True):
+        for example, accepted in zip(self.examples, self._accepted(setup), strict=True):
             first = example.prompt_length()
             committed += walk([0] * first + accepted, first, len(example.input_ids) - 1)
         return sum(committed) / len(committed) if committed else 0.0
 
-    def _accepted(self, setup: Setup, is_tree: bool = False) -> list[list[int]]:
+    def _accepted(self, setup: Setup) -> list[list[int]]:
         """Per text, the accepted proposals at each anchor: all answer tokens but the last. Counted once per setup."""
-        if (known := self._counted.get(key := repr((setup, is_tree)))) is not None:
+        if (known := self._counted.get(key := repr(setup))) is not None:
             return known
         draft = variant(self.draft, setup)
         found: list[list[int]] = []
         for example, (batch, states) in zip(self.examples, self.texts, strict=True):
             tapped = states[draft.config.tap_after_deepstack]
             features = torch.cat([tapped[i] for i in draft.config.target_layer_ids], dim=-1).to(draft.device)
-            accepted = accepted_at_anchors(draft, self.target, batch, features, is_tree=is_tree)
+            accepted = accepted_at_anchors(draft, self.target, batch, features)
             found.append(accepted[0, example.prompt_length() : -1].tolist())
         self._counted[key] = found
         return found

@@ -6,19 +6,16 @@ the image under `"path"`, `"url"`, `"image"` or `"base64"`, as `apply_chat_templ
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dflash_hf.errors import one_line, require, shown
-from dflash_hf.evaluation.row_files import parsed_object
 
 # Keys of an image block that say where its image is, as Transformers' processors look them up.
 SOURCES = ("image", "url", "path", "base64")
 
-MAX_BYTES = 16 * 2**20  # of a file: as `[],[],...` it takes 20 times as much when parsed
-MAX_PROMPTS = 100_000
-FIX = "fix the row"
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
 
@@ -62,28 +59,24 @@ def with_images(text: str, files: Sequence[Path]) -> Prompt:
 
 
 def read_lines(path: Path) -> list[tuple[int, str]]:
-    """Returns the lines that are not empty, with their numbers from 1; `ValueError` for large files, and no UTF-8."""
-    if (size := path.stat().st_size) > MAX_BYTES:
-        raise ValueError(
-            f"expected a file of prompts of at most {MAX_BYTES / 2**20:.0f} MB, got {path} with {size / 2**20:.0f}; "
-            "use fewer prompts, and give images as files"
-        )
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"expected UTF-8 in {path}, got other bytes ({one_line(error)}); save it as UTF-8") from error
+    """Returns the lines that are not empty, with their numbers from 1."""
+    text = path.read_text(encoding="utf-8-sig")
     # Not `splitlines`: a string in JSON may have other ends of lines in it.
-    if text.count("\n") > MAX_PROMPTS:
-        raise ValueError(f"expected at most {MAX_PROMPTS} lines in {path}, got more; use fewer prompts")
     return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
 def read_rows(path: Path) -> list[tuple[dict[str, Any], Prompt]]:
-    """Returns the objects of a `.jsonl` file, each with what it asks; raises as `read_lines` and `prompt_of` do."""
+    """Returns the objects of a `.jsonl` file, each with what it asks; raises as `prompt_of` does."""
     found: list[tuple[dict[str, Any], Prompt]] = []
     for number, line in read_lines(path):
         where = f"line {number} of {path}"
-        row = parsed_object(line, where, "fix the line")
+        try:
+            row: Any = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"expected JSON in {where}, got something else ({one_line(error)}); fix the line"
+            ) from error
+        require(isinstance(row, dict), f"a JSON object in {where}", row, "fix the line")
         found.append((row, prompt_of(row, where, path.parent)))
     return found
 
@@ -103,14 +96,13 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def prompt_of(row: Mapping[str, Any], where: str, folder: Path) -> Prompt:
-    """Returns what a row asks, relative paths of images taken from `folder`; `ValueError` if nothing, or malformed."""
+    """Returns what a row asks, relative paths of images taken from `folder`; `ValueError` if nothing."""
     messages, prompt = row.get("messages"), row.get("prompt")
     if messages:
-        _check_messages(messages, where)
         return [{**message, "content": _located(message["content"], folder)} for message in messages]
     if not prompt:
         raise ValueError(f"expected messages or prompt in {where}, got the keys {shown(list(row))}; add one of them")
-    return check_text(prompt, f"prompt in {where}")
+    return prompt
 
 
 def _located(content: str | list[dict[str, Any]], folder: Path) -> str | list[dict[str, Any]]:
@@ -118,40 +110,3 @@ def _located(content: str | list[dict[str, Any]], folder: Path) -> str | list[di
     if isinstance(content, str):
         return content
     return [{**part, "path": str(folder / part["path"])} if part.get("path") else part for part in content]
-
-
-def _check_messages(messages: Any, where: str) -> None:
-    """Raises unless it is a conversation as this module's docstring has it."""
-    require(isinstance(messages, list), f"messages, a list of turns, in {where}", messages, FIX)
-    for message in messages:
-        require(isinstance(message, dict), f"turns with role and content in {where}", message, FIX)
-        check_text(message.get("role"), f"role of each turn in {where}")
-        content = message.get("content")
-        if not isinstance(content, list):
-            check_text(content, f"content of each turn (or a list of parts) in {where}")
-            continue
-        require(bool(content), f"content in each turn in {where}", content, "add a part")
-        for part in content:
-            _check_part(part, where)
-
-
-def _check_part(part: Any, where: str) -> None:
-    """Raises unless it is a text or an image."""
-    is_known = isinstance(part, dict) and part.get("type") in ("text", "image")
-    require(is_known, f"parts of type text or image in {where}", part, FIX)
-    if part["type"] == "text":
-        check_text(part.get("text"), f"text of each part of type text in {where}", may_be_empty=True)
-        return
-    sources = {name: part[name] for name in SOURCES if part.get(name) is not None}
-    what = f"each part of type image in {where} to have one of {SOURCES}"
-    require(bool(sources), what, part, "say where the image is")
-    for name, source in sources.items():
-        check_text(source, f"{name} of each image in {where}")
-
-
-def check_text(text: Any, what: str, may_be_empty: bool = False, action: str = FIX) -> str:
-    """Returns a text that a tokenizer can read; raises `ValueError` if it is something else."""
-    require(isinstance(text, str) and (bool(text) or may_be_empty), f"a text as {what}", text, action)
-    is_whole = not any("\ud800" <= letter <= "\udfff" for letter in text)
-    require(is_whole, f"a text of whole characters as {what}", text, action)
-    return str(text)

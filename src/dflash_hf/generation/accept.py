@@ -28,14 +28,12 @@ from transformers.generation.streamers import BaseStreamer
 from dflash_hf import ops
 from dflash_hf.generation.sampling import (
     BlockProcessors,
-    accept_drawn,
     accept_rejection,
     choose,
     choose_from_logits,
     ends_row,
 )
 from dflash_hf.generation.state import NUM_REPORTED, DecodeState
-from dflash_hf.tree import along
 
 # See `iterate`: proposals [B, W - 1], the target's tokens [B, W] and logits [B, W, V] -> number accepted [B].
 Accept = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -67,28 +65,21 @@ def decide_at_once(
     logits_BWV: Tensor,
     processors: BlockProcessors,
     accept: Accept | None = None,
-    may_read: bool = False,
 ) -> Tensor | None:
     """Decides when the processors can see the block at once. No host sync, unless a rule of the user's has one.
 
     Writes `state.tokens`; returns the number accepted `[B]` where that is not how many match. Behind the proposals
-    that the user's rule `accept` keeps stands the target's own token. `may_read` is to look on the host what can be
-    left out, where that waits for no device.
+    that the user's rule `accept` keeps stands the target's own token.
     """
-    tree = state.tree
     if state.draft_probs is not None and state.key is not None and state.width > 1:
         scores = processors.warp(logits_BWV)
-        if tree is not None:
-            return accept_drawn(state, tree, scores, may_read)
         num_accepted, tokens = accept_rejection(
             state.proposals, scores, state.draft_probs, state.key, state.decided_positions
         )
         state.tokens.copy_(tokens)
         return num_accepted
-    positions = state.decided_positions if tree is None else state.positions_behind(tree)
+    positions = state.decided_positions
     state.tokens.copy_(choose_from_logits(logits_BWV, processors, state.key, positions))
-    if tree is not None:
-        state.follow(tree)
     if accept is None:
         return None
     num_accepted = accept(state.proposals, state.tokens, logits_BWV)
@@ -105,7 +96,6 @@ def decide_by_position(state: DecodeState, logits_BWV: Tensor, processors: Block
     """
     scores, ids, filled = logits_BWV.to(torch.float32, copy=True), state.ids, state.cursor
     columns, active, positions = filled.tolist(), ~state.done, state.decided_positions
-    walk = Walk(state, scores)
     state.tokens.zero_()
     for position in range(state.width):
         lengths = filled + position
@@ -122,7 +112,6 @@ def decide_by_position(state: DecodeState, logits_BWV: Tensor, processors: Block
         state.tokens[:, position] = chosen
         if position == state.width - 1:
             break
-        walk.step(position, chosen, scores)
         active = active & (chosen == state.proposals[:, position]) & (state.remaining > position + 1)
         if state.eos_ids is not None:
             active = active & ~ends_row(chosen, state.eos_ids)
@@ -131,31 +120,6 @@ def decide_by_position(state: DecodeState, logits_BWV: Tensor, processors: Block
         written = ids.gather(1, lengths[:, None])[:, 0]
         ids.scatter_(1, lengths[:, None], torch.where(active, state.proposals[:, position], written)[:, None])
     return scores
-
-
-class Walk:
-    """Goes through what is verified token by token, where a token is decided only behind the ones before it.
-
-    Of a tree, what is walked comes to stand in the order of the path, as if it had been a chain: in the state's
-    `proposals` and `path`, and in the scores, of which the first ones, `raw_BWV`, are then copied.
-    """
-
-    def __init__(self, state: DecodeState, raw_BWV: Tensor) -> None:
-        self.state, self.tree, report = state, state.tree, state.report
-        if report is not None:
-            report.node_ids.copy_(state.block)
-            self.path, self.raw, self.block = report.path.zero_(), raw_BWV.clone(), state.block.clone()
-            self.node = torch.zeros_like(state.anchor)
-            state.proposals.fill_(-1)
-
-    def step(self, position: int, tokens_B: Tensor, scores_BWV: Tensor) -> None:
-        """Goes on to the child that has the token decided at `position`; where there is none, no proposal matches."""
-        if self.tree is None:
-            return
-        self.node, found = self.tree.child(self.block, self.node, tokens_B)
-        self.path[:, position + 1] = self.node
-        self.state.proposals[:, position] = torch.where(found, tokens_B, -1)
-        scores_BWV[:, position + 1] = along(self.node[:, None], self.raw)[:, 0]
 
 
 def stop_by_criteria(state: DecodeState, criteria: list[StoppingCriteria], num_accepted: Tensor | None) -> None:
@@ -188,7 +152,7 @@ def accepted(state: DecodeState, num_accepted: Tensor | None) -> Tensor:
 
 # Transformers' own processors look at nothing but each row's prefix and scores; SynthID keeps state.
 TOKEN_LOCAL_PROCESSORS = "transformers.generation.logits_process"
-# These decide for a row by its own tokens; so do criteria of the user's that say `is_row_wise = True`.
+# These decide for a row by its own tokens.
 ROW_WISE_CRITERIA = (MaxTimeCriteria, StopStringCriteria)
 
 
@@ -225,7 +189,7 @@ class SynchronizedRows:
             for p in processors.processors
         )
         has_eos = state.eos_ids is not None
-        foreign = any(type(c) not in ROW_WISE_CRITERIA and not getattr(c, "is_row_wise", False) for c in criteria)
+        foreign = any(type(c) not in ROW_WISE_CRITERIA for c in criteria)
         if state.ids.shape[0] == 1:
             needed = stateful or bool(criteria)
         else:
@@ -242,15 +206,13 @@ class SynchronizedRows:
         """
         last, positions = state.width - 1, state.decided_positions
         if self.processors.is_stateless:
-            agreed, walk = accepted(state, decide_at_once(state, logits_BCV, self.processors)), None
-            scores = self.processors.warp(state.along_path(logits_BCV))
+            agreed = accepted(state, decide_at_once(state, logits_BCV, self.processors))
+            scores = self.processors.warp(logits_BCV)
         else:
             agreed, scores = None, logits_BCV.to(torch.float32, copy=True)
-            walk = Walk(state, scores)
-        self.num_columns = int(state.num_new.max())  # what stands, which another rank may have decided
         committed, was_running = torch.zeros_like(state.remaining), self._running()
         for column in range(last + 1):
-            if walk is not None:
+            if agreed is None:
                 prefix = state.ids[:, : state.columns + self.num_columns]
                 # A copy, because processors may write into what they get while the raw logits may be asked for.
                 processed = self.processors.processors(prefix, scores[:, column].to(torch.float32, copy=True))
@@ -262,8 +224,6 @@ class SynchronizedRows:
             committed += running
             if not bool(self.unfinished.any()) or column == last:
                 break
-            if walk is not None:
-                walk.step(column, tokens, scores)
             going_on = tokens == state.proposals[:, column] if agreed is None else agreed > column
             if not bool((going_on | ~self._running()).all()):
                 break

@@ -10,35 +10,25 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
-from dflash_hf import ops
 from dflash_hf.cache.context import ContextWeights
-from dflash_hf.cache.ragged import RaggedCache, RaggedLayer, kept_rows
-from dflash_hf.cache.recurrent import RecurrentGroup
+from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import OutOfRoomError, check_memory
-from dflash_hf.devices import free_memory, total_memory
+from dflash_hf.devices import total_memory
 from dflash_hf.generation.state import BufferShape, DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
-from dflash_hf.tree import TreeBuilder
 
 T = TypeVar("T")
-logger: Any = logging.get_logger(__name__)
 MAX_KEPT = 4
 KEPT_SHARE = 0.25  # of a device's memory
 # Lengths that steps are captured for: multiples of the smallest, four to an octave.
 SMALLEST_BUCKET = 128
-
-
-def num_choices(target: Target, draft: DFlashDraftModel) -> int:
-    """Returns how many tokens a draft chooses among: a selector's candidates, or its vocabulary."""
-    return draft.config.selector_top_k or draft.config.draft_vocab_size or target.vocab_size
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -53,12 +43,10 @@ class FixedBuffers:
     state: DecodeState  # begun again by every run
     draft_cache: RaggedCache  # the draft's context
     # [B, W, L * D]: tapped states of the newest verify; behind a narrower one those of earlier ones, which count as
-    # rejected. Of a tree, those of the path that was accepted: as many as that can be long.
+    # rejected.
     context_states: Tensor
     context_lengths: Tensor  # [B], int64: where that stood, as the draft counts
     offset: Tensor  # [B], int64: see `DFlashCandidateGenerator`
-    node_states: Tensor | None = None  # [B, W, L * D]: those of all nodes of a tree
-    trees: TreeBuilder | None = None  # builds what is verified, where that is trees
     context_weights: ContextWeights | None = None  # copies for the kernel that writes context, made anew by a run
     cache: RaggedCache | None = None  # the target's; known after the first prefill
     graphs: Any = None  # what has been captured over these buffers
@@ -74,53 +62,28 @@ class FixedBuffers:
         Outside inference mode, like the caches: the next call may be. Raises `OutOfRoomError` if the draft's context
         is larger than what is free of the device's memory.
         """
-        batch, layers, trees = shape.batch, list(shape.draft_layers), None
+        batch, layers = shape.batch, list(shape.draft_layers)
         check_memory(layers, batch, capacity, shape.block)
-        if shape.is_tree:
-            longest, choices = draft.config.num_proposals(shape.block_size), num_choices(target, draft)
-            trees = TreeBuilder(shape.width, longest, choices, shape.device)
-
-        def states(width: int) -> Tensor:
-            return torch.zeros(batch, width, draft.fc.in_features, dtype=draft.dtype, device=layers[0].device)
-
         return cls(
             shape=shape,
             capacity=capacity,
             state=DecodeState.allocate(shape, num_columns),
             draft_cache=RaggedCache(layers, batch=batch, max_length=capacity, block=shape.block),
-            context_states=states(shape.path),
-            node_states=states(shape.width) if shape.is_tree else None,
-            trees=trees,
+            context_states=torch.zeros(
+                batch, shape.width, draft.fc.in_features, dtype=draft.dtype, device=layers[0].device
+            ),
             context_lengths=torch.zeros(batch, dtype=torch.long, device=layers[0].device),
             offset=torch.zeros(batch, dtype=torch.long, device=shape.device),
         )
 
     def reopen(self) -> None:
-        """Waits on the device, not on the host, for the call before, and empties the caches in place.
-
-        But for those of full layers where nothing reads a slot that its run has not written: they may be many
-        gigabytes. Rings are emptied: behind a long prompt, slots that are masked have never been written.
-        """
+        """Waits on the device, not on the host, for the call before, and empties the caches in place."""
         if self.idle is not None:
             torch.cuda.current_stream(self.shape.device).wait_event(self.idle)
         caches = [self.draft_cache, *([] if self.cache is None else [self.cache])]
-        stays = reads_lengths_on_device(*caches)
         self.context_states.zero_()
-        for part in (part for cache in caches for part in (*cache.layers, *cache.groups)):
-            if (isinstance(part, RaggedLayer) and not (stays and part.shape.window is None)) or isinstance(
-                part, RecurrentGroup
-            ):
-                part.clear()
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        """Keeps these rows alone, for the rest of a run whose buffers are not kept; see [`kept_rows`]."""
-        assert self.cache is not None
-        self.shape = replace(self.shape, batch=len(rows))
-        for name in ("context_states", "context_lengths", "offset", "node_states"):
-            if (tensor := getattr(self, name)) is not None:
-                setattr(self, name, kept_rows(tensor, rows))
-        for part in (self.state, self.draft_cache, self.cache):
-            part.keep_rows(rows)
+        for part in (part for cache in caches for part in (*cache.attention.values(), *cache.groups)):
+            part.clear()
 
     def num_bytes(self) -> int:
         """Returns the size of everything in bytes, without what is private to graphs."""
@@ -132,37 +95,9 @@ class FixedBuffers:
         return [
             *self.state.tensors().values(),
             *(self.context_states, self.context_lengths, self.offset),
-            *(() if self.node_states is None else (self.node_states,)),
             *(() if self.context_weights is None else self.context_weights),
             *(buffer for cache in caches for buffer in cache.buffers()),
         ]
-
-
-def reads_lengths_on_device(*caches: RaggedCache) -> bool:
-    """Returns True if the kernel attends to every layer of these caches: then no slot behind a row's end is ever read.
-
-    It finds that end on the device, so that how many slots it may read costs nothing.
-    """
-    layers = [layer for cache in caches for layer in cache.attention.values()]
-    pairs = [(layer.key_buffer.transpose(1, 2), layer.value_buffer.transpose(1, 2)) for layer in layers]
-    return all(ops.attends(keys, keys, values) for keys, values in pairs)
-
-
-def affordable_length(target: Target, draft: DFlashDraftModel, batch: int) -> int:
-    """Returns how long rows may be in a set of buffers that is kept and leaves half of the free memory; 0: not known.
-
-    By the config, as if all layers of the target were of full attention.
-    """
-    config: Any = target.config
-    total, free = total_memory(target.device), free_memory(target.device)
-    heads = getattr(config, "num_attention_heads", None)
-    if total is None or free is None or not heads:
-        return 0
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    token = sum(shape.num_bytes(batch, 1, 0) for shape in draft.cache_shapes())
-    token += 2 * batch * config.num_hidden_layers * groups * size * target.model.dtype.itemsize
-    return int(min(KEPT_SHARE * total, free / 2) / token)
 
 
 def round_up(length: int) -> int:
@@ -196,9 +131,8 @@ def take_buffers(
     """Returns cleared buffers for rows of up to `length` tokens and `num_columns` of ids, and a block behind them.
 
     New ones, or, where they are to be kept between calls, those of an earlier one: they are the caller's until
-    [`give_buffers`]. Kept ones that are too short are freed first, and new ones are twice as long where that can be
-    kept: a growing conversation is captured anew a few times, not with every turn. Those of other shapes are freed
-    where there is no room beside them. Errors as [`FixedBuffers.allocate`].
+    [`give_buffers`]. Kept ones that are too short are freed first. Those of other shapes are freed where there is no
+    room beside them. Errors as [`FixedBuffers.allocate`].
     """
     if not keeps:
         num_columns += shape.width
@@ -213,11 +147,8 @@ def take_buffers(
     if found is not None:
         found.reopen()
         return found
-    total = total_memory(shape.device)
-    doubled = [2 * b.capacity for b in alike if total is not None and 2 * b.num_bytes() <= total * KEPT_SHARE]
     del alike
-    longest = max([round_up(length), *doubled])
-    return else_freed(draft, lambda n: FixedBuffers.allocate(target, draft, shape, n, n), longest, length)
+    return else_freed(draft, lambda n: FixedBuffers.allocate(target, draft, shape, n, n), round_up(length), length)
 
 
 def else_freed(draft: DFlashDraftModel, make: Callable[[int], T], length: int, least: int) -> T:
@@ -240,13 +171,6 @@ def give_buffers(draft: DFlashDraftModel, target: Target, buffers: FixedBuffers)
         kept[:] = [*kept, buffers][-MAX_KEPT:]
         while kept and total is not None and sum(b.num_bytes() for b in kept) > total * KEPT_SHARE:
             del kept[0]
-        is_kept = bool(kept)  # another thread may take it behind the lock
-    if not is_kept:
-        logger.warning_once(
-            f"Buffers of a run with a DFlash draft were more than {KEPT_SHARE:.0%} of the memory of "
-            f"{buffers.shape.device} and are not kept: such calls allocate and capture every time. Fewer rows "
-            "or a lower max_new_tokens need less"
-        )
 
 
 def kept_buffers(draft: DFlashDraftModel) -> Sequence[FixedBuffers]:

@@ -18,13 +18,11 @@ from dflash_hf.generation.sampling import (
     BlockProcessors,
     choose,
     choose_from_logits,
-    draw_tree,
     with_noise,
 )
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
-from dflash_hf.tree import along
 
 Rule = Literal["argmax", "shared_noise", "sample"]
 # See `iterate`: the draft's logits [B, W - 1, V] and the token before the proposals [B] -> proposals [B, W - 1].
@@ -35,9 +33,7 @@ class DFlashCandidateGenerator:
     """Drafts with a [`DFlashDraftModel`] over a ragged context cache.
 
     Of every verify it keeps the tapped states, rejected rows included, in fixed tensors; its next forward writes them.
-    Before the first verify these are zeros, whose keys and values go where the block's own go right after. Tokens that
-    were decoded without a draft gather there, one behind the other, until a forward of the draft takes them or the
-    tensors are full.
+    Before the first verify these are zeros, whose keys and values go where the block's own go right after.
 
     Args:
         draft, target: Of the run; the target's embedding and head serve drafts without their own.
@@ -56,7 +52,6 @@ class DFlashCandidateGenerator:
         # Width K of the draft's block, and tokens that are verified at most: K or fewer, or K + 1 where the anchor's
         # slot proposes too.
         self.block_size, self.verify_width = buffers.shape.block_size, buffers.shape.width
-        self.num_proposals = draft.config.num_proposals(self.block_size)
         self.device, self.dtype = buffers.shape.draft_layers[0].device, draft.dtype
         # How far ahead of each slot's own position the token is that it proposes.
         self.ahead = int(draft.config.sample_from_anchor)
@@ -64,11 +59,7 @@ class DFlashCandidateGenerator:
         self.buffers = buffers
         # Per row, the first index that there is context for [B]; the draft counts from there. None: from 0.
         self.offset: Tensor | None = None
-        # Columns of the newest context that are taken: all of them behind a verify of more than one token, of which
-        # the host does not know how many were right. Whether single tokens gather, and the columns of the last verify.
-        self._num_held, self._gathers, self._last = 0, True, slice(0, 0)
-        # What proposes trees, if it is trees that are to be verified.
-        self.trees = buffers.trees
+        self._last = slice(0, 0)  # the columns of the last verify
         # Only `iterate` sets these: a proposal rule of the user's, and whether the last block's logits are kept.
         self.rule_of_user: Propose | None = None
         self.keeps_logits = False
@@ -96,31 +87,14 @@ class DFlashCandidateGenerator:
     def observe_block(self, context_hidden_states: Tensor, block: RaggedBlock) -> None:
         """Takes the context of a verified block, rejected rows included; the next draft forward writes it.
 
-        A single token goes behind those that are there already, see [`pass_over`].
-
         Args:
             context_hidden_states (`torch.Tensor` of shape `[B, block.width, L * D]`): Tapped states of the verify.
             block (`RaggedBlock`): The block that was verified.
         """
-        buffers, room = self.buffers, self.buffers.context_states.shape[1]
-        start = self._num_held % room if block.width == 1 else 0
-        self._last = slice(start, start + min(block.width, room))
-        if block.tree is None or buffers.node_states is None:
-            buffers.context_states[:, self._last].copy_(context_hidden_states)
-        else:
-            buffers.node_states[:, : block.width].copy_(context_hidden_states)
-        if not start:
-            buffers.context_lengths.copy_(self._on_draft(block).lengths)
-        self._num_held = start + 1 if block.width == 1 and self._gathers else room
-
-    def take_path(self, path: Tensor, is_in_place: bool) -> None:
-        """Takes the context of a tree's accepted path `[B, n]`; what is behind the path's end is rejected."""
-        nodes, taken = self.buffers.node_states, self.buffers.context_states[:, : path.shape[1]]
-        assert nodes is not None
-        if is_in_place:
-            taken.copy_(nodes[:, : path.shape[1]])
-        else:
-            along(path.to(self.device), nodes, out=taken)
+        buffers = self.buffers
+        self._last = slice(0, block.width)
+        buffers.context_states[:, self._last].copy_(context_hidden_states)
+        buffers.context_lengths.copy_(self._on_draft(block).lengths)
 
     def _context(self) -> NewContext:
         """The newest context, which the draft's next forward writes."""
@@ -130,16 +104,6 @@ class DFlashCandidateGenerator:
     def flush(self) -> None:
         """Writes the newest context where no draft forward will."""
         self.draft.write_context(self._context(), self.cache)
-
-    def pass_over(self, is_static: bool) -> None:
-        """Stands in for [`propose`] before a verify of one token: makes room for its context.
-
-        Args:
-            is_static (`bool`): Write the context of every token, so that each such step is the same.
-        """
-        self.logits, self._gathers = None, not is_static
-        if self.verify_width > 1 and (is_static or self._num_held == self.buffers.context_states.shape[1]):
-            self.flush()
 
     @property
     def context_hidden_states(self) -> Tensor:
@@ -157,20 +121,15 @@ class DFlashCandidateGenerator:
         self.cache.begin(self._on_draft(block))
         noise_embeds = draft.embed(state.draft_ids, self.target.embedding)
         hidden = draft.forward_block(noise_embeds.to(self.device, self.dtype), self.cache, self._context())
-        is_tree = state.tree is not None
-        num = self.num_proposals if is_tree else state.width - 1
-        slots = slice(1 - self.ahead, num + 1 - self.ahead)  # those that propose
+        slots = slice(1 - self.ahead, state.width - self.ahead)  # those that propose
         hidden = states = hidden[:, slots]
         if draft.lm_head is None:
             dtype = noise_embeds.dtype if draft.embed_tokens is None else self.target.model.dtype
             states = hidden.to(device, dtype)
         logits = draft.compute_logits(states, self.target.head).to(device)
         self.logits = logits if self.keeps_logits else None
-        positions = state.keyed(block.positions[:, slots] + self.ahead)
-        if is_tree:
-            self._propose_tree(state, hidden, logits, positions)
-        else:
-            state.proposals.copy_(self._chain(state, hidden, logits, positions))
+        positions = block.positions[:, slots] + self.ahead
+        state.proposals.copy_(self._chain(state, hidden, logits, positions))
 
     def _chain(self, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor) -> Tensor:
         """Returns proposals `[B, W - 1]` that follow each other.
@@ -204,21 +163,6 @@ class DFlashCandidateGenerator:
             # Warpers work on rows of scores: of a selector, what may follow one predecessor.
             scores = self.processors.warp(scores.flatten(1, -2)).view_as(scores)
         return candidates, scores
-
-    def _propose_tree(self, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor) -> None:
-        """Proposes a tree; under `shared_noise` of the scores that the target's own noise makes likely."""
-        trees, (candidates, scores) = self.trees, self._scores(state, hidden, logits)
-        assert trees is not None
-        assert state.nodes is not None
-        if state.key is not None and self.rule == "sample":  # nothing stands in it but what is drawn
-            draw_tree(trees, state, scores, positions, logits.shape[-1], candidates)
-            return
-        if state.key is not None and self.rule != "argmax":
-            scores = with_noise(scores, state.key, positions, candidates)
-        longest = self.draft.generation_config.max_matching_ngram_size
-        follows = trees.follows if longest is None else trees.follows[:, : longest + 1]
-        text = (state.ids, state.cursor, follows) if follows.shape[1] > 1 else ()
-        trees.build(scores, state.nodes, state.whole_block, candidates, text)
 
     def _on_draft(self, block: RaggedBlock) -> RaggedBlock:
         """The same block, counted on the draft's device and from where its context begins."""

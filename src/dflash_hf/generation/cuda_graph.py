@@ -1,11 +1,11 @@
 """One CUDA graph per step: which engine a call gets, what is captured, replayed and kept, and what if it cannot be.
 
-A graph belongs to fixed buffers, a number of K/V slots that are read (all of them, where the attention reads lengths
-on the device), a number of tokens that are verified, and settings baked into it (`_settings`). All that a run may need
-are captured before its first step, longest and widest first, into one pool of memory. Where the width is to be chosen,
-the longest are replayed to see what each width costs, and widths that save nothing are dropped. Capturing runs the
-step over rows that count as finished, which changes nothing but scratch. A graph knows addresses of weights: where one
-of them, or what a module does, has changed since, it is captured again (`_fingerprint`).
+A graph belongs to fixed buffers, a number of K/V slots that are read, a number of tokens that are verified, and
+settings baked into it (`_settings`). All that a run may need are captured before its first step, longest and widest
+first, into one pool of memory. Where the width is to be chosen, the longest are replayed to see what each width costs,
+and widths that save nothing are dropped. Capturing runs the step over rows that count as finished, which changes
+nothing but scratch. A graph knows addresses of weights: where one of them, or what a module does, has changed since,
+it is captured again (`_fingerprint`).
 
 During a capture the generator of the device counts for the graph: random CUDA operations of other threads raise then,
 whatever their stream. A process has one capture at a time here.
@@ -29,7 +29,7 @@ from transformers.utils import logging
 from dflash_hf import ops
 from dflash_hf.devices import Inventory, execution_devices, is_offloaded
 from dflash_hf.errors import require
-from dflash_hf.generation.host_reads import HostReadError, NoHostReads, counts_groups
+from dflash_hf.generation.host_reads import HostReadError, NoHostReads
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.step import StaticStep
 from dflash_hf.generation.widths import useful_widths
@@ -54,8 +54,6 @@ _capturing = threading.Lock()
 _refused: list[Any] = []
 # Drafts whose steps are not captured: see `uncaptured`.
 _uncaptured: weakref.WeakSet[DFlashDraftModel] = weakref.WeakSet()
-# Of experts that torch itself multiplies; those of quantised ones have functions of their own.
-_GROUPED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Transformers' own hooks do nothing unless a forward is asked for hidden states, ours listen to their thread's run.
 _HARMLESS = ("transformers.utils.output_capturing", "dflash_hf.scopes")
 
@@ -103,17 +101,11 @@ def uncaptured(draft: DFlashDraftModel) -> Generator[None]:
 
 
 def check_capturable(target: Target, draft: DFlashDraftModel) -> None:
-    """Refuses `"cuda_graph"`, asked for by name, where no step can be captured and one setting would change that.
-
-    That is, with a `ValueError`, a target that is not on CUDA, or whose experts are counted on the host.
-    """
+    """Refuses `"cuda_graph"`, asked for by name, by a `ValueError` where the target is not on CUDA."""
     if draft.generation_config.engine != "cuda_graph" or draft in _uncaptured:
         return
     device = target.device
     require(device.type == "cuda", "a target on CUDA under engine='cuda_graph'", str(device), "leave engine at 'auto'")
-    action = "call target.set_experts_implementation('batched_mm'), or leave engine at 'auto'"
-    counted = _counted_experts(target)  # asks CUDA about its device
-    require(counted is None, "experts that need no host under engine='cuda_graph'", counted, action)
 
 
 def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
@@ -142,8 +134,6 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str | None:
         return f"a RoPE of type {rope[0]}, which looks at positions on the host"
     if torch.is_autocast_enabled(target.device.type):
         return "autocast, which keeps copies of weights"
-    if counted := _counted_experts(target):
-        return f"{counted}; 'batched_mm' does not count (target.set_experts_implementation)"
     for name, module in itertools.chain(model.named_modules(), draft.named_modules()):
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if any(getattr(hook, "__module__", None) not in _HARMLESS for hook in hooks):
@@ -285,7 +275,6 @@ def _settings(run: Run, decides: bool) -> Settings:
     return (
         decides,
         options.compile_layers,
-        options.max_matching_ngram_size,
         None if state.key is None else generator.rule,
         run.call.processors.settings(),
         state.eos_ids is None,
@@ -307,22 +296,6 @@ def _fingerprint(target: Target, draft: DFlashDraftModel) -> int:
             active, merged = layer.active_adapters, getattr(layer, "merged_adapters", ())
             parts.append((str(active), str(merged), getattr(layer, "disable_adapters", False), str(layer.scaling)))
     return hash(tuple(parts))
-
-
-def _counted_experts(target: Target) -> str | None:
-    """Says which experts are counted on the host, inside an operation of torch's, or `None`."""
-    for module in target.parts.modules:
-        implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-        weight = next((w for w in module._parameters.values() if w is not None and w.dim() == 3), None)
-        if implementation != "grouped_mm" or weight is None or weight.dtype not in _GROUPED_DTYPES:
-            continue
-        if counts_groups(weight):
-            capability = ".".join(map(str, torch.cuda.get_device_capability(weight.device)))
-            return (
-                f"experts under 'grouped_mm' in {weight.dtype} on compute capability {capability}, which torch counts "
-                "on the host but for bfloat16 on 9 and 10"
-            )
-    return None
 
 
 def _is_plain(value: object) -> bool:

@@ -13,7 +13,6 @@ import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from types import NoneType
 from typing import Any, cast
 
 import torch
@@ -28,17 +27,14 @@ from dflash_hf.generation.buffers import give_buffers
 from dflash_hf.generation.checks import Settings, check_images, check_inputs, check_settings, check_stock
 from dflash_hf.generation.cuda_graph import check_capturable, choose_engine, device_errors_explained, start_engine
 from dflash_hf.generation.prefill import keep_new_images, prefill
-from dflash_hf.generation.ranks import Ranks
-from dflash_hf.generation.run import Call, Run, drop_finished, make_room, tapped
+from dflash_hf.generation.run import Call, Run, tapped
 from dflash_hf.generation.stats import DFlashGenerateOutput
 from dflash_hf.generation.step import step, verify
 from dflash_hf.generation.user_cache import UserCache
-from dflash_hf.generation.widths import give_chooser
 from dflash_hf.generation_config import DFlashGenerationConfig, Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target.fused import runs_whole, short_layers
 from dflash_hf.target.parts import find_target
-from dflash_hf.target.support import changing_ropes, check_pair, check_target
+from dflash_hf.target.support import check_pair, check_target
 
 _signature = functools.cache(inspect.signature)
 
@@ -65,13 +61,8 @@ def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwa
 
 
 def unwrapped(draft: Any) -> Any:
-    """Returns what torch.compile's wrapper or PEFT's is around, where that is a draft.
-
-    Blocks never go through the forward of a wrapper; adapters are within the draft's own layers.
-    """
-    bare: Any = getattr(draft, "_orig_mod", draft)
-    base: Any = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
-    return base if isinstance(base, DFlashDraftModel) else bare
+    """Returns what torch.compile's wrapper is around: blocks never go through the forward of a wrapper."""
+    return getattr(draft, "_orig_mod", draft)
 
 
 def answer_with(
@@ -86,48 +77,46 @@ def answer_with(
     `answer` is what is done once everything is prepared: `decode`, or what takes the same. `generate` is
     `model.generate`, or what it was, and `arguments` are what else the user passed to it, by name.
     """
-    started, ranks, arguments = time.perf_counter(), Ranks(model), dict(arguments)
-    with ranks.together():
-        arguments.pop("assistant_model", None)
-        # Pipelines pass one on where they cannot see that a draft reads and writes the target's tokens.
-        arguments.pop("assistant_tokenizer", None)
-        given = arguments.get("custom_generate")
-        require(given is None, "no custom_generate beside a DFlash draft", given, "drop one of the two")
-        options: Any = draft.generation_config
-        what, got = "a DFlashGenerationConfig as draft.generation_config", type(options).__name__
-        require(isinstance(options, DFlashGenerationConfig), what, got, "assign dflash_hf.DFlashGenerationConfig(...)")
-        target = find_target(model)
-        check_target(target)
-        check_pair(target, draft.config)
-        draft_parts = Inventory.of(draft)
-        devices = sorted(map(str, execution_devices(draft_parts)))
-        require(len(devices) < 2, "a draft on one device", devices, 'load it with device_map={"": device}')
-        options.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
-        check_capturable(target, draft)
-        settings = Settings(model, arguments)
-        check_settings(settings)
-        check_inputs(target, settings)
-        cache, ids = arguments.get("past_key_values"), arguments.get("inputs")
-        ids = arguments.get("input_ids") if ids is None else ids
-        past = 0 if cache is None else int(cache.get_seq_length())
-        if ids is not None and past:
-            keep_new_images(target, ids, past, arguments)
-        elif ids is not None and arguments.get("inputs_embeds") is None:
-            check_images(target, ids, arguments)
-        _use_tokenizer(model, settings, arguments)
-        # The streamer goes both ways: `generate` puts the prompt into it, `decode` the rest. The cache goes as an
-        # argument and says here that it is the caller's, not one that `generate` prepared.
-        arguments["custom_generate"] = Call(
-            target=target,
-            draft=draft,
-            draft_parts=draft_parts,
-            ranks=ranks,
-            answer=answer,
-            streamer=arguments.get("streamer"),
-            cache=cache,
-            started=started,
-        )
-        return generate(**arguments)
+    started, arguments = time.perf_counter(), dict(arguments)
+    arguments.pop("assistant_model", None)
+    # Pipelines pass one on where they cannot see that a draft reads and writes the target's tokens.
+    arguments.pop("assistant_tokenizer", None)
+    given = arguments.get("custom_generate")
+    require(given is None, "no custom_generate beside a DFlash draft", given, "drop one of the two")
+    options: Any = draft.generation_config
+    what, got = "a DFlashGenerationConfig as draft.generation_config", type(options).__name__
+    require(isinstance(options, DFlashGenerationConfig), what, got, "assign dflash_hf.DFlashGenerationConfig(...)")
+    target = find_target(model)
+    check_target(target)
+    check_pair(target, draft.config)
+    draft_parts = Inventory.of(draft)
+    devices = sorted(map(str, execution_devices(draft_parts)))
+    require(len(devices) < 2, "a draft on one device", devices, 'load it with device_map={"": device}')
+    options.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
+    check_capturable(target, draft)
+    settings = Settings(model, arguments)
+    check_settings(settings)
+    check_inputs(target, settings)
+    cache, ids = arguments.get("past_key_values"), arguments.get("inputs")
+    ids = arguments.get("input_ids") if ids is None else ids
+    past = 0 if cache is None else int(cache.get_seq_length())
+    if ids is not None and past:
+        keep_new_images(target, ids, past, arguments)
+    elif ids is not None and arguments.get("inputs_embeds") is None:
+        check_images(target, ids, arguments)
+    _use_tokenizer(model, settings, arguments)
+    # The streamer goes both ways: `generate` puts the prompt into it, `decode` the rest. The cache goes as an argument
+    # and says here that it is the caller's, not one that `generate` prepared.
+    arguments["custom_generate"] = Call(
+        target=target,
+        draft=draft,
+        draft_parts=draft_parts,
+        answer=answer,
+        streamer=arguments.get("streamer"),
+        cache=cache,
+        started=started,
+    )
+    return generate(**arguments)
 
 
 def _use_tokenizer(model: Any, settings: Settings, arguments: dict[str, Any]) -> None:
@@ -158,17 +147,12 @@ def decode(call: Call) -> DFlashGenerateOutput | torch.LongTensor:
     kept = None if call.cache is None else UserCache(call.cache, given=True)
     if kept is None and config.return_dict_in_generate:
         kept = UserCache(DynamicCache(config=target.config), given=False)
-    # Code of the user's between two forwards may call the target itself: it finds it as it left it.
-    is_ours = engine == "eager" and not call.calls_out and type(call.cache) in (NoneType, DynamicCache)
     no_gradients = torch.inference_mode if target.takes_inference_mode else torch.no_grad
     with (
         eagerly(target.parts, call.draft_parts),
         nullcontext() if kept is None else kept.restored_on_error(),
-        short_layers(target) if is_ours else nullcontext(),
     ):
-        # What a prefill makes stays here if no cache is kept, and nothing of the user's sees a part of it.
-        with no_gradients() if kept is None and runs_whole(target) and not changing_ropes(target) else nullcontext():
-            run = prefill(call, kept, keeps_buffers=engine != "eager")
+        run = prefill(call, kept, keeps_buffers=engine != "eager")
         try:
             with no_gradients():
                 advance(run, engine)
@@ -176,11 +160,8 @@ def decode(call: Call) -> DFlashGenerateOutput | torch.LongTensor:
             draft.last_stats = run.stats
         sequences = _sequences(run, config)
         keep(run, sequences)
-        run.call.ranks.meet()
     if run.keeps_buffers:
         give_buffers(draft, target, run.buffers)
-    elif run.chooser is not None:
-        give_chooser(run.chooser, draft, target.model, len(sequences))
     if run.call.streamer is not None:
         run.call.streamer.end()
     sequences = cast(torch.LongTensor, sequences.to(call.given_on))
@@ -211,7 +192,6 @@ def advance(run: Run, engine: Engine = "eager") -> None:
             return
         with nullcontext() if run.call.calls_out else tapped(run):
             while not run.finished:
-                drop_finished(run)
                 step(run)
 
 
@@ -225,13 +205,11 @@ def keep(run: Run, sequences: Tensor) -> None:
 
     @torch.inference_mode()
     def verify_all(blocks: Iterator[RaggedBlock]) -> None:
-        run.call.ranks.meet()
-        with run.call.ranks.forward(), tapped(run):
+        with tapped(run):
             for block in blocks:
                 verify(run, block)
 
-    make_room(run)  # for padding behind rows that ended early
-    run.state.width = run.buffers.shape.path  # of a chain
+    run.state.width = run.buffers.shape.width
     run.stats.num_target_forwards += run.kept.finish(
         run.state, run.cache, run.generator, sequences, verify_all, keeps_buffers=run.keeps_buffers
     )
@@ -240,9 +218,9 @@ def keep(run: Run, sequences: Tensor) -> None:
 def _sequences(run: Run, generation_config: GenerationConfig) -> torch.LongTensor:
     """Prompts and committed tokens `[B, S + longest answer]`, finished rows padded as `generate` pads them."""
     state, pad = run.state, generation_config._pad_token_tensor
-    ends = zip(run.rows, state.cursor.tolist(), strict=True)
-    texts = run.ended | {row: state.ids[index, :end] for index, (row, end) in enumerate(ends)}
-    ids = state.ids.new_full((len(texts), max(map(len, texts.values()))), 0 if pad is None else int(pad))
-    for row, text in texts.items():
-        ids[row, : len(text)] = text
+    num_columns = state.columns + int(state.num_new.max())
+    ids = state.ids[:, :num_columns].clone()
+    beyond = torch.arange(num_columns, device=ids.device) >= state.cursor[:, None]
+    if pad is not None:
+        ids = torch.where(beyond, pad.to(ids.device), ids)
     return cast(torch.LongTensor, ids)

@@ -33,8 +33,6 @@ _READING = {
     "multinomial",
     "transformers::grouped_mm_fallback",
 }
-# Definitions that stand in for a kernel on a CPU, where nothing has to be waited for.
-_ON_HOST = {"build_tree", "follow_tree"}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 _GROUPED = {"_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"}
 # Compute capabilities on which torch multiplies groups in one kernel; on others it counts them on the host.
@@ -127,8 +125,6 @@ def _body(func: Any, args: Sequence[Any]) -> Any:
     definition: Any = OPDEFS.get(func._schema.name)
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     if definition is None or any(isinstance(tensor, FakeTensor) for tensor in tensors):
-        return None
-    if func._schema.name.rpartition("::")[2] in _ON_HOST and all(map(_is_on_host, tensors)):
         return None
     bodies: dict[str | None, Any] = getattr(definition, "_backend_fns", {})
     return bodies.get(tensors[0].device.type if tensors else None, bodies.get(None))

@@ -50,10 +50,6 @@ class DFlashStep:
         logits (`torch.Tensor` of shape `[B, W, V]`, *optional*): The target's, unprocessed; with `output_logits`, not
             of the prefill.
         draft_logits (`torch.Tensor` of shape `[B, W - 1, V]`, *optional*): The draft's; with `output_logits`.
-        node_ids (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Under `num_tree_nodes`, the tokens of the tree
-            that was verified, the anchor first. `proposals`, `tokens` and `logits` are those of the path that was
-            accepted, and `proposals` are -1 behind its end.
-        parents (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Which node each of them follows.
         hidden_states (`torch.Tensor` of shape `[B, W, L * D]`, *optional*): Tapped states of the anchor and the
             proposals, as the draft gets them; with `output_hidden_states`, not of the prefill.
     """
@@ -69,8 +65,6 @@ class DFlashStep:
     logits: Tensor | None = None
     draft_logits: Tensor | None = None
     hidden_states: Tensor | None = None
-    node_ids: Tensor | None = None
-    parents: Tensor | None = None
 
 
 def iterate(
@@ -106,9 +100,9 @@ def iterate(
         An iterator of [`DFlashStep`]; rows, dtypes and devices as in `generate`.
 
     Raises:
-        ValueError: For what `generate` with a draft refuses; for a rule of one's own under `proposal="sample"` or
-            `num_tree_nodes`; for `accept` beside processors that read the prefix or criteria of one's own; for rules
-            that return another shape, dtype or range; for a cache in `past_key_values`.
+        ValueError: For what `generate` with a draft refuses; for a rule of one's own under `proposal="sample"`; for
+            `accept` beside processors that read the prefix or criteria of one's own; for rules that return another
+            shape, dtype or range; for a cache in `past_key_values`.
     """
     draft = given = unwrapped(draft)
     require(isinstance(given, DFlashDraftModel), "a DFlashDraftModel as draft", type(given).__name__, "use load_draft")
@@ -127,8 +121,6 @@ def _start(call: Call, propose: Propose | None, accept: Accept | None) -> Run:
         what, proposal = "proposal 'argmax' or 'shared_noise' beside a rule of your own", options.proposal
         reason = "its acceptance needs the distribution of the proposals, change draft.generation_config.proposal"
         require(proposal != "sample", what, proposal, reason)
-        nodes = options.num_tree_nodes
-        require(not nodes, "a chain, no num_tree_nodes, beside a rule of your own", nodes, "leave it out")
     if accept is not None:
         names = [type(processor).__name__ for processor in call.processors.processors]
         what = "only temperature, top-k, top-p and other warpers of single scores beside accept"
@@ -142,9 +134,7 @@ def _start(call: Call, propose: Propose | None, accept: Accept | None) -> Run:
     reason = "a run that may be left half-way cannot advance one, pass the whole conversation instead"
     require(call.cache is None, "no past_key_values", type(call.cache).__name__, reason)
     with eagerly(call.target.parts, call.draft_parts):
-        run = prefill(call, is_looked_at=True)
-    if options.verify_width is None:
-        run.chooser = None  # to be looked at, a run drafts at every step
+        run = prefill(call)
     if propose is not None:
         run.generator.rule_of_user = _Checked(propose, dims=2, highest=run.call.target.vocab_size - 1)
     if accept is not None:
@@ -163,13 +153,13 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
     before = state.ids[:, state.columns - 1], state.lengths - 1
     for index in itertools.count():
         if index:
-            with run.call.ranks.together(), eagerly(*compiled), no_gradients():
+            with eagerly(*compiled), no_gradients():
                 run.watch.last = time.perf_counter()  # the pause was the user's own
                 before = state.anchor.clone(), state.lengths.clone()
                 logits, counts = step(run)
         # Outside inference mode, so that autograd takes the copies.
         anchor, lengths = (tensor.clone() for tensor in before)
-        drafted, report = run.generator.logits, state.report
+        drafted = run.generator.logits
         rule = run.accept if index else None
         yield DFlashStep(
             index=index,
@@ -186,8 +176,6 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
             logits=logits.clone() if output_logits and logits is not None else None,
             draft_logits=drafted.clone() if output_logits and drafted is not None else None,
             hidden_states=run.generator.context_hidden_states.clone() if output_hidden_states and index else None,
-            node_ids=None if report is None else report.node_ids.clone(),
-            parents=None if report is None else report.parents.clone(),
         )
         if run.finished:
             break

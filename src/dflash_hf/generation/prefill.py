@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -13,44 +12,38 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from dflash_hf import ops
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.errors import require
 from dflash_hf.generation.accept import SynchronizedRows
-from dflash_hf.generation.buffers import affordable_length, else_freed, num_choices, take_buffers
+from dflash_hf.generation.buffers import else_freed, take_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
-from dflash_hf.generation.run import Call, Run, first_room
+from dflash_hf.generation.run import Call, Run
 from dflash_hf.generation.sampling import new_key
-from dflash_hf.generation.state import NUM_REPORTED, BufferShape, DecodeState
+from dflash_hf.generation.state import NUM_REPORTED, BufferShape
 from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.step import settle, take_note
 from dflash_hf.generation.user_cache import UserCache
-from dflash_hf.generation.widths import WidthChooser, take_chooser
-from dflash_hf.target.fused import runs_whole
+from dflash_hf.generation.widths import WidthChooser
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
 from dflash_hf.target.reentry import outermost
 from dflash_hf.target.support import check_length
-from dflash_hf.tree import TreeBuilder
 
 _PREPARE = cast(Any, GenerationMixin).prepare_inputs_for_generation
-# Times as many nodes as a chain has tokens, at most, where the run chooses how many.
-MOST_NODES = 4
 
 
-def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = False, is_looked_at: bool = False) -> Run:
+def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = False) -> Run:
     """Runs the target over the prompts with taps on, moves its cache into the ragged one, commits the first token.
 
     Reads lengths on the host. `kept` is what `keep` will advance. With `keeps_buffers` those of an earlier call are
-    taken, which go back for the next one; one that `is_looked_at` verifies the chain of the draft's proposals unless
-    something else is asked for. Raises `ValueError` if the run would cross a boundary of the target's RoPE,
+    taken, which go back for the next one. Raises `ValueError` if the run would cross a boundary of the target's RoPE,
     `OutOfRoomError` if its K/V have no room in memory, and `RuntimeError` if the taps did not fire.
     """
-    target, draft, input_ids, config, ranks = call.target, call.draft, call.input_ids, call.config, call.ranks
+    target, draft, input_ids, config = call.target, call.draft, call.input_ids, call.config
     devices = (input_ids.device, draft.device) if draft.generation_config.synchronize else ()
     watch = Stopwatch(stats := SpeculativeStats(), call.started, devices)
     watch.lap("prepare")
-    block_size, width, is_tree, rule = _resolved(call, keeps_buffers, is_looked_at)
+    block_size, width, rule = _resolved(call)
     past = 0 if kept is None else kept.past
     positions = prompt_positions(call, past)
     limits = [one.max_length for one in call.criteria if isinstance(one, MaxLengthCriteria)]
@@ -62,24 +55,19 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     delta = position_delta(call, lengths)
     ends = [one.eos_token_id.reshape(-1) for one in call.criteria if isinstance(one, EosTokenCriteria)]
     eos_ids = torch.cat(ends).to(input_ids.device) if ends else None
-    room = first_room(limit, affordable_length(target, draft, len(input_ids)) - longest if keeps_buffers else None)
-    shape = BufferShape.of(draft, block_size, width, is_tree, delta, eos_ids)
-    buffers = take_buffers(target, draft, shape, longest + room, input_ids.shape[1] + room, keeps_buffers)
+    shape = BufferShape.of(draft, block_size, width, delta, eos_ids)
+    buffers = take_buffers(target, draft, shape, longest + limit, input_ids.shape[1] + limit, keeps_buffers)
     generator = DFlashCandidateGenerator(draft, target, call.processors, buffers, rule)
     if kept is not None:
         kept.begin(generator, positions.to(input_ids.device), limit)
     generator.begin(lengths)
-    given = {**call.inputs, **vars(config), "past_key_values": None if kept is None else past}
-    ranks.begin({**given, "input_ids": input_ids, "block_size": block_size, "verify_width": width})
     seed = new_key(input_ids.device) if config.do_sample else None
-    ranks.share(seed)
-    with ranks.forward():
-        outputs, filled = _fill(call, generator, positions, kept)
-    cache = _into_ragged(generator, filled, positions, longest + room, kept, keeps_buffers)
+    outputs, filled = _fill(call, generator, positions, kept)
+    cache = _into_ragged(generator, filled, positions, longest + limit, kept, keeps_buffers)
     state = buffers.state
     state.begin(input_ids, lengths=lengths, limit=limit, position_delta=delta, eos_ids=eos_ids, seed=seed)
     stats.num_committed, stats.num_accepted = ([[] for _ in range(len(input_ids))] for _ in range(2))
-    stats.num_proposed, stats.num_target_forwards = shape.path - 1, 1
+    stats.num_proposed, stats.num_target_forwards = width - 1, 1
     stats.proposal = "greedy" if state.key is None else rule
     stats.cache_bytes = cache.num_bytes() + generator.cache.num_bytes()
     recorder, num_positions = Recorder(config, input_ids.shape[0]), target.facts.num_positions
@@ -94,15 +82,12 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
         recorder=recorder,
         stats=stats,
         watch=watch,
-        chooser=_chooser(generator, state, keeps_buffers),
+        chooser=_chooser(generator),
         kept=kept,
         extra={name: value for name, value in call.inputs.items() if name not in OF_PREFILL and value is not None},
         reach=None if num_positions is None else (num_positions - delta).tolist(),
-        prompt=longest,
         longest=longest,
-        room=room,
         keeps_buffers=keeps_buffers,
-        rows=list(range(len(input_ids))),
     )
     call.inputs = {}  # images may be large, and a run that is looked at long
     _commit_first(run, outputs)
@@ -129,8 +114,7 @@ def _fill(
 
     ids, deepstack = draft.config.target_layer_ids, draft.config.tap_after_deepstack
     with (
-        # Nobody else calls it where nothing of the user's runs in it.
-        nullcontext(lambda: True) if runs_whole(target) else outermost(target.model, target.decoder) as is_ours,
+        outermost(target.model, target.decoder) as is_ours,
         Taps(target.layers, ids, sink, deepstack, counts=lambda kwargs: is_ours()).open(),
     ):
         outputs = _run_prefill(call, past, positions.shape[1])
@@ -205,57 +189,28 @@ def _commit_first(run: Run, outputs: CausalLMOutputWithPast) -> None:
     run.watch.lap("rest")
 
 
-def _resolved(call: Call, keeps_buffers: bool, is_looked_at: bool) -> tuple[int, int, bool, Rule]:
-    """Resolves the draft's options: block size, how many tokens are verified at most, whether as a tree, and the rule.
+def _resolved(call: Call) -> tuple[int, int, Rule]:
+    """Resolves the draft's options: block size, how many tokens are verified at most, and the rule.
 
-    Raises `ValueError` for processors that `proposal="sample"`, and targets that a tree cannot be verified with.
+    Raises `ValueError` for processors that do not go with `proposal="sample"`.
     """
-    target, draft, options, processors = call.target, call.draft, call.draft.generation_config, call.processors
+    draft, options, processors = call.draft, call.draft.generation_config, call.processors
     block_size = options.block_size or draft.config.block_size
     widest = draft.config.num_proposals(block_size) + 1
     width = widest if options.verify_width in (None, "auto") else int(options.verify_width)
     rule: Rule = "argmax" if options.proposal == "auto" else options.proposal
     what = "only temperature, top-k, top-p and other warpers of single scores under proposal='sample'"
-    is_drawn, nodes = call.config.do_sample and rule == "sample", options.num_tree_nodes
-    is_fit = not is_drawn or processors.is_stateless
+    is_fit = rule != "sample" or not call.config.do_sample or processors.is_stateless
     require(is_fit, what, [type(p).__name__ for p in processors.processors], "use proposal='shared_noise'")
-    if nodes is None:
-        # What is drawn is tested node by node, hundreds of launches; without kernels the host of a GPU builds trees.
-        is_unfit = is_drawn or (call.input_ids.is_cuda and not ops.accepts(call.input_ids))
-        is_chain = is_looked_at or (keeps_buffers and is_unfit) or isinstance(options.verify_width, int)
-        is_chain = is_chain or bool(target.recurrences) or width == 1 or not TreeBuilder.by_default
-        nodes = 0 if is_chain else min(width, ops.MAX_NODES)
-    elif nodes == "auto":
-        nodes = min(MOST_NODES * width, ops.num_paths(width - 1, num_choices(target, draft)) + 1, ops.MAX_NODES)
-    what, got = "a target of attention layers alone with num_tree_nodes", type(target.model).__name__
-    is_fit = not (nodes and target.recurrences)
-    require(is_fit, what, got, "recurrent states follow one path, leave num_tree_nodes out")
-    return block_size, nodes or width, nodes > 0, rule
+    return block_size, width, rule
 
 
-def _chooser(generator: DFlashCandidateGenerator, state: DecodeState, keeps_buffers: bool) -> WidthChooser | None:
-    """What chooses the width of each verify, if that follows the run; costs of captured steps are measured anew.
-
-    Where nothing is said about it, only where steps are not to be captured, a graph per width, and where the text does
-    not follow the width too: rejection draws another one, and in half precision near ties turn.
-    """
-    target, draft, width = generator.target, generator.draft, generator.verify_width
-    options = draft.generation_config
-    asked = "auto" if options.num_tree_nodes == "auto" else options.verify_width
-    if asked is None and WidthChooser.by_default and not keeps_buffers:
-        weight: Any = target.embedding.weight
-        is_half = weight.dtype.itemsize < 4 or torch.is_autocast_enabled(target.device.type)
-        asked = None if is_half or (state.key is not None and generator.rule == "sample") else "auto"
-    if asked != "auto" or width < 2:
+def _chooser(generator: DFlashCandidateGenerator) -> WidthChooser | None:
+    """What chooses the width of each verify, if that follows the run."""
+    width = generator.verify_width
+    if generator.draft.generation_config.verify_width != "auto" or width < 2:
         return None
-    is_tree, longest = generator.trees is not None, generator.num_proposals + 1
-    # A number asks for trees; captured, each choice would be a graph more.
-    may_be_chain = is_tree and options.num_tree_nodes in (None, "auto") and longest <= width and not keeps_buffers
-    chain, rows = longest if may_be_chain else None, state.ids.shape[0]
-    kept = None if keeps_buffers else take_chooser(draft, target.model, rows, width, is_tree, chain)
-    chooser = WidthChooser(width, is_tree, longest, chain) if kept is None else kept
-    chooser.use_rows(rows)
-    return chooser
+    return WidthChooser(width)
 
 
 # Inputs of a forward that go along with the tokens, column by column.

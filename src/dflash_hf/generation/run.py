@@ -1,9 +1,4 @@
-"""A call, the run that it becomes, what the host knows of it, and how many new tokens its buffers have room for.
-
-A limit says little about how long an answer gets, and plain `generate` allocates nothing for it. So a run begins with
-room for some tokens of its limit, and doubles that when a step could need more. The host knows from the last step how
-much there is, so that nothing is read for it.
-"""
+"""A call, the run that it becomes, and what the host knows of it."""
 
 from __future__ import annotations
 
@@ -12,34 +7,28 @@ import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
 from transformers import Cache, GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.recurrent import noting
-from dflash_hf.devices import Inventory, plain_tensors
+from dflash_hf.devices import Inventory
 from dflash_hf.generation.accept import Accept, SynchronizedRows
-from dflash_hf.generation.buffers import FixedBuffers, else_freed
+from dflash_hf.generation.buffers import FixedBuffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
-from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.user_cache import UserCache
 from dflash_hf.generation.widths import WidthChooser
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target.formulas import is_untouched
-from dflash_hf.target.fused import fused_modules
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
 from dflash_hf.target.reentry import KEYWORD, ragged_attention
-from dflash_hf.target.support import changing_ropes
 
 # Criteria that the commit itself decides.
 LENGTH_AND_END = (EosTokenCriteria, MaxLengthCriteria)
@@ -58,7 +47,6 @@ class Call:
     target: Target
     draft: DFlashDraftModel
     draft_parts: Inventory  # the modules of the draft
-    ranks: Ranks
     answer: Callable[[Call], Any]  # what is done once everything is prepared
     streamer: BaseStreamer | None  # gets every accepted run; `generate` puts the prompt
     cache: Cache | None  # `past_key_values` that the caller passed
@@ -114,17 +102,11 @@ class Run:
     kept: UserCache | None  # the cache that was passed in or asked for
     extra: dict[str, Any]  # keywords of the caller's own for the target's forward
     reach: list[int] | None  # per row the length at which a target with a table of positions has used all
-    prompt: int  # tokens in the caches of the longest row, at first
-    longest: int  # and now
-    room: int  # new tokens that the buffers are made for
+    longest: int  # tokens in the caches of the longest row
     keeps_buffers: bool  # whether they go back for the next call when the run has ended well
-    rows: list[int]  # which of the call's rows each row of the state is
     accept: Accept | None = None  # a rule of the user's
-    num_new: int = 0  # tokens that the longest answer has
     # The first five rows of the last step's `state.outcome`.
     reported: list[list[int]] = field(default_factory=list[list[int]])
-    # Prompt and answer of each of the call's rows that was dropped.
-    ended: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     taps: Taps | None = None  # those that are open, see `tapped`
 
     @property
@@ -137,10 +119,6 @@ class Run:
         """What the steps change."""
         return self.buffers.state
 
-    def note_longest(self) -> None:
-        """Notes what follows from `reported`."""
-        self.longest, self.num_new = max(self.reported[2]), max(self.reported[4]) - self.state.columns
-
     def decides(self) -> bool:
         """Returns True if nothing of the user's has to look at a step before it is committed or after it."""
         return self.call.processors.is_stateless and not (
@@ -150,7 +128,7 @@ class Run:
 
 @contextmanager
 def tapped(run: Run) -> Generator[Taps]:
-    """The target with its attention switched, kernels in its modules, its layers tapped and its recurrences noted.
+    """The target with its attention switched, its layers tapped and its recurrences noted.
 
     Where it is so already, for several verifies, nothing is done.
     """
@@ -159,80 +137,9 @@ def tapped(run: Run) -> Generator[Taps]:
         return
     ids = run.generator.draft.config.target_layer_ids
     taps = Taps(run.call.target.layers, ids, counts=lambda kwargs: kwargs.get(KEYWORD) is run.cache)
-    with ragged_attention(run.call.target), fused_modules(run.call.target), noting(run.cache.layers), taps.open():
+    with ragged_attention(run.call.target), noting(run.cache.layers), taps.open():
         run.taps = taps
         try:
             yield taps
         finally:
             run.taps = None
-
-
-# New tokens that there is room for at the beginning, at most; fixed buffers do not grow, see `make_room`.
-FIRST_ROOM = 512
-FIXED_ROOM = 32768
-
-
-def first_room(limit: int, affordable: int | None) -> int:
-    """Returns how many of `limit` new tokens to begin with room for.
-
-    `affordable` is for how many fixed buffers can be kept between calls: for more than that they have a quarter of the
-    room that they could have. `None` is for buffers that grow.
-    """
-    if affordable is None:
-        return min(limit, FIRST_ROOM)
-    room = min(limit, FIXED_ROOM)
-    return room if room <= affordable else min(limit, FIXED_ROOM // 4)
-
-
-def has_room(run: Run, num_unread: int = 0) -> bool:
-    """Returns True if another step surely fits in, with `num_unread` steps begun that the host has not read."""
-    return run.room >= run.state.limit or run.num_new + num_unread * run.generator.verify_width <= run.room
-
-
-def drop_finished(run: Run) -> None:
-    """Goes on without the rows that have ended: eagerly, a forward costs what its rows do.
-
-    The last rows go where they were. None is dropped where somebody has to see the whole batch, or has states of it.
-    """
-    _, _, _, done, filled = run.reported
-    if not any(done) or not run.decides() or run.keeps_buffers or run.kept or run.extra or run.cache.groups:
-        return
-    # Such a RoPE goes by the longest row of the batch, also where that has ended.
-    if run.call.ranks.size > 1 or changing_ropes(run.call.target) or not is_untouched(run.call.target.parts):
-        return
-    running = [row for row, has_ended in enumerate(done) if not has_ended]
-    moved = [row for row in running if row >= len(running)]
-    kept = [moved.pop() if done[row] else row for row in range(len(running))]
-    for row in set(range(len(done))).difference(kept):
-        run.ended[run.rows[row]] = run.state.ids[row, : filled[row]].clone()
-    for notes in (run.rows, *run.reported, *([] if run.reach is None else [run.reach])):
-        notes[:] = [notes[row] for row in kept]
-    run.buffers.keep_rows(kept)
-    run.note_longest()
-    if run.chooser is not None:
-        run.chooser.use_rows(len(kept))
-
-
-def make_room(run: Run) -> None:
-    """Lets both caches and the ids grow where the next step could need it; what is in them stays.
-
-    Fixed buffers that grow are no longer: the run goes on without them, and they are not kept for the next call.
-    Raises `OutOfRoomError` if there is no memory even for the next few tokens.
-    """
-    if has_room(run):
-        return
-    least = min(run.state.limit, run.num_new + run.generator.verify_width)
-    else_freed(run.generator.draft, partial(_grow, run), min(run.state.limit, max(2 * run.room, least)), least)
-
-
-def _grow(run: Run, room: int) -> None:
-    generator, state = run.generator, run.state
-    length = run.prompt + room + max(generator.block_size, generator.verify_width)
-    for cache in (generator.cache, run.cache):
-        cache.grow(length)
-    with plain_tensors():
-        ids = state.ids.new_zeros(state.ids.shape[0], state.columns + room + state.whole_block.shape[1])
-        num = min(ids.shape[1], state.ids.shape[1])
-        ids[:, :num] = state.ids[:, :num]
-    state.ids, run.room, run.keeps_buffers = ids, room, False
-    run.stats.cache_bytes = run.cache.num_bytes() + generator.cache.num_bytes()

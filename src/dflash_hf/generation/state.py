@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dflash_hf import ops
-from dflash_hf.cache.ragged import kept_rows
 from dflash_hf.cache.size import LayerShape
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.tree import DraftTree, along
 
 NUM_REPORTED = 5  # rows of `DecodeState.outcome` before the tokens
 # End-of-sequence ids are padded to a multiple of this.
@@ -27,8 +22,6 @@ class BufferShape:
     batch: int  # rows
     block_size: int  # tokens of the draft's block
     width: int  # tokens of the widest verify
-    is_tree: bool  # whether what is verified is a tree
-    path: int  # tokens of the longest path that can be accepted, the anchor included
     num_eos: int  # end-of-sequence ids, rounded up
     mask_token_id: int  # the draft's
     position_delta: tuple[int, ...]  # shape of the target's position deltas
@@ -41,7 +34,6 @@ class BufferShape:
         draft: DFlashDraftModel,
         block_size: int,
         width: int,
-        is_tree: bool,
         position_delta: Tensor,
         eos_ids: Tensor | None,
     ) -> BufferShape:
@@ -51,8 +43,6 @@ class BufferShape:
             batch=position_delta.shape[-1],
             block_size=block_size,
             width=width,
-            is_tree=is_tree,
-            path=min(width, draft.config.num_proposals(block_size) + 1) if is_tree else width,
             num_eos=-(-max(num_eos, 1) // EOS_IDS) * EOS_IDS,
             mask_token_id=draft.config.mask_token_id,
             position_delta=tuple(position_delta.shape),
@@ -64,15 +54,6 @@ class BufferShape:
     def block(self) -> int:
         """The longest block that is written at once."""
         return max(self.block_size, self.width)
-
-
-class TreeReport(NamedTuple):
-    """What the host has to know of a verified tree, `[B, W]` int64 each."""
-
-    path: Tensor  # which node stands at each depth; 0 behind the path's end
-    node_ids: Tensor  # the nodes' tokens; the block has them only until it is decided
-    parents: Tensor  # this and the next as `dflash_kernels.build_tree` says
-    sources: Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,26 +77,19 @@ class DecodeState:
     # but the anchor), is a view of it.
     next_positions: Tensor
     whole_tokens: Tensor  # [B, W]: the target's token after each verified one; `tokens` [B, width] is a view of it
-    # [5 + W, B] or [5 + 5 W, B]: what the host has to know of the last step. Tokens committed, proposals accepted,
-    # lengths, finished rows, filled columns of `ids`, then `tokens` and, where trees are verified, a `TreeReport`.
+    # [5 + W, B]: what the host has to know of the last step. Tokens committed, proposals accepted, lengths, finished
+    # rows, filled columns of `ids`, then `tokens`.
     outcome: Tensor
     # [B] or, under M-RoPE, [rows, B]: target position of a token minus its index in the row.
     position_delta: Tensor
     padded_eos_ids: Tensor  # [N]: end-of-sequence ids; negative ones are none
     seed: Tensor  # []: of the sampling noise
-    # [4, B, W]: parents, depths, ancestors and sources of what is verified, if that is a tree; `tree` is a view of it.
-    nodes: Tensor | None = None
-    # [B]: what makes a position that of the row where it was at first, once rows have moved; noise is keyed by rows.
-    moved: Tensor | None = None
     columns: int = 0  # of the prompts in `ids`
     limit: int = 0  # tokens a row may generate
     width: int = 1  # tokens that the step verifies, at most W; each step may have its own
-    is_chain: bool = False  # whether the step verifies a chain although the run has trees
     eos_ids: Tensor | None = None  # `padded_eos_ids` if there are any
     key: Tensor | None = None  # `seed` if tokens are sampled
-    # [B, width - 1, V]: distribution of the proposals, for rejection. Of a tree [B, width, V]: the one that each
-    # node's children were drawn from.
-    draft_probs: Tensor | None = None
+    draft_probs: Tensor | None = None  # [B, width - 1, V]: distribution of the proposals, for rejection
 
     @classmethod
     @torch.inference_mode(False)
@@ -138,11 +112,10 @@ class DecodeState:
             draft_ids=zeros(batch, shape.block_size) + shape.mask_token_id,
             next_positions=zeros(batch, shape.block),
             whole_tokens=zeros(batch, width),
-            outcome=zeros(NUM_REPORTED + width * (1 + len(TreeReport._fields) * shape.is_tree), batch),
+            outcome=zeros(NUM_REPORTED + width, batch),
             position_delta=zeros(*shape.position_delta),
             padded_eos_ids=zeros(shape.num_eos),
             seed=zeros(),
-            nodes=zeros(4, batch, width) if shape.is_tree else None,
         )
 
     def begin(
@@ -159,8 +132,7 @@ class DecodeState:
 
         The first commit, of the token that the prefill decides, makes that token the anchor.
         """
-        self.columns, self.limit, self.width, self.is_chain = input_ids.shape[1], limit, 1, False
-        self.moved = None
+        self.columns, self.limit, self.width = input_ids.shape[1], limit, 1
         self.ids.zero_()[:, : self.columns] = input_ids
         self.cursor.fill_(self.columns)
         self.remaining.fill_(limit)
@@ -206,85 +178,17 @@ class DecodeState:
         return self.whole_tokens[:, : self.width]
 
     @property
-    def tree(self) -> DraftTree | None:
-        """The tree that this step verifies, if it is more than the anchor and no chain."""
-        if self.nodes is None or self.width == 1 or self.is_chain:
-            return None
-        return DraftTree(*self.nodes[:3, :, : self.width])
-
-    @property
     def decided_positions(self) -> Tensor:
-        """What noise is keyed by for each of `tokens` `[B, width]`, in the order of a chain."""
-        return self.keyed(self.next_positions[:, : self.width] + 1)
-
-    def positions_behind(self, tree: DraftTree) -> Tensor:
-        """What noise is keyed by for the token behind each node `[B, N]`."""
-        return self.keyed(self.next_positions[:, :1] + tree.depths + 1)
-
-    def keyed(self, positions: Tensor) -> Tensor:
-        """Returns what noise is keyed by for tokens at these indices in their rows `[B, n]`, which are above 0."""
-        return positions if self.moved is None else positions ^ self.moved[:, None]
-
-    def report_in(self, outcome: Tensor, width: int) -> TreeReport | None:
-        """What the `outcome` of a step says of its tree of `width` tokens, if it verified one; views."""
-        # Of this step or, where the host is one behind, of one before: such runs verify no chains beside trees.
-        is_tree = self.nodes is not None and width > 1 and not self.is_chain
-        return TreeReport(*self._parts_of_tree(outcome, width)) if is_tree else None
-
-    @property
-    def report(self) -> TreeReport | None:
-        """That of this step, once it is decided.
-
-        Block and tokens are then in the order of its path, as if they had been a chain, with -1 in the block behind
-        the path's end.
-        """
-        return self.report_in(self.outcome, self.width)
-
-    @property
-    def path(self) -> Tensor | None:
-        """The report's."""
-        report = self.report
-        return None if report is None else report.path
-
-    def _parts_of_tree(self, outcome: Tensor, width: int) -> Tensor:
-        """The parts of a report, one after the other `[4, B, width]`: a view."""
-        return outcome[NUM_REPORTED:].unflatten(0, (-1, self.whole_block.shape[1]))[1:, :width].transpose(1, 2)
-
-    def report_nodes(self) -> None:
-        """Reports the tree of this step itself, beside what came of it."""
-        assert self.nodes is not None
-        self._parts_of_tree(self.outcome, self.width)[2:].copy_(self.nodes[::3, :, : self.width])
-
-    def follow(self, tree: DraftTree) -> None:
-        """Puts block and tokens into the order of the path that the tokens go through the tree, and reports both."""
-        report = self.report
-        assert report is not None
-        tree.follow(self.block, self.tokens, report.node_ids, report.path)
-
-    def along_path(self, values: Tensor) -> Tensor:
-        """Returns values of what was verified `[B, width, ...]` in the order in which it was decided."""
-        return values if self.path is None else along(self.path, values)
+        """What noise is keyed by for each of `tokens` `[B, width]`."""
+        return self.next_positions[:, : self.width] + 1
 
     @property
     def num_new(self) -> Tensor:
         """Tokens that each row has generated so far `[B]`."""
         return self.cursor - self.columns
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        """Keeps these rows alone; see [`kept_rows`]."""
-        if self.key is not None:
-            # As `ops.exponential_noise` puts rows and positions together.
-            places = (
-                torch.tensor([row ^ place for place, row in enumerate(rows)], device=self.ids.device) << ops.ROW_BITS
-            )
-            self.moved = places if self.moved is None else self.moved[list(rows)] ^ places
-        dims = {"outcome": 1, "nodes": 1, "position_delta": self.position_delta.dim() - 1}
-        for name, tensor in self.tensors().items():
-            if name not in ("padded_eos_ids", "seed"):
-                setattr(self, name, kept_rows(tensor, rows, dims.get(name, 0)))
-
     def tensors(self) -> dict[str, Tensor]:
         """Returns every tensor that stays where it is from step to step, by name."""
-        others = ("eos_ids", "key", "moved", "draft_probs")
+        others = ("eos_ids", "key", "draft_probs")
         values = ((name, getattr(self, name)) for name in self.__slots__ if name not in others)
         return {name: value for name, value in values if isinstance(value, Tensor)}

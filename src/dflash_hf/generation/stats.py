@@ -31,7 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from dflash_hf.figures import BLUE, ORANGE, legend_above, module_of_research, new_figure, styled
+from dflash_hf.figures import BLUE, ORANGE, legend_above, module_of_research, new_figure
 
 Definition = Literal["zlab", "vllm", "sglang"]
 Part = Literal["prepare", "prefill", "draft", "verify", "accept", "rest"]
@@ -46,8 +46,7 @@ class SpeculativeStats:
         num_accepted (`list[list[int]]`): Per row, proposals that matched at each verify, before any cut.
         num_proposed (`int`): Proposals checked per verify (`verify_width - 1`), at most.
         verify_widths (`list[int]`): Tokens checked by each verify, the anchor included: one number per step, for all
-            rows that were still running; 1 is a token decoded without a draft, which counts as a verify too. Empty
-            means `num_proposed + 1` always.
+            rows that were still running. Empty means `num_proposed + 1` always.
         num_target_forwards (`int`): Forwards of the target, the prefill's included, and the one behind the end that a
             host one step behind has started.
         num_draft_forwards (`int`): Block forwards of the draft.
@@ -64,10 +63,6 @@ class SpeculativeStats:
         engine (`str`): Engine that ran: `"eager"` or `"cuda_graph"`; `"static"` is the latter's step uncaptured, in
             tests and benchmarks only.
         proposal (`str`): Proposal rule that ran; `"greedy"` without sampling.
-        num_tried_by_node, num_accepted_by_node (`list[int]`): Under `num_tree_nodes`, how many verifies, summed over
-            rows, tried and accepted each node of the tree, the most likely first, the anchor not counted.
-        num_tried_from_text, num_accepted_from_text (`int`): Under `num_tree_nodes`, how many of these nodes were there
-            because the text had gone on like that before, and not by the draft.
         cache_bytes (`int`): Size of the target's and the draft's K/V buffers, in bytes.
     """
 
@@ -86,22 +81,6 @@ class SpeculativeStats:
     engine: str = "eager"
     proposal: str = "greedy"
     cache_bytes: int = 0
-    num_tried_by_node: list[int] = field(default_factory=list)
-    num_accepted_by_node: list[int] = field(default_factory=list)
-    num_tried_from_text: int = 0
-    num_accepted_from_text: int = 0
-
-    def count_nodes(self, width: int, accepted: Sequence[Sequence[int]], sources: Sequence[Sequence[int]]) -> None:
-        """Counts the nodes that a verify of `width` of them accepted in each running row, and where they came from."""
-        self.num_tried_from_text += sum(map(sum, sources))
-        for nodes, its_sources in zip(accepted, sources, strict=True):
-            self.num_accepted_from_text += sum(its_sources[node] for node in nodes)
-        for counts in (self.num_tried_by_node, self.num_accepted_by_node):
-            counts.extend([0] * (width - 1 - len(counts)))
-        for node in range(width - 1):
-            self.num_tried_by_node[node] += len(accepted)
-        for node in (node for row in accepted for node in row):
-            self.num_accepted_by_node[node - 1] += 1
 
     @property
     def num_verifies(self) -> int:
@@ -228,19 +207,18 @@ class SpeculativeStats:
         """
         joint, conditional = self.acceptance_per_position(), self.acceptance_per_position(conditional=True)
         histogram, positions = self.acceptance_histogram(), range(1, len(joint) + 1)
-        with styled():
-            figure = new_figure(8.0, 2.8)
-            left, right = figure.subplots(1, 2)
-            left.bar(positions, joint, color=BLUE, label="joint: all up to here")
-            left.plot(positions, conditional, color=ORANGE, marker="o", label="given all before")
-            left.set(xlabel="position in the block", ylabel="share accepted", ylim=(0.0, 1.05))
-            right.bar(range(1, len(histogram)), histogram[1:], color=BLUE)
-            right.axvline(self.acceptance_length, color=ORANGE, label=f"mean {self.acceptance_length:.2f}")
-            right.set(xlabel="tokens committed by a verify", ylabel="verifies")
-            for axes in (left, right):
-                axes.xaxis.get_major_locator().set_params(integer=True)
-                legend_above(axes)
-            right.yaxis.get_major_locator().set_params(integer=True)
+        figure = new_figure(8.0, 2.8)
+        left, right = figure.subplots(1, 2)
+        left.bar(positions, joint, color=BLUE, label="joint: all up to here")
+        left.plot(positions, conditional, color=ORANGE, marker="o", label="given all before")
+        left.set(xlabel="position in the block", ylabel="share accepted", ylim=(0.0, 1.05))
+        right.bar(range(1, len(histogram)), histogram[1:], color=BLUE)
+        right.axvline(self.acceptance_length, color=ORANGE, label=f"mean {self.acceptance_length:.2f}")
+        right.set(xlabel="tokens committed by a verify", ylabel="verifies")
+        for axes in (left, right):
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            legend_above(axes)
+        right.yaxis.get_major_locator().set_params(integer=True)
         return figure
 
 

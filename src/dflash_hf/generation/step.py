@@ -17,32 +17,25 @@ from transformers.utils import logging
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.generation.accept import commit, decide_at_once, decide_by_position, stop_by_criteria
-from dflash_hf.generation.buffers import buckets_between, reads_lengths_on_device, round_up
-from dflash_hf.generation.run import Run, has_room, make_room, tapped
+from dflash_hf.generation.buffers import buckets_between, round_up
+from dflash_hf.generation.run import Run, tapped
 from dflash_hf.generation.state import NUM_REPORTED
-from dflash_hf.generation.widths import along_chain
 from dflash_hf.target.compiled import compile_errors, compiled_layers
-from dflash_hf.tree import is_in_place
 
 logger: Any = logging.get_logger(__name__)
 
 
 def step(run: Run) -> tuple[Tensor, list[int]]:
     """Runs one step eagerly; returns the target's logits `[B, W, V]`, and how many tokens each row has committed."""
-    make_room(run)
     begin(run)
-    with run.call.ranks.forward():
-        outputs = forwards(run)
+    outputs = forwards(run)
     return conclude(run, outputs)
 
 
 def begin(run: Run) -> None:
     """Sets the step's width and counts its two forwards; a block of one token is not drafted."""
     state, chooser = run.state, run.chooser
-    width = run.generator.verify_width if chooser is None else chooser.next_width()
-    # One number says both: a chain's is negative.
-    number = run.call.ranks.meet(-width if chooser is not None and chooser.is_chain else width)
-    state.width, state.is_chain = abs(number), number < 0
+    state.width = run.generator.verify_width if chooser is None else chooser.next_width()
     run.stats.num_target_forwards += 1
     run.stats.num_draft_forwards += state.width > 1
 
@@ -55,13 +48,10 @@ def forwards(run: Run, bound: int | None = None) -> CausalLMOutputWithPast:
     state, size, width = run.state, run.generator.block_size, run.state.width
     # With one row the longest row is the row.
     is_exact, positions = bound is None and state.ids.shape[0] == 1, state.next_positions
-    block = RaggedBlock(positions[:, :width], bound or run.longest + width, is_exact, state.tree)
+    block = RaggedBlock(positions[:, :width], bound or run.longest + width, is_exact)
     if width > 1:
         drafted = RaggedBlock(positions[:, :size], bound or run.longest + size, is_exact)
-        run.generator.propose(state, block if width == size and block.tree is None else drafted)
-        run.call.ranks.share(state.proposals, state.nodes)
-    else:
-        run.generator.pass_over(is_static=bound is not None)
+        run.generator.propose(state, block if width == size else drafted)
     if bound is None:
         run.watch.lap("draft")
     return verify(run, block)
@@ -79,7 +69,7 @@ def verify(run: Run, block: RaggedBlock) -> CausalLMOutputWithPast:
         run.cache.begin(block)
         outputs = target.model(
             input_ids=state.block,
-            position_ids=target.position_ids(block.indices, state.position_delta),
+            position_ids=target.position_ids(block.positions, state.position_delta),
             past_key_values=run.cache,
             use_cache=True,
             return_dict=True,
@@ -97,21 +87,12 @@ def settle(run: Run, logits_BWV: Tensor) -> Tensor:
     if run.synchronized is not None:
         scores, num_accepted = run.synchronized.decide(state, logits_BWV)
     elif processors.is_stateless:
-        num_accepted = decide_at_once(state, logits_BWV, processors, run.accept, may_read=not run.keeps_buffers)
-        scores = processors.warp(state.along_path(logits_BWV)) if run.recorder.is_on else logits_BWV
+        num_accepted = decide_at_once(state, logits_BWV, processors, run.accept)
+        scores = processors.warp(logits_BWV) if run.recorder.is_on else logits_BWV
     else:
         scores, num_accepted = decide_by_position(state, logits_BWV, processors), None
     if run.call.own_criteria and run.synchronized is None:
         stop_by_criteria(state, run.call.own_criteria, num_accepted)
-    num_accepted = run.call.ranks.decided(state, num_accepted, run.synchronized)
-    if state.path is not None:
-        state.report_nodes()
-        path = state.path[:, : run.buffers.shape.path]
-        # To look costs nothing where nothing has to be waited for.
-        stays = path.device.type == "cpu" and not run.keeps_buffers and is_in_place(path)
-        if not stays:
-            run.cache.keep_path(path, state.lengths)
-        run.generator.take_path(path, stays)
     commit(state, num_accepted)
     return scores
 
@@ -125,11 +106,7 @@ def conclude(run: Run, outputs: CausalLMOutputWithPast) -> tuple[Tensor, list[in
     outcome = run.state.outcome.to("cpu")
     run.watch.lap("accept")
     committed = finish(run, outcome, run.state.width)
-    states: Any = outputs.get("hidden_states")
-    if run.state.path is not None and (run.recorder.is_on or run.generator.keeps_logits):
-        logits = run.state.along_path(logits)
-        states = None if states is None else [run.state.along_path(layer.to(logits.device)) for layer in states]
-    run.recorder.add(scores, logits, states, committed)
+    run.recorder.add(scores, logits, outputs.get("hidden_states"), committed)
     return logits, committed
 
 
@@ -139,32 +116,18 @@ def finish(run: Run, outcome: Tensor, width: int) -> list[int]:
     `outcome` is the step's `state.outcome`, on the host, `width` the tokens that it verified. Returns how many tokens
     each row has committed; raises `ValueError` if a row needs more positions than the target has.
     """
-    stats, tree, reported = run.stats, run.state.report_in(outcome, width), outcome[:NUM_REPORTED].tolist()
+    stats, reported = run.stats, outcome[:NUM_REPORTED].tolist()
     committed, accepted = reported[:2]
-    put_tree = getattr(run.call.streamer, "put_tree", None)
-    if tree is not None and put_tree is not None and run.synchronized is None and committed[0]:
-        put_tree(**{name: part[0].tolist() for name, part in tree._asdict().items()})
     take_note(run, reported, outcome[NUM_REPORTED : NUM_REPORTED + width].T)
     running = [row for row, num in enumerate(committed) if num]
     for row in running:
-        stats.num_committed[run.rows[row]].append(committed[row])
-        stats.num_accepted[run.rows[row]].append(accepted[row])
+        stats.num_committed[row].append(committed[row])
+        stats.num_accepted[row].append(accepted[row])
     stats.verify_widths.append(width)
-    kept: list[list[int]] | None = None
-    chains: list[tuple[int, int]] = []
-    if tree is not None:
-        path, sources = tree.path.tolist(), tree.sources.tolist()
-        kept = [path[row][1 : accepted[row] + 1] for row in running]
-        stats.count_nodes(width, kept, [sources[row] for row in running])
-        if run.chooser is not None and run.chooser.chain is not None:
-            parents = tree.parents.tolist()
-            chains = [along_chain(parents[row], path[row]) for row in running]
     if run.chooser is not None:
         # Without the rest: how long a streamer takes does not depend on the width.
         seconds = stats.draft_seconds + stats.verify_seconds + stats.accept_seconds
-        run.chooser.observe(width, [accepted[row] for row in running], seconds, kept, chains)
-        if run.finished and (verdict := run.chooser.verdict()) is not None:
-            logger.warning_once(verdict)
+        run.chooser.observe(width, [accepted[row] for row in running], seconds)
     run.watch.lap("rest")
     return committed
 
@@ -188,7 +151,7 @@ def take_note(run: Run, reported: list[list[int]], tokens: Tensor) -> None:
         # A copy: the next step writes into the same memory, and a streamer may keep what it gets.
         run.call.streamer.put(tokens[0, : committed[0]].to("cpu", copy=True))
     run.reported = reported
-    run.note_longest()
+    run.longest = max(lengths)
 
 
 class StaticStep:
@@ -205,17 +168,16 @@ class StaticStep:
         self.run = run
         self.decides = run.decides()
         self.widest = run.buffers.shape.block
-        self.reads_lengths = reads_lengths_on_device(run.cache, run.generator.cache)
         self.compiles = run.generator.draft.generation_config.compile_layers
         run.stats.engine = self.name
 
     def advance(self) -> None:
-        """Runs steps until every row has finished or the buffers are full."""
+        """Runs steps until every row has finished."""
         if self.decides:
             self._run_ahead()
             return
         run = self.run
-        while not run.finished and has_room(run):
+        while not run.finished:
             begin(run)
             outputs = self.launch(self.bound(0))
             assert outputs is not None
@@ -224,9 +186,8 @@ class StaticStep:
     def _run_ahead(self) -> None:
         """Runs steps that decide by themselves, the host one step behind."""
         run, begun = self.run, deque([self._begin(0)])
-        while begun and not run.finished:
-            if has_room(run, 1):
-                begun.append(self._begin(1))
+        while not run.finished:
+            begun.append(self._begin(1))
             outcome, arrived, width = begun.popleft()
             if arrived is not None:
                 arrived.synchronize()
@@ -277,15 +238,11 @@ class StaticStep:
 
     def bound(self, num_unread: int) -> int:
         """The slots that a step may need, `num_unread` steps after the one the host has read last."""
-        if self.reads_lengths:
-            return self.run.buffers.capacity
         longest = self.run.longest + num_unread * self.run.generator.verify_width + self.widest
         return min(round_up(longest), self.run.buffers.capacity)
 
     def bounds(self) -> list[int]:
         """Returns all that [`bound`] may give during the run, longest first: one graph each, per width."""
         run = self.run
-        if self.reads_lengths:
-            return [run.buffers.capacity]
         shortest = run.longest + self.widest
         return buckets_between(shortest, shortest + run.state.limit + run.generator.verify_width, run.buffers.capacity)

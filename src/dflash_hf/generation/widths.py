@@ -1,10 +1,9 @@
-"""How many tokens the target verifies, and whether as a tree, where that follows the run (`verify_width="auto"`).
+"""How many tokens the target verifies, where that follows the run (`verify_width="auto"`).
 
 Before each step the width is chosen whose expected number of committed tokens per second is the greatest, by the share
-of verifies that accepted each proposal and by what steps of each width take. Width 1 is plain decoding, without a
-draft. Where trees are verified, the chain of all proposals is one more choice: it costs less, and a draft that is
-sure of itself needs no branches. A choice that is never left learns nothing about the others: the second best is tried
-now and then. The rule, and why it keeps text and distribution, is in docs/engines.md.
+of verifies that accepted each proposal and by what steps of each width take. A choice that is never
+left learns nothing about the others: the second best is tried now and then. The rule, and why it keeps text and
+distribution, is in docs/engines.md.
 
 Nothing here touches a tensor or waits for a device: counts come from what the host reads of a step anyhow, times from
 its clock or, for captured steps, from replays before the first one.
@@ -14,45 +13,29 @@ from __future__ import annotations
 
 import itertools
 import operator
-import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
-from torch import nn
-
-# Rows, tokens verified at most, whether trees, and tokens of the chain beside them.
-_Kind = tuple[int, int, bool, int | None]
-# What a step has shown counts for half after 14 further ones with a draft: a text changes its nature within a few
-# sentences.
+# What a step has shown counts for half after 14 further ones: a text changes its nature within a few sentences.
 FORGETTING = 0.95
 # Before anything was seen: a block of 16 that commits 4.5 tokens on average accepts 0.8 of those it reaches.
 PRIOR_SHARE = 0.8
 PRIOR_WEIGHT = 2.0
 # Of each width the quickest of so many steps counts: the clock also sees whatever else the machine does.
 NUM_TIMES = 4
-# Steps at one width before another one is tried: at first without a draft, at first with one, and at most.
-FIRST_PAUSE, FIRST_HOLD, LONGEST_HOLD = 2, 16, 128
-# A width that has been held for so many steps is only looked at once in so many: to choose takes time, too.
-SETTLED = 4
-# Without a draft so much of the time may go into trying one: the less a try would lose, the sooner it comes. What a
-# try would bring is judged as if each position had been accepted so many times more than it was.
-TRYING, OPTIMISM = 0.005, 0.5
+# Steps at one width before another one is tried: at first, and at most.
+FIRST_HOLD, LONGEST_HOLD = 16, 128
 # A narrower verify that is no cheaper than this is not worth graphs of its own.
 MIN_SAVING = 0.05
-# Steps with a draft that show whether it pays.
-ENOUGH_DRAFTED = 3
-# Among widths: not a tree, but the chain of all proposals; as `num_tree_nodes=0` says it.
-CHAIN = 0
 
 
 def candidate_widths(widest: int) -> list[int]:
-    """Returns the widths to choose among, widest first: 1, 2, 3, 4, 6, 8, 12 ... below `widest`, and it.
+    """Returns the widths to choose among, widest first: 4, 6, 8, 12 ... below `widest`, and it.
 
     Few, because kernels are compiled and steps captured for each, and close enough that the best lies within a
     quarter of one.
     """
-    found, power = {1, widest}, 2
+    found, power = {widest}, 4
     while power < widest:
         found |= {width for width in (power, power * 3 // 2) if width < widest}
         power *= 2
@@ -84,13 +67,13 @@ def useful_widths(costs: Mapping[int, float]) -> list[int]:
 def fitted_costs(known: Mapping[int, float], widths: Sequence[int]) -> dict[int, float]:
     """Returns a cost for every width: the known ones, and for the others what makes them worth a try.
 
-    Steps with a draft lie on a line over their width, fitted to those that are known. With one of them known, half of
-    the widest one's cost is taken to be the width's; a step without a draft is taken for half of the line's at 1.
+    Steps lie on a line over their width, fitted to those that are known. With one of them known, half of
+    the widest one's cost is taken to be the width's.
     None costs more than a wider one: a hiccup in the one time that is known of a width does not rule it out. Known
     costs are above 0, and there may be none; `widths` are widest first.
     """
     widest = widths[0]
-    drafted = {width: cost for width, cost in known.items() if width > 1} or {widest: 4.0 * known.get(1, 1.0)}
+    drafted = known or {widest: 1.0}
     middle, mean = sum(drafted) / len(drafted), sum(drafted.values()) / len(drafted)
     slope = mean / (middle + widest)
     if spread := sum((width - middle) ** 2 for width in drafted):
@@ -98,28 +81,9 @@ def fitted_costs(known: Mapping[int, float], widths: Sequence[int]) -> dict[int,
     costs: dict[int, float] = {}
     for width in widths:
         line = max(mean + slope * (width - middle), 1e-9)
-        costs[width] = known.get(width, line if width > 1 else line / 2)
+        costs[width] = known.get(width, line)
         costs[width] = min(costs.values())
     return costs
-
-
-def along_chain(parents: Sequence[int], path: Sequence[int]) -> tuple[int, int]:
-    """Compares the path that the target went with the chain of the likeliest, each node's first child.
-
-    `parents` are the node that each one of a tree follows, the anchor's is itself; `path` is the node at each depth, 0
-    behind its end. Returns how many proposals of the chain were accepted, and how many tried: one more where the
-    target left the chain, not where the tree had no more of it.
-    """
-    node, num = 0, 0
-    while node + 1 < len(parents):
-        try:
-            node = parents.index(node, node + 1)
-        except ValueError:
-            break
-        if num + 1 == len(path) or path[num + 1] != node:
-            return num, num + 1
-        num += 1
-    return num, num
 
 
 class _Counts:
@@ -128,11 +92,6 @@ class _Counts:
     def __init__(self, num: int) -> None:
         self.tried, self.accepted = [0.0] * num, [0.0] * num
 
-    def add(self, tried: Sequence[int], accepted: Sequence[int]) -> None:
-        """Counts what a step did: of each proposal, in how many rows it was tried and accepted."""
-        self.tried = [FORGETTING * before + num for before, num in zip(self.tried, tried, strict=True)]
-        self.accepted = [FORGETTING * before + num for before, num in zip(self.accepted, accepted, strict=True)]
-
     def add_chains(self, chains: Sequence[tuple[int, int]]) -> None:
         """Counts, per row, how many proposals of a chain were accepted and how many tried."""
         tried, accepted = [0] * len(self.tried), [0] * len(self.tried)
@@ -140,9 +99,10 @@ class _Counts:
             for index in range(num_tried):
                 tried[index] += 1
                 accepted[index] += index < num_accepted
-        self.add(tried, accepted)
+        self.tried = [FORGETTING * before + num for before, num in zip(self.tried, tried, strict=True)]
+        self.accepted = [FORGETTING * before + num for before, num in zip(self.accepted, accepted, strict=True)]
 
-    def shares(self, optimism: float = 0.0) -> list[float]:
+    def shares(self) -> list[float]:
         """Returns the share of each proposal of a chain that is accepted where all before it are.
 
         The less a position was tried lately, the nearer to the share of all positions together, so that a wider
@@ -150,7 +110,7 @@ class _Counts:
         """
         pooled = (sum(self.accepted) + PRIOR_WEIGHT * PRIOR_SHARE) / (sum(self.tried) + PRIOR_WEIGHT)
         return [
-            (accepted + PRIOR_WEIGHT * pooled + optimism) / (tried + PRIOR_WEIGHT + optimism)
+            (accepted + PRIOR_WEIGHT * pooled) / (tried + PRIOR_WEIGHT)
             for accepted, tried in zip(self.accepted, self.tried, strict=True)
         ]
 
@@ -158,52 +118,22 @@ class _Counts:
 class WidthChooser:
     """Follows a run and says how wide its next verify is.
 
-    Without costs from outside it times the steps themselves. What it has seen it keeps for the next run of the same
-    pair and number of rows ([`take_chooser`]): answers may be a few steps long.
+    Without costs from outside it times the steps themselves.
     """
 
-    # Whether a run whose `verify_width` is left out has one where it may. Tests see to it that it has none: what they
-    # look at would depend on the machine.
-    by_default: ClassVar[bool] = True
-
-    def __init__(self, widest: int, is_tree: bool = False, first: int | None = None, chain: int | None = None) -> None:
-        self.is_tree = is_tree  # whether trees are verified, whose nodes are no proposals one behind the other
-        self.first = widest if first is None else first  # of the first verify, before anything is known
-        self.chain = chain  # tokens of the chain that may be verified instead of a tree
+    def __init__(self, widest: int) -> None:
         self.widths = candidate_widths(widest)  # of verifies, the anchor included; the widest is at least 2
-        # What was chosen for the step that was launched last: a width of `widths`, or `CHAIN`.
+        # What was chosen for the step that was launched last: a width of `widths`.
         self.current = widest
         self._measured: dict[int, float] | None = None
-        # What steps of each choice took, of the rows that are running, and of every number of rows.
-        self._rows, self._times = 0, dict[int, deque[float]]()
-        self._times_of = {0: self._times}
+        # What steps of each choice took.
+        self._times = dict[int, deque[float]]()
         self._clock = 0.0
-        # The width that is held, for how many steps it has been, after how many another one is tried, and whether the
-        # last verify brought more than steps without a draft had in its time.
+        # The width that is held, for how many steps it has been, and after how many another one is tried.
         self._held = widest
-        self._steps, self._hold, self._pays = 0, FIRST_HOLD, False
-        # Of the nodes of trees, and of chains: beside trees of their own length, else of the widest.
-        self._nodes = _Counts(widest - 1)
-        self._chains = _Counts((chain or (1 if is_tree else widest)) - 1)
-        # Steps, those with a draft, the rows that these have verified, and the tokens that came of it.
-        self._num_steps = self._num_drafted = self._num_verifies = self._num_tokens = 0
-
-    def begin(self) -> None:
-        """Begins another run with what earlier ones have shown, which the new text may soon contradict.
-
-        How long a width has been held is counted on: many answers are shorter than a hold.
-        """
-        self._clock, self._pays = 0.0, False
-        if self._held == 1:  # nothing is learned without a draft
-            self._hold = min(self._hold, FIRST_HOLD)
-
-    def use_rows(self, rows: int) -> None:
-        """Goes on with so many rows: what a step of as many takes, at first as if it were in proportion to them."""
-        if rows == self._rows:
-            return
-        share, before = rows / (self._rows or rows), self._times
-        scaled = {width: deque((share * time for time in times), NUM_TIMES) for width, times in before.items()}
-        self._rows, self._times, self._steps = rows, self._times_of.setdefault(rows, scaled), 0
+        self._steps, self._hold = 0, FIRST_HOLD
+        self._chains = _Counts(widest - 1)
+        self._num_steps = 0
 
     def set_costs(self, costs: Mapping[int, float]) -> None:
         """Gives the costs of the only widths that may be chosen from now on; the run's own times count no more."""
@@ -211,156 +141,53 @@ class WidthChooser:
 
     def next_width(self) -> int:
         """Returns the width of the next step, and keeps what was chosen in `current`."""
-        self._choose()
-        return self.current if self.chain is None or not self.is_chain else self.chain
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether the step that was launched last verifies the chain instead of a tree."""
-        return self.current == CHAIN
-
-    def _choose(self) -> None:
         self._steps += 1
-        if self._held == 1 and self._steps <= self._hold and not self._pays:
-            self.current = 1  # at plain decoding's price
-            return
-        if self.current == self._held and SETTLED < self._steps <= self._hold and self._steps % SETTLED:
-            return
         costs = self.costs()
         # The first verify is as wide as may be: it shows the most.
-        allowed = [width for width in costs if width <= self.first] or [min(costs)]
-        best = choose_width(self._tokens(), costs) if self._num_steps else max(allowed)
+        best = choose_width(self._tokens(), costs) if self._num_steps else max(costs)
         self.current = best
         if best != self._held:
-            self._held, self._steps, self._hold = best, 1, FIRST_HOLD if best != 1 else FIRST_PAUSE
-        elif len(costs) > 1 and (self._steps > self._hold or (best == 1 and self._pays)):
+            self._held, self._steps, self._hold = best, 1, FIRST_HOLD
+        elif len(costs) > 1 and self._steps > self._hold:
             others = {width: cost for width, cost in costs.items() if width != best}
-            self.current = choose_width(self._tokens(OPTIMISM if best == 1 else 0.0), others)
+            self.current = choose_width(self._tokens(), others)
             self._steps = 0
-            if not self._pays or best != 1:
-                self._hold = min(2 * self._hold, LONGEST_HOLD)
-        self._pays = False
+            self._hold = min(2 * self._hold, LONGEST_HOLD)
+        return self.current
 
-    def _tokens(self, optimism: float = 0.0) -> dict[int, float]:
-        """Expected tokens of a verify of each choice; at equal rates [`choose_width`] takes a tree, not the chain."""
-        tokens = expected_tokens(self.conditional_acceptance(optimism))
-        if self.chain is not None:
-            tokens[CHAIN] = expected_tokens(self._chains.shares(optimism))[self.chain]
-        return tokens
+    def _tokens(self) -> dict[int, float]:
+        """Expected tokens of a verify of each choice."""
+        return expected_tokens(self.conditional_acceptance())
 
     def observe(
         self,
         width: int,
         accepted: Sequence[int],
         clock: float,
-        nodes: Sequence[Sequence[int]] | None = None,
-        chains: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Takes in what a step of so many tokens did: the proposals accepted in each row that was running.
 
-        `nodes` says which these were where a tree was verified, and `chains` what [`along_chain`] says of each row.
         `clock` is the seconds that steps have taken so far; what has been added since the last call is booked on
         `current`, the step that was launched last.
         """
         self._num_steps += 1
         self._times.setdefault(self.current, deque(maxlen=NUM_TIMES)).append(max(clock - self._clock, 1e-9))
         self._clock = clock
-        if width == 1 or not accepted:
+        if not accepted:
             return
-        if nodes is not None:
-            places = range(1, len(self._nodes.tried) + 1)
-            kept = [sum(node in row for row in nodes) for node in places]
-            self._nodes.add([len(nodes) if node < width else 0 for node in places], kept)
-        else:
-            chains = [(count, min(count + 1, width - 1)) for count in accepted]
+        chains = [(count, min(count + 1, width - 1)) for count in accepted]
         self._chains.add_chains(chains)
-        num_tokens = len(accepted) + sum(accepted)
-        self._num_drafted += 1
-        self._num_verifies, self._num_tokens = self._num_verifies + len(accepted), self._num_tokens + num_tokens
-        if self._held == 1:
-            self._judge(CHAIN if nodes is None and self.is_tree else width, num_tokens / len(accepted))
-
-    def _judge(self, tried: int, num_tokens: float) -> None:
-        """Decides from a try that gave so many tokens a row when the next one comes."""
-        costs = self.costs()
-        if 1 not in costs:
-            return
-        self._pays = num_tokens > costs[tried] / costs[1]
-        tokens = self._tokens(OPTIMISM)
-        best = choose_width(tokens, {other: cost for other, cost in costs.items() if other != 1})
-        loss = costs[best] / costs[1] - tokens[best]
-        self._hold = max(min(self._hold, int(loss / TRYING)), FIRST_PAUSE)
 
     def costs(self) -> dict[int, float]:
         """Returns what a step of each width costs that may be chosen, as far as it is known."""
         if self._measured is not None:
             return self._measured
-        known = {width: min(times) for width, times in self._times.items() if width != CHAIN}
+        known = {width: min(times) for width, times in self._times.items()}
         # One slow step, such as a run's first, is no cost: the others say what it may be at most.
-        sure = {width: cost for width, cost in known.items() if width == 1 or len(self._times[width]) > 1}
+        sure = {width: cost for width, cost in known.items() if len(self._times[width]) > 1}
         most = fitted_costs(sure, self.widths)
-        costs = fitted_costs({width: min(cost, most.get(width, cost)) for width, cost in known.items()}, self.widths)
-        if self.chain is not None:
-            # Nothing is built: not more than a tree of as many tokens.
-            as_tree = min(cost for width, cost in costs.items() if width >= self.chain)
-            costs[CHAIN] = min([as_tree, *self._times.get(CHAIN, ())])
-            if 1 not in known:
-                costs[1] = min(costs[1], costs[CHAIN] / 2)
-        return costs
+        return fitted_costs({width: min(cost, most.get(width, cost)) for width, cost in known.items()}, self.widths)
 
-    def conditional_acceptance(self, optimism: float = 0.0) -> list[float]:
-        """Returns the share of each proposal that is accepted where all before it are.
-
-        Of a tree, by how much less often each node is accepted than the one before: the sum that `expected_tokens`
-        forms is then the mean number of accepted nodes. Nodes are accepted the less often the further back they
-        stand: counts that say otherwise are averaged. Far back, one that was not tried lately is taken to be accepted
-        as often as its number is small. Each is taken to have been accepted `optimism` times beside what was seen.
-        """
-        if not self.is_tree:
-            return self._chains.shares(optimism)
-        runs = list[tuple[float, float, int]]()  # accepted, tried, and how many nodes are averaged
-        before = 1.0
-        for index, (accepted, tried) in enumerate(zip(self._nodes.accepted, self._nodes.tried, strict=True)):
-            likely = max(PRIOR_SHARE, index / (index + 1)) * before
-            accepted, tried = accepted + PRIOR_WEIGHT * likely + optimism * before, tried + PRIOR_WEIGHT + optimism
-            num, before = 1, accepted / tried
-            while runs and before > runs[-1][0] / runs[-1][1]:
-                earlier = runs.pop()
-                accepted, tried, num = accepted + earlier[0], tried + earlier[1], num + earlier[2]
-                before = accepted / tried
-            runs.append((accepted, tried, num))
-        shares = [min(accepted / tried, 1.0) for accepted, tried, num in runs for _ in range(num)]
-        return [share / earlier for earlier, share in itertools.pairwise([1.0, *shares])]
-
-    def verdict(self) -> str | None:
-        """Returns a sentence for the log if the run has shown that its draft does not pay."""
-        costs = self.costs()
-        if self._num_drafted < ENOUGH_DRAFTED or len(costs) < 2 or 1 not in costs:
-            return None
-        mean = self._num_tokens / self._num_verifies
-        if mean * costs[1] > min(cost for width, cost in costs.items() if width != 1):
-            return None
-        return (
-            f"{mean:.1f} tokens per verify: this draft slows you down, so most tokens were decoded without it; see "
-            "dflash-hf doctor"
-        )
-
-
-# Per draft and target, the choosers that no run has at the moment.
-_kept = weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Module, dict[_Kind, WidthChooser]]]()
-
-
-def take_chooser(
-    draft: nn.Module, target: nn.Module, rows: int, widest: int, is_tree: bool = False, chain: int | None = None
-) -> WidthChooser | None:
-    """Returns what an earlier run of this pair has left for one of as many rows and as wide verifies, if it has."""
-    chooser = _kept.get(draft, {}).get(target, {}).pop((rows, widest, is_tree, chain), None)
-    if chooser is not None:
-        chooser.begin()
-    return chooser
-
-
-def give_chooser(chooser: WidthChooser, draft: nn.Module, target: nn.Module, rows: int) -> None:
-    """Leaves a chooser for the next run."""
-    kept = _kept.setdefault(draft, weakref.WeakKeyDictionary()).setdefault(target, {})
-    kept[rows, chooser.widths[0], chooser.is_tree, chooser.chain] = chooser
+    def conditional_acceptance(self) -> list[float]:
+        """Returns the share of each proposal that is accepted where all before it are."""
+        return self._chains.shares()

@@ -4,8 +4,6 @@ A layer's forward is compiled from its beginning to its attention, and from behi
 itself runs as it is, because keys, values and the ragged block's notes are changed there by Python code; its norms and
 its RoPE are compiled on their own. So every layer of a kind shares a few small graphs, none for each `layer_idx`.
 
-Layers whose attention kernels compute (`target/fused.py`) run by those: compiled they would be more launches.
-
 Nothing of the model is changed but for an attribute `forward` on these modules while a verify runs, which acts in the
 verifying thread only. Hooks are called outside of `forward`, so taps fire as ever.
 """
@@ -24,9 +22,9 @@ from torch import nn
 
 from dflash_hf.scopes import Current, shared
 from dflash_hf.target.code import attention_modules
-from dflash_hf.target.fused import COMPILED, fused_attention
 from dflash_hf.target.parts import Target
 
+COMPILED = "_dflash_compiled"
 # Tests compile with one that is quick.
 backend = "inductor"
 Shape = tuple[int, int]  # rows, tokens
@@ -39,9 +37,9 @@ _here = Current()  # the shape that is verified with compiled layers
 def compiled_layers(target: Target, shape: Shape) -> Generator[None]:
     """Runs the target's decoder layers compiled, in this thread only.
 
-    Recurrent layers, those whose attention kernels compute, and those that carry hooks inside or a forward of their
-    own run as they would without. The first verify of a shape compiles: each has graphs of its own. What cannot be
-    compiled raises one of `compile_errors` in the body.
+    Recurrent layers, and those that carry hooks inside or a forward of their own run as they would without. The first
+    verify of a shape compiles: each has graphs of its own. What cannot be compiled raises one of `compile_errors` in
+    the body.
     """
     with shared(target.model, lambda: _attach(target), lambda: _detach(target)), _here.doing(shape):
         yield
@@ -56,11 +54,10 @@ def compile_errors() -> type[Exception]:
 
 def _attach(target: Target) -> None:
     """Gives the layers, their attention and its norms a forward that asks which thread calls it."""
-    by_kernels = set(fused_attention(target))
     for layer in target.layers:
         attentions = attention_modules(layer)
         # A recurrent layer's cache keeps notes in Python code too, and all through the layer.
-        if not attentions or layer in attentions or not by_kernels.isdisjoint(attentions) or not _is_plain(layer):
+        if not attentions or layer in attentions or not _is_plain(layer):
             continue
         for attention in attentions:
             own: Any = attention

@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from dflash_hf.cache.recurrence import Recurrence, Rule, find_recurrence
 from dflash_hf.devices import Inventory, execution_device
-from dflash_hf.fresh import vocabulary_of
 from dflash_hf.target.code import unsupported_code
 
 
@@ -111,6 +110,19 @@ def find_target(model: PreTrainedModel) -> Target:
         decoder=modules[facts.decoder],
         recurrences={layer: Recurrence(rule, modules[index]) for layer, (rule, index) in facts.recurrences.items()},
     )
+
+
+def vocabulary_of(target: PreTrainedModel) -> tuple[Any, Any]:
+    """Returns a target's embedding and head; raises `ValueError` if it lacks one, or is no decoder."""
+    name = type(target).__name__
+    embedding: Any = target.get_input_embeddings()
+    head: Any = target.get_output_embeddings()
+    if target.config.is_encoder_decoder or embedding is None or head is None:
+        raise ValueError(
+            f"expected a decoder-only target with an input embedding and an output head, got {name}; load it with "
+            "AutoModelForCausalLM or AutoModelForImageTextToText"
+        )
+    return embedding, head
 
 
 def _find_facts(

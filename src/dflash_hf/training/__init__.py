@@ -1,37 +1,21 @@
 """Training a draft: random anchors, one mask rule, a decaying cross entropy, acceptance walked without decoding."""
 
-from dflash_hf.training.answering import Regenerated, RegenerateSettings, check_answers
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.data import Example
 from dflash_hf.training.messages import prepare_multimodal_messages
-from dflash_hf.training.prepare import Prepared, PrepareSettings, load_rows, read_examples
-from dflash_hf.training.prompts import PromptSettings, write_prompts
 from dflash_hf.training.regenerate import regenerate_answers
-from dflash_hf.training.server import AnswerServer
 from dflash_hf.training.trainer import DFlashTrainer
-from dflash_hf.training.vocabulary import frequent_tokens
 from dflash_hf.training.walking import WalkedAcceptance, walk, walked_acceptance
 
 __all__ = [
-    "AnswerServer",
     "ChatDataset",
     "DFlashTrainer",
     "DFlashTrainingArguments",
     "Example",
-    "PrepareSettings",
-    "Prepared",
-    "PromptSettings",
-    "RegenerateSettings",
-    "Regenerated",
     "WalkedAcceptance",
-    "check_answers",
-    "frequent_tokens",
-    "load_rows",
     "prepare_multimodal_messages",
-    "read_examples",
     "regenerate_answers",
     "walk",
     "walked_acceptance",
-    "write_prompts",
 ]

@@ -2,16 +2,13 @@
 
 A block with anchor `a` holds the indices `a .. a + K - 1`. It sees the context strictly before `a` (the anchor itself
 enters as an embedding, as in decoding) and itself; slot `k >= 1` predicts the token at index `a + k`. Rows are padded
-on the right, so a token's column is its index in the row. In a packed row several examples stand one after another,
-and nothing sees another example; windows and slots are counted in columns there too, positions from each one's start.
+on the right, so a token's column is its index in the row.
 
 Shapes: `B` rows, `S` context tokens, `A` anchors, `K` block, `Q = A * K` queries, `T = S + Q` keys.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +29,6 @@ class Anchors(Movable):
     indices: Tensor  # [B, A], int64: index of each anchor in its row, ascending; 0 where there is none
     keep: Tensor  # [B, A], bool: which entries are anchors; rows may have fewer than `A`
     block_size: int  # slots per block, the anchor included
-    # An index that no anchor is above: context from there on is seen by none. `None` where the host does not know.
-    reach: int | None = None
 
     @property
     def positions(self) -> Tensor:
@@ -43,20 +38,16 @@ class Anchors(Movable):
     def select(self, start: int, stop: int) -> Anchors:
         """Returns the anchors in columns `start .. stop - 1`."""
         indices, keep = self.indices[:, start:stop], self.keep[:, start:stop]
-        reach = int(indices.max()) if indices.device.type == "cpu" and indices.numel() else self.reach
-        return Anchors(indices=indices, keep=keep, block_size=self.block_size, reach=reach)
+        return Anchors(indices=indices, keep=keep, block_size=self.block_size)
 
 
-def valid_anchors(loss_mask_BS: Tensor, starts_BS: Tensor | None = None) -> Tensor:
+def valid_anchors(loss_mask_BS: Tensor) -> Tensor:
     """Says which tokens `[B, S]` can be anchors: answer tokens that an answer token of the same example follows.
 
-    In decoding the first anchor is the first generated token, which the prefill yields. `starts_BS` (int64) says in
-    packed rows where each token's example begins.
+    In decoding the first anchor is the first generated token, which the prefill yields.
     """
     followed = torch.zeros_like(loss_mask_BS)
     followed[:, :-1] = loss_mask_BS[:, 1:]
-    if starts_BS is not None:
-        followed[:, :-1] &= starts_BS[:, 1:] == starts_BS[:, :-1]
     return loss_mask_BS & followed
 
 
@@ -65,24 +56,20 @@ def sample_anchors(
     num_anchors: int,
     block_size: int,
     generator: torch.Generator | None = None,
-    starts_BS: Tensor | None = None,
 ) -> Anchors:
     """Draws up to `num_anchors` of the `valid_anchors` per example, uniformly; `A` is what the fullest row needs.
 
     Mask (bool, `[B, S]`) and generator are on the CPU.
     """
-    valid = valid_anchors(loss_mask_BS, starts_BS)
+    valid = valid_anchors(loss_mask_BS)
     scores = torch.rand(valid.shape, generator=generator, device=valid.device).masked_fill_(~valid, -1.0)
-    starts = torch.zeros_like(scores, dtype=torch.long) if starts_BS is None else starts_BS
     order = scores.argsort(dim=1, descending=True)
-    # By example, then by score: a token's place there, less where its example begins, is its rank among its own.
-    order = order.gather(1, starts.gather(1, order).argsort(dim=1, stable=True))
-    return _chosen(valid & (order.argsort(dim=1) - starts < num_anchors), block_size)
+    return _chosen(valid & (order.argsort(dim=1) < num_anchors), block_size)
 
 
-def all_anchors(loss_mask_BS: Tensor, block_size: int, starts_BS: Tensor | None = None) -> Anchors:
+def all_anchors(loss_mask_BS: Tensor, block_size: int) -> Anchors:
     """Returns every valid anchor of every row, in order; arguments as in `sample_anchors`."""
-    return _chosen(valid_anchors(loss_mask_BS, starts_BS), block_size)
+    return _chosen(valid_anchors(loss_mask_BS), block_size)
 
 
 def _chosen(chosen_BS: Tensor, block_size: int) -> Anchors:
@@ -91,7 +78,7 @@ def _chosen(chosen_BS: Tensor, block_size: int) -> Anchors:
     keep, indices = chosen_BS.to(torch.int8).sort(dim=1, descending=True, stable=True)
     keep = keep[:, :num_columns].bool()
     indices = indices[:, :num_columns].masked_fill(~keep, 0)
-    return Anchors(indices=indices, keep=keep, block_size=block_size, reach=int(indices.max()))
+    return Anchors(indices=indices, keep=keep, block_size=block_size)
 
 
 class BlockMaskRule:
@@ -100,11 +87,9 @@ class BlockMaskRule:
     Args:
         attention_mask_BS (`torch.Tensor` of shape `[B, S]`, bool): Real context tokens, right-padded.
         anchors (`Anchors`): The blocks.
-        starts_BQ (`torch.Tensor` of shape `[B, Q]`, int64, *optional*): In packed rows, where each slot's example
-            begins.
     """
 
-    def __init__(self, attention_mask_BS: Tensor, anchors: Anchors, starts_BQ: Tensor | None = None) -> None:
+    def __init__(self, attention_mask_BS: Tensor, anchors: Anchors) -> None:
         batch, num_context = attention_mask_BS.shape
         device = attention_mask_BS.device
         columns = torch.arange(num_context, device=device)
@@ -113,8 +98,6 @@ class BlockMaskRule:
         self.shape = (batch, num_blocks * self.block_size, num_context + num_blocks * self.block_size)
         self.anchor_BQ = anchors.indices.repeat_interleave(self.block_size, dim=1)
         self.query_BQ = anchors.positions.flatten(1)
-        # An example's tokens are neighbours, so that what begins with it and ends before the anchor is its own.
-        self.start_BQ = torch.zeros_like(self.anchor_BQ) if starts_BQ is None else starts_BQ
         self.key_BT = torch.cat([torch.where(attention_mask_BS, columns, -1), self.query_BQ], dim=1)
         blocks = torch.arange(num_blocks, device=device).repeat_interleave(self.block_size)
         self.key_block_T = torch.cat([torch.full_like(columns, -1), blocks])
@@ -123,7 +106,6 @@ class BlockMaskRule:
         """Says whether query `[row, query]` sees key `[row, key]` in a layer of this kind; arguments broadcast."""
         key_position, key_block = self.key_BT[row, key], self.key_block_T[key]
         in_context = (key_block < 0) & (key_position < self.anchor_BQ[row, query])
-        in_context = in_context & (key_position >= self.start_BQ[row, query])
         in_block = key_block == query // self.block_size
         window, causal, from_anchor = kind
         anchor = self.anchor_BQ[row, query]
@@ -142,16 +124,9 @@ class BlockMaskRule:
         def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return self(row, query, key, kind)
 
-        make = _compiled_create_block_mask() if self.key_BT.is_cuda else create_block_mask
-        return make(mask_mod, batch, None, num_queries, num_keys, device=self.key_BT.device)
+        return create_block_mask(mask_mod, batch, None, num_queries, num_keys, device=self.key_BT.device)
 
     def masks(self, config: DFlashConfig, flex: bool) -> dict[AttentionKind, Mask]:
         """Returns one mask per kind of layer, as `DFlashDraftModel.forward` takes them: dense, or `BlockMask`s."""
         kinds = {config.attention_kind(index) for index in range(config.num_hidden_layers)}
         return {kind: self.block_mask(kind) if flex else self.dense(kind) for kind in kinds}
-
-
-@functools.cache
-def _compiled_create_block_mask() -> Callable[..., BlockMask]:
-    """As a kernel: uncompiled it holds `[B, Q, T]` integers several times."""
-    return torch.compile(create_block_mask, dynamic=True)

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from transformers import SchedulerType, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from dflash_hf.errors import require
-from dflash_hf.training.forward import Attention
-from dflash_hf.training.loss import OBJECTIVES, Objective
 
 MUON = "muon"
-CHOICES = {
-    "loss": OBJECTIVES,
-    "labels": ("tokens", "target"),
-    "attention": get_args(Attention),
-    "save_dtype": ("float32", "auto"),
-}
 
 
 def default_gamma(block_size: int) -> float:
@@ -35,15 +27,11 @@ class DFlashTrainingArguments(TrainingArguments):
     """How a draft is trained: `transformers.TrainingArguments` and what only a draft has.
 
     The defaults are the paper's (arXiv 2602.06036, section 4): AdamW at 6e-4, 4 % of the steps warm-up, a cosine to
-    zero, 6 epochs, gradients of norm 1 at most, 512 anchors; but for the loss, which is D-PACE's: at equal steps its
-    drafts accept more (docs/log.md). `optim="muon"` is Muon for the matrices of the layers and AdamW for the rest
-    (torch >= 2.9); every optimizer of Transformers works too. With `load_best_model_at_end` the best draft is the one
-    with the largest `eval_acceptance_length`.
+    zero, 6 epochs, gradients of norm 1 at most, 512 anchors. `optim="muon"` is Muon for the matrices of the layers and
+    AdamW for the rest (torch >= 2.9); every optimizer of Transformers works too.
 
     Args:
-        num_anchors, block_size, gamma, loss, labels, chunk_blocks, attention: See their `help`.
-        packing_length, feature_cache, save_dtype: See their `help`; the other arguments are those of
-            [`~transformers.TrainingArguments`].
+        num_anchors, block_size, gamma, labels, chunk_blocks: See their `help`.
 
     Raises:
         ValueError: If an option is out of range, before anything else happens.
@@ -55,8 +43,6 @@ class DFlashTrainingArguments(TrainingArguments):
     lr_scheduler_type: SchedulerType | str = "cosine"
     warmup_steps: float = 0.04
     logging_steps: float = 10
-    # A step that is not finite ends the run instead.
-    logging_nan_inf_filter: bool = False
     remove_unused_columns: bool = field(default=False, metadata={"help": "Without effect: examples have no columns."})
     # A batch without labels uses no head.
     ddp_find_unused_parameters: bool | None = True
@@ -66,49 +52,25 @@ class DFlashTrainingArguments(TrainingArguments):
     block_size: int | None = field(default=None, metadata={"help": "Slots per block; None takes the draft's."})
     gamma: float | None = field(
         default=None,
-        metadata={"help": "Decay over slots, exp(-(k-1)/gamma), but for D-PACE; None follows the block."},
-    )
-    loss: Objective = field(
-        default="dpace",
-        metadata={"help": "D-PACE's weights, cross entropy under a decay, or KL to the target's likely tokens."},
+        metadata={"help": "Decay over slots, exp(-(k-1)/gamma); None follows the block."},
     )
     labels: Literal["tokens", "target"] = field(
         default="tokens", metadata={"help": "Learn the data's tokens, or the target's argmax at each position."}
     )
     chunk_blocks: int = field(default=128, metadata={"help": "Blocks per application of the head (bounds memory)."})
-    attention: Attention = field(
-        default="auto", metadata={"help": "FlexAttention, or SDPA with a dense mask; auto takes Flex on CUDA."}
-    )
-    packing_length: int | None = field(
-        default=None, metadata={"help": "Tokens of a row that examples are packed into; None pads each example."}
-    )
-    feature_cache: str | None = field(
-        default=None, metadata={"help": "Folder of the target's features; what is missing there is written first."}
-    )
-    save_dtype: Literal["float32", "auto"] = field(
-        default="float32",
-        metadata={
-            "help": "Of the weights that save_model writes; auto is what the draft was loaded in. "
-            "Checkpoints hold float32, so that a resumed run is the same run."
-        },
-    )
 
     def __post_init__(self) -> None:
         self._check()
         is_muon = self.optim == MUON
         if is_muon:  # the library's list has no Muon
             self.optim = OptimizerNames.ADAMW_TORCH
-        if self.load_best_model_at_end and self.metric_for_best_model is None:
-            self.metric_for_best_model = "eval_acceptance_length"
         super().__post_init__()
         if is_muon:
             self.optim = MUON
 
     def _check(self) -> None:
         """Refuses what cannot be trained with."""
-        for name, allowed in CHOICES.items():
-            what = f"{name} {' or '.join(map(repr, allowed))}"
-            require(getattr(self, name) in allowed, what, getattr(self, name), "use one of them")
+        require(self.labels in ("tokens", "target"), "labels 'tokens' or 'target'", self.labels, "use one of them")
         known = [MUON, *(name.value for name in OptimizerNames)]
         named = self.optim.value if isinstance(self.optim, OptimizerNames) else self.optim
         require(named in known, f"optim {', '.join(known[:3])} or another of Transformers'", named, "use one of them")
@@ -118,8 +80,7 @@ class DFlashTrainingArguments(TrainingArguments):
         require(self.warmup_steps >= 0, "warmup_steps >= 0", self.warmup_steps, "0.04 (of all steps) is the paper's")
         require(self.num_anchors > 0, "num_anchors > 0", self.num_anchors, "512 is the paper's")
         require(self.gamma is None or self.gamma > 0, "gamma > 0", self.gamma, "None follows the block size")
-        size, length = self.block_size, self.packing_length
-        require(length is None or length >= 2, "packing_length >= 2", length, "None pads each example")
+        size = self.block_size
         require(size is None or size >= 2, "block_size >= 2", size, "None is the draft's")
         counts = (self.per_device_train_batch_size, self.gradient_accumulation_steps, self.chunk_blocks)
         what = "positive batch size, gradient_accumulation_steps and chunk_blocks"

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
-from transformers.utils import logging
-
-logger: Any = logging.get_logger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 STATE_FILE = "trainer_state.json"  # Transformers writes it last
@@ -39,34 +35,13 @@ class Records(TrainerCallback):
                 file.write(json.dumps({"step": state.global_step, **(kwargs.get("logs") or {})}) + "\n")
 
 
-def whole_checkpoint(asked: str | bool | None, output_dir: Path) -> str | None:
-    """Returns the folder to go on from, `None` to begin; `ValueError` if there is no whole one.
-
-    What is `asked` is a folder, or `True` for the newest one of the run that was written to its end.
-    """
+def whole_checkpoint(asked: str | None) -> str | None:
+    """Returns the folder to go on from, `None` to begin; `ValueError` if it is no whole one."""
     if not asked:
         return None
-    if asked is not True:
-        if not _is_whole(Path(asked)):
-            raise ValueError(
-                f"expected a checkpoint folder with {STATE_FILE}, got {asked}; pass a {PREFIX_CHECKPOINT_DIR}-<step> "
-                "folder of a run"
-            )
-        return str(asked)
-    found = [path for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if re.search(r"-\d+$", path.name)]
-    for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
-        if _is_whole(path):
-            return str(path)
-        logger.warning(f"{path} was not written to its end; an earlier checkpoint is taken")
-    raise ValueError(
-        f"expected a whole checkpoint in {output_dir}, got none; leave resume_from_checkpoint out to begin"
-    )
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether a checkpoint was written to its end: the state of the trainer is there and can be read."""
-    try:
-        json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return True
+    if not (Path(asked) / STATE_FILE).is_file():
+        raise ValueError(
+            f"expected a checkpoint folder with {STATE_FILE}, got {asked}; pass a {PREFIX_CHECKPOINT_DIR}-<step> "
+            "folder of a run"
+        )
+    return str(asked)

@@ -79,25 +79,20 @@ class Example:
         processing_class: PreTrainedTokenizerBase | ProcessorMixin,
         messages: Sequence[Mapping[str, Any]],
         images: Sequence[Any] = (),
-        *,
-        turns: Sequence[int] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Example:
-        """Applies the chat template; assistant turns count as the target's, all or some.
+        """Applies the chat template; all assistant turns count as the target's.
 
         Args:
             processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, a processor for
                 chats with and without images.
             messages (sequence of mappings): The conversation; see [`prepare_multimodal_messages`].
             images (sequence): Images of the image blocks that have none of their own.
-            turns (sequence of `int`, *optional*): Which messages count, in order; default all of the assistant's.
-            chat_template_kwargs (mapping, *optional*): What else the template reads: `enable_thinking`, `tools` ...
 
         Raises:
             ValueError: If it cannot be told what the assistant writes, or images and their places do not match.
         """
-        template = ChatTemplate(processing_class, chat_template_kwargs)
-        encoded, mask = encode_messages(template, messages, images, turns)
+        template = ChatTemplate(processing_class)
+        encoded, mask = encode_messages(template, messages, images)
         return replace(cls.from_pair(encoded, []), loss_mask=mask)
 
     @property

@@ -7,30 +7,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import logging
 from transformers.utils.generic import ModelOutput
 
 from dflash_hf.devices import execution_device
-from dflash_hf.errors import one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
 from dflash_hf.training.anchors import Anchors, BlockMaskRule
 from dflash_hf.training.collators import Batch, Movable
-from dflash_hf.training.loss import BlockLoss, Objective, block_labels, block_loss
-
-logger: Any = logging.get_logger(__name__)
-
-Attention = Literal["auto", "flex", "sdpa"]
-LIKELY_TOKENS = 64  # of the target's, at each position, that a draft is distilled from
-ROWS_OF_LOGITS = 1024  # that are float32 at a time
+from dflash_hf.training.loss import BlockLoss, block_labels, block_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,24 +29,16 @@ class Features(Movable):
     """What the target says about a batch."""
 
     taps: Tensor  # [B, S, L * D]: outputs of the tapped layers
-    # [B, S, P], int64: the target's most likely tokens after each token, best first; only where they were asked for.
+    # [B, S], int64: the target's most likely token after each token; only where they were asked for
     next_ids: Tensor | None = None
-    next_log_probs: Tensor | None = None  # [B, S, P], float32: their log-probabilities
-
-
-class _Passed(Exception):
-    """Nothing went wrong: the last tapped layer has run, and nothing behind it is needed."""
 
 
 def forward_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
     """Returns what the target's forward gets for a batch.
 
     Answer tokens of type 0 get the type that `generate` gives to new tokens: some targets attend both ways within a
-    prompt, where all is of type 0. A packed row gets positions that begin anew with each example and no mask:
-    Transformers lets no example see another one then.
+    prompt, where all is of type 0.
     """
-    if batch.starts is not None:
-        return {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
     inputs: dict[str, Any] = dict(batch.model_inputs)
     if "token_type_ids" in inputs:
         types: Tensor = inputs["token_type_ids"]
@@ -74,103 +57,30 @@ def target_features(
     batch: Batch,
     *,
     after_deepstack: bool = False,
-    num_likely: int = 0,
-    columns: Tensor | None = None,
+    with_head: bool = False,
 ) -> Features:
     """Runs the frozen target over a batch and records the tapped layers; sets no mode, keeps no gradient.
-
-    Without `num_likely` the forward ends behind the last tapped layer: no later layer runs, and no head.
 
     Args:
         target (`Target`): The target, in eval mode.
         batch (`Batch`): Right-padded rows; they are moved to where the target's embedding is.
         after_deepstack (`bool`): Tap after DeepStack's additions, as the draft's `tap_after_deepstack` says.
-        num_likely (`int`): How many of the target's most likely next tokens to return.
-        columns (`torch.Tensor`, int64, *optional*): The columns whose next tokens are needed, ascending; by default
-            all. The head sees no others; what is returned of others is 0.
+        with_head (`bool`): Whether to return the target's most likely next tokens.
 
     Returns:
         [`Features`] on the device of the first tapped layer.
     """
     batch = batch.to(target.device)
-    if batch.starts is not None and len(batch.input_ids) > 1:
-        # Each row by itself: some attention knows one packed row and no more.
-        options: dict[str, Any] = {"after_deepstack": after_deepstack, "num_likely": num_likely, "columns": columns}
-        found = [
-            target_features(target, layer_ids, batch.row(number), **options) for number in range(len(batch.input_ids))
-        ]
-        names = ("taps", "next_ids", "next_log_probs") if num_likely else ("taps",)
-        return Features(**{name: torch.cat([getattr(row, name) for row in found]) for name in names})
-    through_model = num_likely > 0 or bool(batch.model_inputs)
+    through_model = with_head or bool(batch.model_inputs)
     decoder = None if through_model else target.model.get_decoder()
     module = target.model if decoder is None else decoder
     inputs = forward_inputs(target.model, batch)
-    if through_model and "logits_to_keep" in inspect.signature(target.model.forward).parameters:
-        if num_likely == 0:
-            inputs["logits_to_keep"] = 1
-        elif columns is not None:
-            inputs["logits_to_keep"] = columns = columns.to(target.device)
-    # What FSDP gathers for a forward it lets go of at that forward's end.
-    ends_early = num_likely == 0 and not any(
-        base.__name__ == "FSDPModule" for part in target.parts.modules for base in type(part).__mro__
-    )
-    kept: list[Tensor] = []
-
-    def keep(states: Tensor) -> None:
-        kept.append(states)
-        if ends_early:
-            raise _Passed
-
-    output: Any = None
-    with Taps(target.layers, layer_ids, keep, after_deepstack).open() as taps:
-        with suppress(_Passed):
-            output = module(**inputs, use_cache=False)
-        states = kept[-1] if kept else taps.take()  # which says what is missing
-    if num_likely == 0:
-        return Features(taps=states)
-    ids, log_probs = likely_tokens(output.logits, num_likely)
-    if columns is not None and output.logits.shape[1] != batch.input_ids.shape[1]:
-        shape = (*batch.input_ids.shape, ids.shape[-1])
-        ids = ids.new_zeros(shape).index_copy_(1, columns.to(ids.device), ids)
-        log_probs = log_probs.new_zeros(shape).index_copy_(1, columns.to(ids.device), log_probs)
-    return Features(taps=states, next_ids=ids, next_log_probs=log_probs)
-
-
-def likely_tokens(logits: Tensor, num_likely: int) -> tuple[Tensor, Tensor]:
-    """Returns the most likely tokens of each row of logits `[..., V]`, and their log-probabilities over all of `V`."""
-    found = []
-    for rows in logits.flatten(0, -2).split(ROWS_OF_LOGITS):
-        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        best, ids = wide.topk(min(num_likely, wide.shape[-1]), dim=-1)
-        found.append((ids, best - wide.logsumexp(dim=-1, keepdim=True)))
-    ids, log_probs = (torch.cat(part).unflatten(0, logits.shape[:-1]) for part in zip(*found, strict=True))
-    return ids, log_probs
-
-
-@torch.no_grad()
-def check_packing(target: Target) -> None:
-    """Raises `ValueError` if packed examples would not be as each is by itself; runs two short forwards."""
-    name, advice = type(target.model).__name__, "train without packing"
-    decoder: Any = target.model.get_decoder()
-    if target.recurrences:
-        raise ValueError(f"expected a target without recurrent layers to pack examples, got {name}; {advice}")
-    if "position_ids" not in inspect.signature(decoder.forward).parameters:
-        raise ValueError(f"expected a target that takes position_ids to pack examples, got {name}; {advice}")
-    ids = torch.arange(3, 27, device=target.device)[None] % target.vocab_size
-    starts = torch.tensor([[0] * 11 + [11] * 13], device=target.device)
-    packed, alone = (
-        Batch(input_ids=part, attention_mask=torch.ones_like(part).bool(), loss_mask=part > 0, starts=begins)
-        for part, begins in ((ids, starts), (ids[:, 11:], None))
-    )
-    last = [len(target.layers) - 1]
-    one, other = target_features(target, last, packed).taps[:, 11:], target_features(target, last, alone).taps
-    # Rounding may send a token of a mixture to other experts: most tokens count.
-    error = ((one - other).float().norm(dim=-1) / other.float().norm(dim=-1).clamp_min(1e-9)).median()
-    if not error < (1e-3 if other.dtype.itemsize >= 4 else 5e-2):
-        raise ValueError(
-            f"expected states of a packed example to be those of the example alone, got a relative difference of "
-            f"{float(error):.2g} in {name}; {advice}"
-        )
+    if through_model and not with_head and "logits_to_keep" in inspect.signature(target.model.forward).parameters:
+        inputs["logits_to_keep"] = 1
+    with Taps(target.layers, layer_ids, after_deepstack=after_deepstack).open() as taps:
+        output: Any = module(**inputs, use_cache=False)
+        states = taps.take()
+    return Features(taps=states, next_ids=output.logits.argmax(dim=-1) if with_head else None)
 
 
 def run_blocks(
@@ -179,19 +89,18 @@ def run_blocks(
     batch: Batch,
     features: Tensor,
     anchors: Anchors,
-    attention: Attention = "sdpa",
+    flex: bool = False,
     module: torch.nn.Module | None = None,
     then: Callable[[Tensor], Any] | None = None,
 ) -> Any:
-    """Runs the draft over all blocks in one forward; context that no anchor can see is left out.
+    """Runs the draft over all blocks in one forward.
 
     Args:
         target (`Target`): Whose embedding fills the blocks; it may be on other devices.
         batch (`Batch`): The rows, on the draft's device.
         features (`torch.Tensor` of shape `[B, S, L * D]`): Tapped states of the rows, on any device.
         anchors (`Anchors`): The blocks, on the draft's device.
-        attention (`str`): `"sdpa"` under dense masks, `"flex"` for FlexAttention, or `"auto"`: FlexAttention on CUDA,
-            and SDPA from the first time on that FlexAttention fails, which is logged once with its reason.
+        flex (`bool`): FlexAttention instead of SDPA under dense masks.
         module (`nn.Module`, *optional*): What to call instead of `draft`, when accelerate wrapped it.
         then (callable, *optional*): What to make of the states within that call.
 
@@ -199,55 +108,23 @@ def run_blocks(
         `torch.Tensor` of shape `[B, A * K, D]`: States ready for the target's head; or what `then` makes of them.
     """
     dtype, device = draft.fc.weight.dtype, draft.fc.weight.device
-    seen = slice(0, None if anchors.reach is None else max(anchors.reach, 1))
-    starts_BQ = None
+    context = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device).expand(batch.input_ids.shape)
     positions = anchors.positions.flatten(1)
-    if batch.starts is not None:
-        starts_BQ = batch.starts.gather(1, anchors.indices).repeat_interleave(anchors.block_size, dim=1)
-        positions = positions - starts_BQ
     ids = torch.full_like(anchors.positions, draft.config.mask_token_id)
     ids[:, :, 0] = batch.input_ids.gather(1, anchors.indices)
     ids = ids.flatten(1)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and draft.embed_tokens is not None):
+    with torch.no_grad():
         noise_embeds = draft.embed(ids if draft.embed_tokens is not None else ids.to(target.device), target.embedding)
-    rule = BlockMaskRule(batch.attention_mask[:, seen], anchors, starts_BQ)
-
-    def run(flex: bool) -> Any:
-        output = (draft if module is None else module)(
-            noise_embeds=noise_embeds.to(device, dtype),
-            context_hidden_states=features[:, seen].to(device, dtype),
-            position_ids=torch.cat([batch.position_ids[:, seen], positions], dim=1),
-            attention_mask=rule.masks(draft.config, flex),
-            block_size=anchors.block_size,
-            then=then,
-        )
-        return output.last_hidden_state if then is None else output
-
-    if not _wants_flex(draft, attention, device):
-        return run(False)
-    try:
-        return run(True)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever a compiler raises: what is not its fault SDPA raises again
-        if attention == "flex":
-            raise
-        _flex_failures.append(one_line(error))
-    logger.warning_once(f"attention='auto' goes on with SDPA: FlexAttention failed with {_flex_failures[0]}")
-    return run(False)
-
-
-_flex_failures: list[str] = []  # of this process
-
-
-def _wants_flex(draft: DFlashDraftModel, attention: Attention, device: torch.device) -> bool:
-    """Whether to try FlexAttention."""
-    if attention != "auto":
-        return attention == "flex"
-    if device.type == "cuda" and draft.training and draft.config.attention_dropout > 0:
-        logger.warning_once("attention='auto' takes SDPA: FlexAttention has no dropout, and the draft has some")
-        return False
-    return device.type == "cuda" and not _flex_failures
+    rule = BlockMaskRule(batch.attention_mask, anchors)
+    output = (draft if module is None else module)(
+        noise_embeds=noise_embeds.to(device, dtype),
+        context_hidden_states=features.to(device, dtype),
+        position_ids=torch.cat([context, positions], dim=1),
+        attention_mask=rule.masks(draft.config, flex),
+        block_size=anchors.block_size,
+        then=then,
+    )
+    return output.last_hidden_state if then is None else output
 
 
 def logits_of(draft: DFlashDraftModel, target: Target) -> Callable[[Tensor], Tensor]:
@@ -271,11 +148,8 @@ def batch_loss(
     anchors: Anchors,
     weights_K: Tensor,
     *,
-    objective: Objective = "cross_entropy",
     target_labels: bool = False,
     chunk_blocks: int = 128,
-    attention: Attention = "auto",
-    features: Features | None = None,
     module: torch.nn.Module | None = None,
 ) -> BlockLoss:
     """Runs target and draft over a batch, up to the loss.
@@ -284,60 +158,30 @@ def batch_loss(
         target (`Target`): The target, frozen and in eval mode; it may be on other devices.
         batch, anchors: The rows and their blocks, on any device.
         weights_K (`torch.Tensor` of shape `[K]`): Weight of each slot; see `decay_weights`.
-        objective, chunk_blocks: See `block_loss`.
+        chunk_blocks: See `block_loss`.
         target_labels (`bool`): Learn the target's argmax at each position instead of the data's tokens.
-        features ([`Features`], *optional*): Of the batch, where they are known already; with the target's next tokens
-            (else `ValueError`) where the objective or the labels need them.
-        attention, module: See `run_blocks`.
+        module: See `run_blocks`.
     """
     config, device = draft.config, draft.fc.weight.device
-    num_likely = LIKELY_TOKENS if objective == "kl" else int(target_labels)
-    if features is None:
-        columns = _columns_before_labels(batch, anchors, int(config.sample_from_anchor)) if num_likely else None
-        features = target_features(
-            target,
-            config.target_layer_ids,
-            batch,
-            after_deepstack=config.tap_after_deepstack,
-            num_likely=num_likely,
-            columns=columns,
-        )
+    features = target_features(
+        target,
+        config.target_layer_ids,
+        batch,
+        after_deepstack=config.tap_after_deepstack,
+        with_head=target_labels,
+    )
     batch, anchors, features = batch.to(device), anchors.to(device), features.to(device)
-    likely = None
-    if num_likely:
-        wanted = min(num_likely, target.vocab_size)
-        found = 0 if features.next_ids is None else features.next_ids.shape[-1]
-        what = f"features with the target's {wanted} most likely next tokens"
-        require(found >= wanted, what, found, f"write them with num_likely={wanted}")
-        assert features.next_ids is not None
-        assert features.next_log_probs is not None
-        likely = (features.next_ids, features.next_log_probs)
-    labels = block_labels(batch, anchors, int(config.sample_from_anchor), likely)
-    if target_labels and labels.likely is not None:
-        labels = replace(labels, ids=labels.likely[0][..., 0])
-    known = None  # the tokens that a reduced vocabulary has
-    if draft.d2t is not None:
-        known = torch.zeros(config.vocab_size or 0, dtype=torch.bool, device=device)
-        known[draft.d2t + torch.arange(len(draft.d2t), device=device)] = True
+    labels = block_labels(batch, anchors, features.next_ids)
 
     def sums_of(hidden: Tensor) -> dict[str, Tensor]:
         logits, selector = logits_of(draft, target), draft.candidate_selector
-        found = block_loss(
-            hidden, labels, weights_K, logits, chunk_blocks, selector, objective=objective, known_V=known
-        )
+        found = block_loss(hidden, labels, weights_K, logits, chunk_blocks, selector)
         sums = {field.name: getattr(found, field.name) for field in fields(found)}
-        if not bool(found.blocks):  # no label, no use of them: FSDP waits for their gradients in every process
-            unused = [p.sum() for part in (selector, draft.lm_head) if part is not None for p in part.parameters()]
+        if not bool(found.blocks):  # no label, no use of it: FSDP waits for its gradients in every process
+            unused = [] if selector is None else [p.sum() for p in selector.parameters()]
             sums["loss"] = sums["loss"] + 0 * sum(unused)
         return sums
 
     # Within the draft's forward, and as a dictionary: where and how DDP and FSDP look for weights and gradients.
-    return BlockLoss(**run_blocks(draft, target, batch, features.taps, anchors, attention, module, sums_of))
-
-
-def _columns_before_labels(batch: Batch, anchors: Anchors, ahead: int) -> Tensor:
-    """The columns behind which some slot's token stands, ascending."""
-    anchors, num_columns = anchors.to(batch.input_ids.device), batch.input_ids.shape[1]
-    mask = block_labels(batch, anchors, ahead).mask.flatten()
-    columns = (anchors.positions + ahead - 1).flatten().clamp(0, num_columns - 1)
-    return torch.zeros(num_columns, device=mask.device).index_add_(0, columns, mask.float()).nonzero()[:, 0]
+    flex = device.type == "cuda"
+    return BlockLoss(**run_blocks(draft, target, batch, features.taps, anchors, flex, module, sums_of))

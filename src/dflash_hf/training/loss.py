@@ -1,28 +1,19 @@
 """The training objective: what each slot should predict, how wrong it is, and how much each slot counts.
 
-`loss = sum(w * l)` over slots, divided by what `loss_weight` says; the anchor's slot has no loss, unless it proposes.
-
-* `"cross_entropy"`: `l = CE`, `w_k = exp(-(k - 1) / gamma)` for the k-th proposal. Source: arXiv 2602.06036, section
-  4.2.
-* `"dpace"`: `l = CE`, and instead of a fixed decay `w_j = sum_{m >= j} C_m` with
-  `C_m = prod_{i <= m} ((1 - a) q_i + a)` and `q = exp(-CE)`, constants for the gradient: what the slot adds to the
-  expected accepted length. Source: arXiv 2605.18810, equations 7 and 8, with its `a` of 0.5; SpecForge pull request
-  578, speculators 736, Model Optimizer 1724.
-* `"kl"`: `l = KL(p || q)` with `p` the target's distribution at the slot, of its most likely tokens only and made to
-  sum to 1, and the decay of cross entropy.
+`loss = sum(w * CE) / sum(w)`, `w_k = exp(-(k - 1) / gamma)` for the k-th proposal; the anchor's slot has no loss.
+Source: arXiv 2602.06036, section 4.2.
 
 A DFlash 2 draft adds the cross entropy of its selector over the candidates of a slot, behind the right token, with the
 same weights; a slot whose token is no candidate adds nothing. z-lab has published no objective for it; SpecForge (pull
 request 772) and speculators (1006) put a missing token among the candidates instead.
 
-Shapes: `B` rows, `A` anchors, `K` block, `N` slots with a loss, `V` vocabulary, `C` candidates, `P` likely tokens.
+Shapes: `B` rows, `A` anchors, `K` block, `N` slots with a loss, `V` vocabulary, `C` candidates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +23,6 @@ from dflash_hf.dflash2 import CandidateSelector
 from dflash_hf.training.anchors import Anchors
 from dflash_hf.training.collators import Batch
 
-Objective = Literal["cross_entropy", "dpace", "kl"]
-OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
-DPACE_SMOOTHING = 0.5  # the paper's: stable from 0.3 to 0.7
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLabels:
@@ -44,13 +31,10 @@ class BlockLabels:
     ids: Tensor  # [B, A, K], int64: the token that the slot should propose
     mask: Tensor  # [B, A, K], bool: slots with a label: after the anchor, in the same answer
     before: Tensor  # [B, A, K], int64: token in front of that one, as the target was shown it
-    # [B, A, K, P]: the target's most likely tokens there, int64, and their log-probabilities.
-    likely: tuple[Tensor, Tensor] | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> BlockLabels:
         """Returns labels of which each tensor is changed."""
-        likely = None if self.likely is None else (change(self.likely[0]), change(self.likely[1]))
-        return BlockLabels(ids=change(self.ids), mask=change(self.mask), before=change(self.before), likely=likely)
+        return BlockLabels(ids=change(self.ids), mask=change(self.mask), before=change(self.before))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,55 +45,44 @@ class BlockLoss:
     # scalar: `sum(w * CE_selector)`; 0 without a selector. The objective is the sum of the two.
     selector_loss: Tensor
     weight: Tensor  # scalar: what both are divided by; see `loss_weight`
-    # [K], int64: right argmaxes (of the selector, where there is one) and labels per slot.
+    # [K], int64: right argmaxes (of the selector, where there is one) and labels per slot
     correct: Tensor
     count: Tensor
     blocks: Tensor  # scalar: number of anchors
-    accepted: Tensor  # scalar, int64: right argmaxes before the first wrong one, over all blocks
-    finite: Tensor  # [B], bool: rows whose losses are all finite
+    accepted: Tensor  # scalar: right argmaxes before the first wrong one, over all blocks
 
 
-def decay_weights(block_size: int, gamma: float, from_anchor: bool = False) -> Tensor:
-    """Returns `w` `[K]`, float64: 0 in the anchor's slot unless that proposes, then `exp(-(k - 1) / gamma)`."""
-    first = 0 if from_anchor else 1
-    weights = torch.exp(-(torch.arange(block_size, dtype=torch.float64, device="cpu") - first) / gamma)
-    weights[:first] = 0
+def decay_weights(block_size: int, gamma: float) -> Tensor:
+    """Returns `w` `[K]`, float64: 0 in the anchor's slot, then `exp(-(k - 1) / gamma)`."""
+    weights = torch.exp(-(torch.arange(block_size, dtype=torch.float64, device="cpu") - 1) / gamma)
+    weights[0] = 0
     return weights
 
 
-def block_labels(
-    batch: Batch, anchors: Anchors, ahead: int = 0, likely_BSP: tuple[Tensor, Tensor] | None = None
-) -> BlockLabels:
+def block_labels(batch: Batch, anchors: Anchors, next_ids_BS: Tensor | None = None) -> BlockLabels:
     """Looks up what each slot should predict; a block's labels stop where its answer stops.
 
     Args:
-        ahead (`int`): By how much the token that a slot proposes is ahead of its own index: 1 for drafts that sample
-            from the anchor.
-        likely_BSP (`tuple` of two `torch.Tensor` of shape `[B, S, P]`, *optional*): The target's most likely tokens
-            after each token, and their log-probabilities.
+        next_ids_BS (`torch.Tensor` of shape `[B, S]`, int64, *optional*): The right token after each token; default
+            those of the batch.
     """
     num_rows, num_columns = batch.input_ids.shape
-    positions = anchors.positions + ahead
+    positions = anchors.positions
     columns = positions.clamp_max(num_columns - 1)
     before = (columns - 1).clamp_min(0)
     rows = torch.arange(num_rows, device=columns.device)[:, None, None]
     wanted = batch.loss_mask[rows, columns] & (positions < num_columns) & anchors.keep[:, :, None]
-    if batch.starts is not None:
-        wanted &= batch.starts[rows, columns] == batch.starts[rows, anchors.indices[:, :, None]]
     wanted = wanted.cumprod(dim=-1).bool()
-    wanted[:, :, : 1 - ahead] = False
+    wanted[:, :, 0] = False
     return BlockLabels(
-        ids=batch.input_ids[rows, columns],
+        ids=batch.input_ids[rows, columns] if next_ids_BS is None else next_ids_BS[rows, before],
         mask=wanted,
         before=batch.input_ids[rows, before],
-        likely=None if likely_BSP is None else (likely_BSP[0][rows, before], likely_BSP[1][rows, before]),
     )
 
 
-def loss_weight(labels: BlockLabels, weights_K: Tensor, objective: Objective = "cross_entropy") -> Tensor:
-    """Returns what the sums of a batch are divided by, before any forward: `sum(w)`, or under D-PACE the blocks."""
-    if objective == "dpace":
-        return labels.mask.any(dim=-1).sum()
+def loss_weight(labels: BlockLabels, weights_K: Tensor) -> Tensor:
+    """Returns what the sums of a batch are divided by, before any forward: `sum(w)`."""
     return (labels.mask * weights_K.to(labels.mask.device)).sum()
 
 
@@ -124,16 +97,7 @@ def _slot_losses(
     logits = logits_of(hidden_ND)
     slots = slots.map(lambda value: value[rows].to(logits.device))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if slots.likely is None:
-        losses = nn.functional.cross_entropy(logits, slots.ids, reduction="none")
-    else:
-        likely_ids, log_probs = slots.likely
-        own = logits.gather(1, likely_ids) - logits.logsumexp(dim=-1, keepdim=True)
-        known = own.detach() > -torch.inf  # what a reduced vocabulary leaves out is no part of p
-        theirs = log_probs.to(logits.dtype).masked_fill(~known, -torch.inf).log_softmax(dim=-1)
-        known = theirs > -torch.inf
-        theirs, own = theirs.masked_fill(~known, 0), own.masked_fill(~known, 0)
-        losses = (theirs.exp() * (theirs - own) * known).sum(dim=-1)
+    losses = nn.functional.cross_entropy(logits, slots.ids, reduction="none")
     best, extra = logits.detach().argmax(dim=-1), torch.zeros_like(losses)
     if selector is not None:
         candidates, scores = selector.score(hidden_ND, slots.before[:, None], logits)
@@ -142,33 +106,6 @@ def _slot_losses(
         extra = -torch.log_softmax(scores[:, 0], dim=-1).masked_fill(~is_label, 0).sum(dim=-1)
         best = candidates.gather(1, scores[:, 0].detach().argmax(dim=-1, keepdim=True))[:, 0]
     return losses.to(hidden_ND.device), extra.to(hidden_ND.device), best.to(hidden_ND.device)
-
-
-class _FrozenHead(torch.autograd.Function):
-    """Losses of slots under a head that is not trained, chunk by chunk.
-
-    Each loss depends on its own slot's state alone, so the gradient by the states is found along with the losses: no
-    logits wait for the backward pass, and the head is not run a second time for it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, chunks: list[slice], losses_of: Callable[..., Any]) -> Any:
-        parts, gradient = [], torch.empty_like(hidden_ND)
-        for rows in chunks:
-            with torch.enable_grad():
-                states = hidden_ND[rows].detach().requires_grad_()
-                losses, _, best = losses_of(states, rows)
-                (gradient[rows],) = torch.autograd.grad(losses.sum(), states)
-            parts.append((losses.detach(), best))
-        ctx.save_for_backward(gradient)
-        losses, best = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.mark_non_differentiable(best)
-        return losses, best
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grads[0][:, None].to(gradient.dtype), None, None
 
 
 def _all_losses(
@@ -185,9 +122,6 @@ def _all_losses(
         return _slot_losses(states, slots, rows, logits_of, selector)
 
     trains = torch.is_grad_enabled() and hidden_ND.requires_grad
-    if trains and selector is None and not logits_of(hidden_ND[:1].detach()).requires_grad:
-        losses, best = _FrozenHead.apply(hidden_ND, chunks, losses_of)
-        return losses, torch.zeros_like(losses), best
     parts = [
         checkpoint(losses_of, hidden_ND[rows], rows, use_reentrant=False)
         if trains and len(chunks) > 1
@@ -205,9 +139,6 @@ def block_loss(
     logits_of: Callable[[Tensor], Tensor],
     chunk_blocks: int = 128,
     selector: CandidateSelector | None = None,
-    *,
-    objective: Objective = "cross_entropy",
-    known_V: Tensor | None = None,
 ) -> BlockLoss:
     """Sums the weighted losses over all slots with a label.
 
@@ -222,43 +153,26 @@ def block_loss(
         chunk_blocks (`int`): Blocks per application of the head.
         selector (`CandidateSelector`, *optional*): The draft's selector, trained behind the right token of each slot.
             While all is right so far that token is the drafted one, so `accepted` is what the walk would give.
-        objective (`str`): See this module.
-        known_V (`torch.Tensor` of shape `[V]`, bool, *optional*): The tokens that a draft with a reduced vocabulary
-            can propose. Slots of others are wrong and add nothing to the loss.
     """
     block_size, device = labels.ids.shape[2], hidden_BQD.device
-    if objective == "kl" and labels.likely is None:
-        raise ValueError("expected labels with likely tokens for objective='kl', got none; take them of the target")
-    scored = labels.mask if known_V is None else labels.mask & known_V[labels.ids]
-    places = scored.flatten().nonzero()[:, 0]  # the one time that the host waits for the device
-    slots = labels if objective == "kl" else replace(labels, likely=None)
-    slots = slots.map(lambda value: value.flatten(0, 2)[places])
+    places = labels.mask.flatten().nonzero()[:, 0]  # the one time that the host waits for the device
+    slots = labels.map(lambda value: value.flatten(0, 2)[places])
     hidden_ND = hidden_BQD.flatten(0, 1)[places]
     # An empty batch still has to give a loss that can be differentiated.
     loss = selector_loss = hidden_ND.sum() * 0
-    right, finite = torch.zeros_like(labels.mask), torch.ones(len(scored), dtype=torch.bool, device=device)
+    right = torch.zeros_like(labels.mask)
     if len(hidden_ND):
         losses, extra, best = _all_losses(hidden_ND, slots, logits_of, selector, chunk_blocks * (block_size - 1))
-        table = losses.new_full(scored.shape, torch.inf)
-        table.view(-1)[places] = losses.detach()
-        weights_BAK = weights_K.to(device, losses.dtype).expand_as(table)
-        if objective == "dpace":  # `table` is infinite where the draft cannot be right
-            smooth = (1 - DPACE_SMOOTHING) * torch.exp(-table) + DPACE_SMOOTHING
-            reached = smooth.masked_fill(~labels.mask, 1).cumprod(dim=-1) * labels.mask
-            weights_BAK = reached.flip(-1).cumsum(dim=-1).flip(-1)
-        weights_N = weights_BAK.flatten()[places]
+        weights_N = weights_K.to(device, losses.dtype).expand_as(labels.mask).flatten()[places]
         loss, selector_loss = (losses * weights_N).sum(), (extra * weights_N).sum()
-        table.view(-1)[places] = (losses + extra).detach()
-        finite = (table.isfinite() | ~scored).flatten(1).all(dim=1)
         right.view(-1)[places] = best == slots.ids
     accepted = ((right | ~labels.mask).cumprod(dim=-1).bool() & labels.mask).sum()
     return BlockLoss(
         loss=loss,
         selector_loss=selector_loss,
-        weight=loss_weight(labels, weights_K, objective),
+        weight=loss_weight(labels, weights_K),
         correct=right.sum(dim=(0, 1)),
         count=labels.mask.sum(dim=(0, 1)),
         blocks=labels.mask.any(dim=-1).sum(),
         accepted=accepted,
-        finite=finite,
     )

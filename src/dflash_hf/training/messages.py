@@ -6,19 +6,15 @@ Any processor with a chat template works; nothing here knows a family. Shapes: `
 from __future__ import annotations
 
 import base64
-import itertools
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from dflash_hf.errors import require, shown
+from dflash_hf.errors import shown
 from dflash_hf.evaluation.prompt_files import SOURCES
 from dflash_hf.processing_qwen3_vl import check_pixels
-from dflash_hf.training.masks import MARKS, answer_spans, assistant_turns, token_mask
-
-PLACE = "@@place@@"  # a text that no template has
 
 
 def check_messages(messages: Any) -> None:
@@ -90,31 +86,18 @@ class ChatTemplate:
 
     Args:
         processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, a processor for both.
-        options (mapping, *optional*): What else the template reads: `enable_thinking`, `tools` ...
     """
 
-    def __init__(
-        self, processing_class: PreTrainedTokenizerBase | ProcessorMixin, options: Mapping[str, Any] | None = None
-    ) -> None:
-        self.processing_class, self.options = processing_class, dict(options or {})
+    def __init__(self, processing_class: PreTrainedTokenizerBase | ProcessorMixin) -> None:
+        self.processing_class = processing_class
         inner = getattr(processing_class, "tokenizer", None)
         self.is_processor = inner is not None
         self.tokenizer: Any = inner if self.is_processor else processing_class
         # Some folders have the template beside the tokenizer alone.
         found = getattr(processing_class, "chat_template", None) or self.tokenizer.chat_template
         if isinstance(found, dict):
-            found = found.get("tool_use" if self.options.get("tools") else "default", found.get("default"))
-        if not found:
-            raise ValueError(
-                f"expected a chat template, got a {type(processing_class).__name__} without one; take an instruct "
-                "model, or set chat_template"
-            )
+            found = found["default"]
         self.text: str = found
-
-    @property
-    def is_marked(self) -> bool:
-        """Whether it says itself what the assistant writes."""
-        return MARKS.search(self.text) is not None
 
     def messages(self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> list[dict[str, Any]]:
         """Returns messages as it takes them, images in their places; see [`prepare_multimodal_messages`]."""
@@ -127,79 +110,31 @@ class ChatTemplate:
             )
         return [dict(message) for message in messages]
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
-        """Returns the text of messages, each image one placeholder."""
-        conversation: Any = list(messages)
-        return self.tokenizer.apply_chat_template(
-            conversation,
-            chat_template=self.text,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **self.options,
-        )
-
-    def tokens(self, text: str) -> list[int]:
-        """Returns the tokens of such a text."""
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
     def encode(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
         """Returns what the tokenizer or processor makes of messages: the target's inputs."""
         conversation: Any = list(messages)
-        return self.processing_class.apply_chat_template(
-            conversation, tokenize=True, return_dict=True, **options, **self.options
-        )
-
-    def around(self, role: str) -> tuple[str, str]:
-        """Returns what stands before and behind the text of a first turn of the user's, or of the answer to one."""
-        turns = [{"role": "user", "content": PLACE}, {"role": "assistant", "content": PLACE}]
-        messages = [{**turns[0], "content": "a"}, turns[1]] if role == "assistant" else turns[:1]
-        if self.is_processor:
-            messages = prepare_multimodal_messages(messages, [])
-        before, place, behind = self.render(messages).partition(PLACE)
-        require(bool(place), f"a chat template that writes turns of role {role}", "one that does not", "name another")
-        return before, behind
-
-    def end_of_turn(self, role: str) -> list[int]:
-        """Returns the special tokens behind a turn: the first one ends it."""
-        special = {self.tokenizer.convert_tokens_to_ids(text) for text in self.ends()}
-        return [token for token in self.tokens(self.around(role)[1]) if token in special]
-
-    def ends(self) -> list[str]:
-        """Returns the texts of the tokens that can end a turn: the special ones."""
-        added = self.tokenizer.added_tokens_decoder.values()
-        return sorted({*self.tokenizer.all_special_tokens, *(str(token) for token in added if token.special)})
+        return self.processing_class.apply_chat_template(conversation, tokenize=True, return_dict=True, **options)
 
 
 def encode_messages(
-    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], images: Sequence[Any], turns: Sequence[int] | None
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], images: Sequence[Any]
 ) -> tuple[Mapping[str, Any], list[int]]:
     """Applies the chat template to a conversation, and finds what the assistant writes: see `Example.from_messages`.
 
-    Templates that mark it with `{% generation %}` say so themselves; of others see [`dflash_hf.training.masks`]. The
-    mask holds after images are expanded to many tokens.
+    The mask holds after images are expanded to many tokens.
 
     Returns:
         `tuple[Mapping[str, Any], list[int]]`: What the tokenizer or processor gives, and 1 for each of the `S` tokens
-        that the assistant writes, else 0. Where nothing is marked `S` ends with the last turn that counts.
+        that the assistant writes, else 0.
     """
     prepared = template.messages(messages, images)
-    every = assistant_turns(prepared)
-    chosen = every if turns is None else list(turns)
-    is_good = bool(chosen) and chosen == [turn for turn in every if turn in chosen]
-    require(is_good, "turns of the assistant's", chosen, "leave the row out, or name others")
-    if template.is_marked:
-        plain = template.tokenizer.apply_chat_template(
-            prepared,
-            chat_template=template.text,
-            return_assistant_tokens_mask=True,
-            return_dict=True,
-            **template.options,
-        )
-        mask = list(plain["assistant_masks"])
-        mask = mask if chosen == every or not any(mask) else _chosen(mask, every, chosen)
-    else:
-        prepared = prepared[: chosen[-1] + 1]
-        plain, mask = _located(template, prepared, chosen)
+    plain = template.tokenizer.apply_chat_template(
+        prepared,
+        chat_template=template.text,
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+    )
+    mask = list(plain["assistant_masks"])
     if not any(mask):
         raise ValueError(
             "expected a chat template with {% generation %} around assistant turns, got one that marks nothing; "
@@ -209,28 +144,6 @@ def encode_messages(
         return plain, mask
     encoded = template.encode(prepared, return_tensors="pt")
     return encoded, _laid(template, encoded["input_ids"][0].tolist(), plain, mask)
-
-
-def _located(
-    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], turns: Sequence[int]
-) -> tuple[Mapping[str, Any], list[int]]:
-    """Tokens and mask of messages whose template marks nothing."""
-    what = "a fast tokenizer, which says where its tokens stand,"
-    require(template.tokenizer.is_fast, what, type(template.tokenizer).__name__, "load it with use_fast=True")
-    spans = answer_spans(template.render, messages, turns, template.ends())
-    encoded = template.tokenizer(
-        template.render(messages), add_special_tokens=False, return_offsets_mapping=True, verbose=False
-    )
-    return encoded, token_mask(encoded["offset_mapping"], spans)
-
-
-def _chosen(mask: list[int], every: Sequence[int], turns: Sequence[int]) -> list[int]:
-    """The runs of a mask that belong to some of the assistant's turns."""
-    runs = [list(run) for marked, run in itertools.groupby(range(len(mask)), mask.__getitem__) if marked]
-    what = f"a chat template that marks each of the assistant's {len(every)} turns"
-    require(len(runs) == len(every), what, f"{len(runs)} marks", "take all turns, or leave the row out")
-    kept = {at for run, turn in zip(runs, every, strict=True) if turn in turns for at in run}
-    return [int(at in kept) for at in range(len(mask))]
 
 
 def _laid(template: ChatTemplate, ids: list[int], plain: Mapping[str, Any], mask: Sequence[int]) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from dflash_hf.training.collators import Batch, collate, sorted_batches
+from dflash_hf.training.collators import collate, sorted_batches
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.forward import forward_inputs
 
@@ -25,7 +25,6 @@ def regenerate_answers(
     pad_token_id: int,
     batch_size: int = 64,
     guesses: Sequence[Sequence[int]] | None = None,
-    draft: PreTrainedModel | None = None,
 ) -> list[list[int]]:
     """Writes the target's greedy answer to each prompt with `generate`, in batches of similar length.
 
@@ -41,8 +40,6 @@ def regenerate_answers(
         guesses (sequence of sequences of `int`, *optional*): A likely answer to each prompt, its end token included.
             One forward tells whether it is what the target would write; only the others are generated. An empty guess
             is none.
-        draft (`PreTrainedModel`, *optional*): A draft of the target's, which makes it faster; the answers are the
-            same.
 
     Returns:
         `list[list[int]]`: Answer ids, the end token included unless the limit came first.
@@ -64,44 +61,23 @@ def regenerate_answers(
     ]
     # A batch runs as long as its longest answer, for which a guess is the best sign there is.
     expected = [(len(guess), length) for guess, length in zip(guesses, lengths, strict=True)]
+    ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
     missing = [i for i, answer in enumerate(answers) if answer is None]
     for chosen in sorted_batches(missing, expected, batch_size):
         batch = collate([as_prompt(prompts[i]) for i in chosen], pad_token_id, padding_side="left").to(target.device)
-        options = {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": pad_token_id}
-        written = generated(target, batch, eos_token_id, draft, **options)
-        for index, answer in zip(chosen, written, strict=True):
-            answers[index] = answer
+        output = target.generate(  # type: ignore[operator]
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask.to(torch.long),
+            **batch.model_inputs,
+            eos_token_id=eos_token_id or None,
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=pad_token_id,
+        )
+        for index, row in zip(chosen, output[:, batch.input_ids.shape[1] :].tolist(), strict=True):
+            length = next((at + 1 for at, token in enumerate(row) if token in ends), len(row))
+            answers[index] = row[:length]
     return [answer for answer in answers if answer is not None]
-
-
-@torch.no_grad()
-def generated(
-    target: PreTrainedModel,
-    batch: Batch,
-    eos_token_id: int | list[int],
-    draft: PreTrainedModel | None = None,
-    **options: Any,
-) -> list[list[int]]:
-    """Returns what `generate` writes behind each row of a left-padded batch, up to its end token.
-
-    Args:
-        eos_token_id (`int` or `list[int]`): What ends an answer; `[]` if only the limit does.
-        draft (`PreTrainedModel`, *optional*): A draft of the target's.
-        options: Of `generate`.
-    """
-    if draft is not None:
-        options["assistant_model"] = draft
-    output = target.generate(  # type: ignore[operator]
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask.to(torch.long),
-        **batch.model_inputs,
-        eos_token_id=eos_token_id or None,
-        **options,
-    )
-    ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
-    rows: list[list[int]] = output[:, batch.input_ids.shape[1] :].tolist()
-    lengths = [next((at + 1 for at, token in enumerate(row) if token in ends), len(row)) for row in rows]
-    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 def as_prompt(prompt: Prompt) -> Example:

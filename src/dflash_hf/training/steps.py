@@ -1,4 +1,4 @@
-"""Which rows a step is made of: batches of similar length, dealt out to processes; and shares of an evaluation."""
+"""Which rows a step is made of: batches of similar length, dealt out to processes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler, Subset
+from torch.utils.data import Sampler
 from transformers import TrainingArguments
 
-from dflash_hf.training.collators import collate, collate_packed
-from dflash_hf.training.data import Example, example_lengths
-from dflash_hf.training.features import FeatureCache
+from dflash_hf.training.collators import collate
+from dflash_hf.training.data import Example
 
 
 class EpochBatches(Sampler[list[int]]):
@@ -60,32 +59,10 @@ class Rows:
 
 
 class Collator:
-    """Makes of numbered examples what `Trainer` hands on: `batch`, their numbers as `rows`, and `features`.
-
-    Args:
-        packing_length (`int`, *optional*): Tokens of a row that examples are packed into.
-        cache ([`FeatureCache`], *optional*): Where the target's features of the examples are read; by the loader's
-            workers, while a step is under way.
-    """
-
-    def __init__(self, packing_length: int | None = None, cache: FeatureCache | None = None) -> None:
-        self.packing_length, self.cache = packing_length, cache
+    """Makes of numbered examples what `Trainer` hands on: `batch`."""
 
     def __call__(self, rows: Sequence[tuple[int, Example]]) -> dict[str, Any]:
-        examples = [example for _, example in rows]
-        batch = collate(examples) if self.packing_length is None else collate_packed(examples, self.packing_length)
-        features = None if self.cache is None else self.cache.read(examples, batch)
+        batch = collate([example for _, example in rows])
         if rows[0][0] < 0:
             batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
-        return {"batch": batch, "features": features, "rows": [max(index, ~index) for index, _ in rows]}
-
-
-def share_of(examples: Sequence[Example], rank: int, world_size: int) -> Sequence[Example]:
-    """Returns the examples of one process: every `world_size`-th by length, so that all have as much to do."""
-    if world_size == 1:
-        return examples
-    lengths = example_lengths(examples)
-    indices = sorted(range(len(lengths)), key=lambda index: lengths[index])[rank::world_size]
-    share: Any = Subset(examples, indices)  # type: ignore[arg-type]
-    share.lengths = [lengths[index] for index in indices]
-    return share
+        return {"batch": batch}

@@ -6,41 +6,28 @@ anchors follow from the seed and the step, so a resumed run continues bit for bi
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    Trainer,
-    TrainerCallback,
-    set_seed,
-)
+from transformers import PreTrainedModel, Trainer, set_seed
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from dflash_hf.errors import listed, one_line, require
+from dflash_hf.errors import require
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target, find_target
 from dflash_hf.target.support import check_pair
 from dflash_hf.training.anchors import Anchors, sample_anchors
 from dflash_hf.training.arguments import MUON, DFlashTrainingArguments, default_gamma
-from dflash_hf.training.checkpoints import STATE_FILE, Records, whole_checkpoint
+from dflash_hf.training.checkpoints import Records, whole_checkpoint
 from dflash_hf.training.collators import Batch, epoch_batches
 from dflash_hf.training.data import Example, example_lengths
-from dflash_hf.training.features import FeatureCache
-from dflash_hf.training.forward import LIKELY_TOKENS, batch_loss, check_packing
+from dflash_hf.training.forward import batch_loss
 from dflash_hf.training.loss import block_labels, decay_weights, loss_weight
 from dflash_hf.training.optimizer import MuonAndAdamW, matrix_names
-from dflash_hf.training.steps import Collator, EpochBatches, Rows, share_of
+from dflash_hf.training.steps import Collator, EpochBatches, Rows
 from dflash_hf.training.walking import walked_acceptance
 
 Dataset = Sequence[Example]
@@ -54,21 +41,16 @@ class DFlashTrainer(Trainer):
     `log` also gets `accuracy_1`, `accuracy_2`, ... (share of right argmaxes per slot; with a selector, of its own),
     `block_acceptance` (mean of 1 + right argmaxes before the first wrong one, over the sampled anchors) and, for a
     DFlash 2 draft, `selector_loss`; its `loss` is that of the logits alone. The same records go to `metrics.jsonl` in
-    the output folder. Evaluation walks the acceptance of the whole set, divided among the processes:
-    `eval_acceptance_length`.
+    the output folder. Evaluation walks the acceptance of the whole set: `eval_acceptance_length`.
 
     Args:
-        model (`DFlashDraftModel`, or that wrapped by PEFT): The draft, trained in place, in float32 at least: weights
-            in bfloat16 or float16 become float32 here.
-        target (`PreTrainedModel`): Frozen here (`requires_grad_(False)`, `eval()`), of any dtype, never saved. Moved
-            to the draft's device unless it is quantised or has a device map.
+        model (`DFlashDraftModel`): The draft, trained in place.
+        target (`PreTrainedModel`): Frozen here (`requires_grad_(False)`, `eval()`), never saved. Moved to the draft's
+            device.
         args ([`DFlashTrainingArguments`]): Options.
-        train_dataset (sequence of [`Example`], *optional*): Prompts with the target's own answers, with and without
+        train_dataset (sequence of [`Example`]): Prompts with the target's own answers, with and without
             images. It may build them when asked; with `lengths` (tokens of each) none is built before it is needed.
-        eval_dataset (sequence of [`Example`], or a mapping of them, *optional*): Held-out examples.
-        processing_class (tokenizer or processor, *optional*): Saved beside the draft.
-        callbacks (`list[TrainerCallback]`, *optional*): As in `Trainer`.
-        optimizers (`tuple`, *optional*): As in `Trainer`, instead of `args.optim`.
+        eval_dataset (sequence of [`Example`], *optional*): Held-out examples.
 
     Raises:
         ValueError: If draft and target do not fit, there is nothing to train on, or one process has several GPUs.
@@ -84,76 +66,55 @@ class DFlashTrainer(Trainer):
         model: nn.Module,
         target: PreTrainedModel,
         args: DFlashTrainingArguments,
-        train_dataset: Dataset | None = None,
-        eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
+        train_dataset: Dataset,
+        eval_dataset: Dataset | None = None,
     ) -> None:
-        draft = _check_kinds(model, target, args)
+        _check_devices(args)
+        draft: Any = model
         check_pair(find_target(target), draft.config)
-        for examples in (
-            train_dataset,
-            *(eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]),
-        ):
-            if examples is not None and not any(1 in example.loss_mask for example in examples):
-                raise ValueError(
-                    "expected examples with answer tokens, got none; give prompts with the target's answers"
-                )
+        _check_trainable(draft)
+        if not any(1 in example.loss_mask for example in train_dataset):
+            raise ValueError("expected examples with answer tokens, got none; give prompts with the target's answers")
         self.block_size = args.block_size or draft.config.block_size
-        what = f"block_size {draft.config.block_size} (the draft's) or less"
-        require(self.block_size <= draft.config.block_size, what, self.block_size, "leave it out")
-        self.lengths = [] if train_dataset is None else example_lengths(train_dataset)
+        self.lengths = example_lengths(train_dataset)
         gamma = args.gamma or default_gamma(self.block_size)
-        self.weights = decay_weights(self.block_size, gamma, draft.config.sample_from_anchor).float()
-        self.draft_dtype = draft.dtype
-        if draft.dtype in (torch.bfloat16, torch.float16):  # small updates would be rounded away
-            model.float()
+        self.weights = decay_weights(self.block_size, gamma).float()
         target.requires_grad_(False)
-        if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
-            target.to(args.device)  # type: ignore[arg-type]
+        target.to(args.device)  # type: ignore[arg-type]
         self.target: Target = find_target(target.eval())
-        # Transformers would write its special tokens into the draft's config, where they are the target's.
-        self._saved_beside = processing_class
         self._window: dict[str, Tensor] = {}
-        self._losses: list[tuple[list[int], Tensor]] = []
         super().__init__(
             model=model,
             args=args,
             data_collator=Collator(),  # where training has its own
             train_dataset=train_dataset,  # type: ignore[arg-type]
             eval_dataset=eval_dataset,  # type: ignore[arg-type]
-            callbacks=[Records(), *(callbacks or [])],
-            optimizers=optimizers,
+            callbacks=[Records()],
         )
         self.model_accepts_loss_kwargs = True  # older releases know no `loss_is_scaled_for_ga`
 
     @property
     def draft(self) -> DFlashDraftModel:
-        """The draft itself, without what DDP, accelerate or PEFT put around it."""
-        model = self.accelerator.unwrap_model(self.model)
-        return model.get_base_model() if hasattr(model, "get_base_model") else model
+        """The draft itself, without what DDP or accelerate put around it."""
+        return self.accelerator.unwrap_model(self.model)
 
     # ---- what is to be done
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+    def train(self, resume_from_checkpoint: str | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Trains to the last step; the draft is trained in place and left in eval mode.
 
-        Overrides: `args.resume_from_checkpoint` counts too, checkpoints that were not written to their end are passed
-        over, and the seed is set again, so that what happened before cannot matter.
+        Overrides: `args.resume_from_checkpoint` counts too, and the seed is set again, so that what happened before
+        cannot matter.
 
         Args:
-            resume_from_checkpoint (`str` or `bool`, *optional*): A `checkpoint-<step>` folder, or `True` for the
-                newest whole one of the run.
+            resume_from_checkpoint (`str`, *optional*): A `checkpoint-<step>` folder.
             args, kwargs: Those of [`~transformers.Trainer.train`].
 
         Raises:
-            ValueError: If there is nothing to train on, or no such checkpoint.
-            FloatingPointError: At a step whose gradients are not finite, before it changes anything.
+            ValueError: If there is no such checkpoint.
         """
-        require(bool(self.lengths), "a train_dataset", None, "give examples to train on")
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        checkpoint = whole_checkpoint(asked, Path(str(self.args.output_dir)))
+        checkpoint = whole_checkpoint(asked)
         self._window = {}
         set_seed(self.args.seed)
         try:
@@ -165,34 +126,15 @@ class DFlashTrainer(Trainer):
         """Overrides: batches of similar length; accelerate's own division among processes would change them."""
         args, dataset = self.args, self.train_dataset
         assert dataset is not None
-        if args.packing_length is not None:
-            check_packing(self.target)
-        seed = args.seed if args.data_seed is None else args.data_seed
 
         def batches_of(epoch: int) -> list[list[int]]:
-            return epoch_batches(self.lengths, self._train_batch_size, seed, epoch, args.packing_length)
+            return epoch_batches(self.lengths, self._train_batch_size, args.seed, epoch)
 
         return DataLoader(
             Rows(dataset),  # type: ignore[arg-type]
             batch_sampler=EpochBatches(batches_of, args, next_step=lambda: self.state.global_step),
-            collate_fn=Collator(args.packing_length, self._cache()),
-            num_workers=args.dataloader_num_workers,
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
+            collate_fn=Collator(),
         )
-
-    def _cache(self) -> FeatureCache | None:
-        """The target's features on disk, all of them; each process writes its share of what is missing."""
-        args, config, examples = self.args, self.draft.config, self.train_dataset
-        if args.feature_cache is None:
-            return None
-        num_likely = LIKELY_TOKENS if args.loss == "kl" else int(args.labels == "target")
-        mine: Any = share_of(examples, args.process_index, args.world_size)  # type: ignore[arg-type]
-        with self.accelerator.autocast():
-            FeatureCache(args.feature_cache).write(self.target, config, mine, num_likely=num_likely)
-        self.accelerator.wait_for_everyone()
-        return FeatureCache(args.feature_cache)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Overrides: Transformers has no Muon."""
@@ -212,12 +154,11 @@ class DFlashTrainer(Trainer):
     ) -> tuple[list[Any], Any]:
         """Overrides: draws the anchors of a step's batches, and counts its labels over all batches and processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._losses = []
         weight = torch.zeros((), dtype=torch.float64, device="cpu")
         for micro, inputs in enumerate(batches):
             inputs["anchors"] = anchors = self._anchors(inputs["batch"], micro)
-            labels = block_labels(inputs["batch"], anchors, int(self.draft.config.sample_from_anchor))
-            weight += loss_weight(labels, self.weights.double(), self.args.loss)
+            labels = block_labels(inputs["batch"], anchors)
+            weight += loss_weight(labels, self.weights.double())
         # Gradients are averaged over processes, hence the mean of the weights and not their sum.
         alone = self.args.world_size == 1
         total: Any = weight if alone else self.accelerator.reduce(weight.to(device), reduction="mean")
@@ -235,14 +176,10 @@ class DFlashTrainer(Trainer):
                 inputs["batch"],  # only now onto the device: its images may be large
                 inputs["anchors"],
                 self.weights,
-                objective=args.loss,
                 target_labels=args.labels == "target",
                 chunk_blocks=args.chunk_blocks,
-                attention=args.attention,
-                features=inputs["features"],
                 module=model,
             )
-        self._losses.append((inputs["rows"], sums.finite))
         for name in COUNTED:
             value: Tensor = getattr(sums, name).detach()
             self._window[name] = self._window[name] + value if name in self._window else value
@@ -256,22 +193,7 @@ class DFlashTrainer(Trainer):
         for part in (args.seed, self.state.global_step, place):
             seed = (seed * 1_000_003 + part) % 2**63
         generator = torch.Generator().manual_seed(seed)
-        return sample_anchors(batch.loss_mask, args.num_anchors, self.block_size, generator, batch.starts)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Overrides: a step that is not finite ends the run, in every process, where the library would take it."""
-        norm: Any = super()._get_grad_norm(model, grad_norm=grad_norm)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not math.isfinite(norm) and not self.args.fp16:  # that one's scaler leaves such steps out
-            bad = [row for rows, finite in self._losses for row in _not_finite(rows, finite.tolist())]
-            what = (
-                f"losses that are no numbers in rows {listed(bad)} of train_dataset" if bad else "finite losses here"
-            )
-            raise FloatingPointError(
-                f"expected finite gradients at step {self.state.global_step + 1}, got a norm of {float(norm)} and "
-                f"{what}; look at these rows or lower learning_rate, and go on with resume_from_checkpoint=True"
-            )
-        return norm
+        return sample_anchors(batch.loss_mask, args.num_anchors, self.block_size, generator)
 
     # ---- what is told and kept
 
@@ -283,8 +205,7 @@ class DFlashTrainer(Trainer):
             weight = max(float(total["weight"]), 1e-9)
             logs["loss"] = float(total["loss"]) / weight
             shares = (total["correct"] / total["count"].clamp_min(1)).tolist()
-            slots = enumerate(shares, int(self.draft.config.sample_from_anchor))  # the anchor's proposes, or does not
-            logs |= {f"accuracy_{slot}": round(share, 4) for slot, share in slots if slot}
+            logs |= {f"accuracy_{slot}": round(share, 4) for slot, share in enumerate(shares) if slot}
             logs["block_acceptance"] = 1 + int(total["accepted"]) / max(int(total["blocks"]), 1)
             if self.draft.candidate_selector is not None:
                 logs["selector_loss"] = float(total["selector_loss"]) / weight
@@ -298,95 +219,37 @@ class DFlashTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Overrides: walks each process's share of the examples and adds up what they commit; no logits are kept."""
+        """Overrides: walks the examples; no logits are kept."""
         examples: Any = dataloader.dataset
-        handler: Any = self.callback_handler
-        handler.eval_dataloader = dataloader
         with self.accelerator.autocast():
             walked = walked_acceptance(
-                self._whole_draft(),
+                self.draft,
                 self.target,
-                share_of(examples, self.args.process_index, self.args.world_size),
+                examples,
                 block_size=self.block_size,
                 batch_size=self.args.per_device_eval_batch_size,
-                on_batch=self._on_batch,
             )
-        counts = [sum(map(sum, walked.committed)), sum(map(len, walked.committed))]
-        total: Any = self.accelerator.reduce(torch.tensor(counts, device=self.args.device), reduction="sum")
-        tokens, verifies = total.tolist()
-        metrics = {f"{metric_key_prefix}_acceptance_length": tokens / verifies if verifies else 0.0}
+        metrics = {f"{metric_key_prefix}_acceptance_length": walked.acceptance_length}
         nothing: Any = None
         return EvalLoopOutput(predictions=nothing, label_ids=None, metrics=metrics, num_samples=len(examples))
 
-    def _on_batch(self, done: int) -> None:
-        """Moves the progress bar."""
-        self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
-    def _whole_draft(self) -> DFlashDraftModel:
-        """The draft, or a copy in one piece of a sharded one: the processes' walks have different lengths."""
-        draft = self.draft
-        state = draft.state_dict()
-        if not any(isinstance(value, DTensor) for value in state.values()):
-            return draft
-        whole: Any = DFlashDraftModel(draft.config)
-        wrapped: Any = self.accelerator.unwrap_model(self.model)
-        if wrapped is not draft:  # PEFT's, of which the draft has modules within
-            type(wrapped)(whole, copy.deepcopy(wrapped.active_peft_config), wrapped.active_adapter)
-        whole = whole.to(self.args.device, draft.dtype)
-        whole.load_state_dict({n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()})
-        return whole
+def _check_trainable(draft: DFlashDraftModel) -> None:
+    """Refuses drafts of other layouts: here slot `k` is trained on token `k`, with the target's embedding and head.
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Overrides: `save_dtype`, and the processing class. Checkpoints hold the weights as they are."""
-        if self._saved_beside is not None and self.args.should_save:
-            self._saved_beside.save_pretrained(output_dir or str(self.args.output_dir))
-        draft, own = self.draft, self.draft.dtype
-        as_loaded = self.args.save_dtype == "auto" and not _internal_call and own != self.draft_dtype
-        kept = [(parameter, parameter.data) for parameter in draft.parameters()] if as_loaded else []
-        try:
-            for parameter, data in kept:
-                parameter.data = data.to(self.draft_dtype)
-            super().save_model(output_dir, _internal_call)
-        finally:
-            for parameter, data in kept:
-                parameter.data = data
-            draft.config.dtype = own
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Overrides: a checkpoint counts as one only when it is whole, and a full disk is told in a sentence."""
-        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        if self.args.should_save:
-            (folder / STATE_FILE).unlink(missing_ok=True)  # of an earlier run; written last
-        try:
-            super()._save_checkpoint(model, trial)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise OSError(
-                f"expected to write {folder}, got {type(error).__name__}: {one_line(error)}; make room or fix it, and "
-                "go on with resume_from_checkpoint=True"
-            ) from error
+    Raises:
+        ValueError: Naming the fields.
+    """
+    names = ("own_embed_tokens", "own_lm_head", "sample_from_anchor")
+    wrong = ", ".join(name for name in names if getattr(draft.config, name))
+    what = f"a draft without {', '.join(names)} to train"
+    require(not wrong, what, wrong, "train one that uses the target's embedding and head")
 
 
-def _not_finite(rows: list[int], finite: list[bool]) -> list[int]:
-    """The rows of a batch whose losses are no numbers; all of them where they are packed."""
-    if len(rows) != len(finite):
-        return [] if all(finite) else rows
-    return [row for row, good in zip(rows, finite, strict=True) if not good]
-
-
-def _check_kinds(model: Any, target: Any, args: Any) -> DFlashDraftModel:
-    """Returns the draft in `model`; `ValueError` if one of them is something else, or there are several GPUs."""
-    draft = model.get_base_model() if hasattr(model, "get_base_model") else model
-    order = "write DFlashTrainer(model=draft, target=target, args=args, train_dataset=examples)"
-    for name, value, kind in (
-        ("model", draft, DFlashDraftModel),
-        ("target", target, PreTrainedModel),
-        ("args", args, DFlashTrainingArguments),
-    ):
-        if not isinstance(value, kind) or (name == "target" and isinstance(value, DFlashDraftModel)):
-            raise ValueError(f"expected a {kind.__name__} as {name}, got a {type(value).__name__}; {order}")
+def _check_devices(args: DFlashTrainingArguments) -> None:
+    """Raises `ValueError` if one process has several GPUs."""
     if args.n_gpu > 1:
         raise ValueError(
             f"expected one GPU per process, got {args.n_gpu} in this one; start it with `accelerate launch`, or set "
             "CUDA_VISIBLE_DEVICES=0"
         )
-    return draft

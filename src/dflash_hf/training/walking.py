@@ -14,12 +14,11 @@ from torch import Tensor
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
-from dflash_hf.training.anchors import all_anchors
+from dflash_hf.training.anchors import Anchors, all_anchors
 from dflash_hf.training.collators import Batch, collate, sorted_batches
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.forward import logits_of, run_blocks, target_features
 from dflash_hf.training.loss import block_labels
-from dflash_hf.tree import DraftTree, TreeBuilder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +66,6 @@ def accepted_at_anchors(
     block_size: int | None = None,
     verify_width: int | None = None,
     chunk_anchors: int = 32,
-    is_tree: bool = False,
 ) -> Tensor:
     """Counts, for every valid anchor, the greedy draft tokens that the target's own text confirms.
 
@@ -80,7 +78,6 @@ def accepted_at_anchors(
         verify_width (`int`, *optional*): Width of the verify, the anchor included; default `block_size`, or one more
             where the anchor's slot proposes too (`sample_from_anchor`).
         chunk_anchors (`int`): Blocks per row and forward.
-        is_tree (`bool`): Whether the tokens that are verified are a tree's, of what the draft says alone.
 
     Returns:
         `torch.Tensor` of shape `[B, S]`, int64, on the CPU: Accepted draft tokens, below `verify_width`; 0 where there
@@ -102,39 +99,23 @@ def accepted_at_anchors(
     if features is None:
         deep = config.tap_after_deepstack
         features = target_features(target, config.target_layer_ids, batch, after_deepstack=deep).taps
-    # Only as many slots as a verify would look at go through the head.
-    slots = slice(1 - ahead, verify_width - ahead)
     anchors = all_anchors(batch.loss_mask.cpu(), block_size)
     logits = logits_of(draft, target)
     accepted = torch.zeros_like(batch.input_ids)
     for start in range(0, anchors.indices.shape[1], chunk_anchors):
         part = anchors.select(start, start + chunk_anchors).to(batch.input_ids.device)
-        labels = block_labels(batch, part, ahead)
-        truth = labels.ids.masked_fill(~labels.mask, -1)[:, :, slots]
+        proposed = Anchors(indices=part.indices, keep=part.keep, block_size=block_size + ahead)
+        labels = block_labels(batch, proposed)
+        truth = labels.ids.masked_fill(~labels.mask, -1)[:, :, 1:verify_width]
         hidden = run_blocks(draft, target, batch, features, part)
-        hidden = hidden.view(-1, block_size, hidden.shape[-1])[:, slots]  # every block is a row of its own
+        # Only as many slots as a verify would look at go through the head; every block is a row of its own.
+        hidden = hidden.view(-1, block_size, hidden.shape[-1])[:, 1 - ahead : verify_width - ahead]
         heads = batch.input_ids.gather(1, part.indices).flatten()
-        if is_tree:
-            right = _along_tree(draft, hidden, logits(hidden), heads, truth.flatten(0, 1)).view_as(part.indices)
-        else:
-            proposals = draft.best_path(hidden, logits(hidden), heads)
-            proposals = proposals.view(*part.indices.shape, verify_width - 1).to(hidden.device)
-            right = (proposals == truth).cumprod(dim=-1).sum(dim=-1)
+        proposals = draft.best_path(hidden, logits(hidden), heads)
+        proposals = proposals.view(*part.indices.shape, verify_width - 1).to(hidden.device)
+        right = (proposals == truth).cumprod(dim=-1).sum(dim=-1)
         accepted.scatter_add_(1, part.indices, right * part.keep)
     return accepted.cpu()
-
-
-def _along_tree(
-    draft: DFlashDraftModel, hidden: Tensor, logits_BDV: Tensor, heads: Tensor, truth_BD: Tensor
-) -> Tensor:
-    """How far the truth goes along a tree of as many tokens as the chain has, `[B]`; one row per block."""
-    (batch, depth), device = truth_BD.shape, logits_BDV.device
-    selector = draft.candidate_selector
-    trees = TreeBuilder(depth + 1, depth, logits_BDV.shape[-1] if selector is None else selector.top_k, device)
-    nodes, block = (torch.zeros(*size, batch, depth + 1, dtype=torch.long, device=device) for size in ((4,), ()))
-    candidates, scores = (None, logits_BDV) if selector is None else selector(hidden, logits_BDV, heads)
-    trees.build(scores, nodes, block, candidates)
-    return DraftTree(*nodes[:3]).agree(block, truth_BD.to(device)).to(truth_BD.device)
 
 
 def walked_acceptance(

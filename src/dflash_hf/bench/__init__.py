@@ -1,1 +1,0 @@
-"""`dflash-hf bench`: sets of questions, ways of decoding them, what is counted of the answers, and the report."""
