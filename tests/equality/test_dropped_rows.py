@@ -190,3 +190,12 @@ def test_whoever_sees_the_batch_sees_all_of_it(onlooker: str, sizes: list[int]) 
     out: Any = target.generate(**settings, assistant_model=draft)
     assert torch.equal(getattr(out, "sequences", out), getattr(ref, "sequences", ref))
     assert set(sizes) == {len(LENGTHS)}
+
+
+def test_rows_are_dropped_behind_a_call_that_asked_for_hidden_states(sizes: list[int]) -> None:
+    """Transformers' hooks for them stay on the layers, and then the run's own hooks stand beside them."""
+    target: Any = tiny_target("qwen3")
+    inputs = prompts(LENGTHS, 0)
+    target(**inputs, output_hidden_states=True)
+    assert any(layer._forward_hooks for layer in target.model.layers)
+    check(target, oracle_draft(target, [], 0, 6), inputs, sizes, do_sample=False, **SETTINGS)

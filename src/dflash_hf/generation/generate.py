@@ -29,7 +29,7 @@ from dflash_hf.generation.checks import Settings, check_images, check_inputs, ch
 from dflash_hf.generation.cuda_graph import check_capturable, choose_engine, device_errors_explained, start_engine
 from dflash_hf.generation.prefill import keep_new_images, prefill
 from dflash_hf.generation.ranks import Ranks
-from dflash_hf.generation.run import Call, Run, drop_finished, make_room, tapped
+from dflash_hf.generation.run import Call, Run, drop_finished, drops_rows, make_room, tapped
 from dflash_hf.generation.stats import DFlashGenerateOutput
 from dflash_hf.generation.step import step, verify
 from dflash_hf.generation.user_cache import UserCache
@@ -209,9 +209,11 @@ def advance(run: Run, engine: Engine = "eager") -> None:
                 captured.advance()
         if run.finished:
             return
+        drops = drops_rows(run)
         with nullcontext() if run.call.calls_out else tapped(run):
             while not run.finished:
-                drop_finished(run)
+                if drops:
+                    drop_finished(run)
                 step(run)
 
 

@@ -35,7 +35,7 @@ from dflash_hf.generation.user_cache import UserCache
 from dflash_hf.generation.widths import WidthChooser
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.formulas import is_untouched
-from dflash_hf.target.fused import fused_modules
+from dflash_hf.target.fused import fused_modules, runs_whole
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
 from dflash_hf.target.reentry import KEYWORD, ragged_attention
@@ -189,16 +189,27 @@ def has_room(run: Run, num_unread: int = 0) -> bool:
     return run.room >= run.state.limit or run.num_new + num_unread * run.generator.verify_width <= run.room
 
 
+def drops_rows(run: Run) -> bool:
+    """Whether a run goes on without rows that have ended: nobody has to see the whole batch, or has states of it.
+
+    To be asked before the run's own taps are on the target: they look like a user's hooks.
+    """
+    if len(run.rows) == 1 or not run.decides() or run.keeps_buffers or run.kept or run.extra or run.cache.groups:
+        return False
+    target = run.call.target
+    # Such a RoPE goes by the longest row of the batch, also where that has ended.
+    if run.call.ranks.size > 1 or changing_ropes(target):
+        return False
+    return runs_whole(target) or is_untouched(target.parts)
+
+
 def drop_finished(run: Run) -> None:
     """Goes on without the rows that have ended: eagerly, a forward costs what its rows do.
 
-    The last rows go where they were. None is dropped where somebody has to see the whole batch, or has states of it.
+    The last rows go where they were.
     """
     _, _, _, done, filled = run.reported
-    if not any(done) or not run.decides() or run.keeps_buffers or run.kept or run.extra or run.cache.groups:
-        return
-    # Such a RoPE goes by the longest row of the batch, also where that has ended.
-    if run.call.ranks.size > 1 or changing_ropes(run.call.target) or not is_untouched(run.call.target.parts):
+    if not any(done):
         return
     running = [row for row, has_ended in enumerate(done) if not has_ended]
     moved = [row for row in running if row >= len(running)]
