@@ -27,6 +27,7 @@ from helpers.source_tree import (
 # The import order: its own level and lower ones. A package's line is for all that is in it, `dflash_hf`'s for itself.
 LEVELS = {
     "dflash_kernels": 0,
+    "dflash_hf.cache_name": 1,
     "dflash_hf.configuration_dflash": 1,
     "dflash_hf.devices": 1,
     "dflash_hf.errors": 1,

@@ -7,6 +7,7 @@ from transformers import DynamicCache
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.target.parts import find_target
 from dflash_hf.target.reentry import ragged_attention
 
@@ -41,7 +42,7 @@ class BareForwards:
         self._bound = self.context + width
         with torch.no_grad():
             filled = DynamicCache(config=self._target.config)
-            pair.target(input_ids=ids, past_key_values=filled, use_cache=True, logits_to_keep=1)
+            pair.target(input_ids=ids, **{CACHE_NAME: filled}, use_cache=True, logits_to_keep=1)
             self._cache = RaggedCache.take_prefill(filled, positions, self._bound, width)
             self._draft_cache = RaggedCache(
                 draft.cache_shapes(), batch=self.batch, max_length=self._bound, block=width
@@ -69,7 +70,7 @@ class BareForwards:
         self.pair.target(
             input_ids=self._ids,
             position_ids=block.positions,
-            past_key_values=self._cache,
+            **{CACHE_NAME: self._cache},
             use_cache=True,
             return_dict=True,
             ragged=self._cache,

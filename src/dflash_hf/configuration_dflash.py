@@ -8,6 +8,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.errors import is_a, one_line, require
 from dflash_hf.positions import build_target_layer_ids
 
@@ -112,7 +113,7 @@ class DFlashConfig(PreTrainedConfig):
 
     model_type = "dflash"
     default_theta = 1_000_000.0
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (Transformers' own form)
+    keys_to_ignore_at_inference = [CACHE_NAME]  # noqa: RUF012  (Transformers' own form)
     # Pipelines compare them with the target's, to see whether the two share a tokenizer. Not fields: never saved.
     bos_token_id = _AsTheTarget()
     eos_token_id = _AsTheTarget()

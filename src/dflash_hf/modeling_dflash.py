@@ -26,6 +26,7 @@ from dflash_hf.cache.context import ContextWeights, NewContext, stack_weights
 from dflash_hf.cache.prompts import PromptSlots
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import LayerShape
+from dflash_hf.cache_name import CACHE_NAME, one_cache
 from dflash_hf.checkpoints.loading import DFlashPreTrainedModel
 from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig
 from dflash_hf.devices import execution_device, raw_embeddings
@@ -336,9 +337,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         context_hidden_states: Tensor,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | dict[AttentionKind, Mask] | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         block_size: int | None = None,
         then: Callable[[Tensor], Any] | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Projects new context and runs blocks in one call: the contract of Transformers' DFlash path, and training.
@@ -346,25 +348,30 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         Args:
             noise_embeds (`torch.Tensor` of shape `[B, Q, D]`): Embeddings of one block, or in training of several.
             context_hidden_states (`torch.Tensor` of shape `[B, C, L * D]`): Tapped target states of the context
-                tokens that are not in `past_key_values` yet.
+                tokens that are not in `cache` yet.
             position_ids (`torch.Tensor` of shape `[B, C + Q]`, *optional*): Indices of the context, then of the block;
                 by default they continue the cache.
             attention_mask (*optional*): `[B, total]` padding mask (1 = real) over everything in the cache, the context
                 and the block; or one ready mask per kind of layer, `{(window, causal, from_anchor): mask}`,
                 boolean `[B, 1, Q, C + Q]` or a `BlockMask`, as training builds them.
-            past_key_values (`Cache`, *optional*): Advanced in place by context and block; the caller crops the block.
+            cache (`Cache`, *optional*): Advanced in place by context and block; the caller crops the block.
             block_size (`int`, *optional*): Slots per block where `noise_embeds` holds several; by default it is one
                 block. Masks do not follow from it.
             then (callable, *optional*): Makes a result of the states in here, where DDP and FSDP see the weights used.
+            past_key_values (`Cache`, *optional*): The name of `cache` in older releases of Transformers.
 
         Returns:
             `BaseModelOutputWithPast`: `last_hidden_state` `[B, Q, D]` after the final norm; or the result of `then`.
 
+        Raises:
+            ValueError: If a cache is passed under both names.
+
         Source: Transformers `MuseGlimmerAssistantModel.forward`.
         """
+        cache = one_cache(cache=cache, past_key_values=past_key_values)
         num_new = context_hidden_states.shape[1] + noise_embeds.shape[1]
         if position_ids is None:
-            past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            past = cache.get_seq_length() if cache is not None else 0
             position_ids = (torch.arange(num_new, device=noise_embeds.device) + past)[None]
         context = self.project_context(context_hidden_states)
         cos, sin = self.rotary_emb(position_ids, noise_embeds.dtype)
@@ -395,12 +402,13 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         def attended(attention: DFlashAttention, normed: Tensor) -> Attended:
             joined = torch.cat([context, normed], dim=1)
             key, value = (states.transpose(1, 2) for states in attention.project_kv(joined, (cos, sin)))
-            if past_key_values is not None:
-                key, value = past_key_values.update(key, value, attention.layer_idx)
+            if cache is not None:
+                key, value = cache.update(key, value, attention.layer_idx)
             return attention.project_q(normed, cos_sin), key, value, mask_of(attention, key.shape[2])
 
         hidden = self._run_layers(noise_embeds, attended, block_size or num_queries)
-        output = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+        filled: dict[str, Any] = {CACHE_NAME: cache}
+        output = BaseModelOutputWithPast(last_hidden_state=hidden, **filled)
         return output if then is None else then(hidden)
 
     def compute_logits(self, hidden_states: Tensor, head: nn.Module) -> Tensor:

@@ -25,6 +25,7 @@ from transformers.generation import BaseStreamer, GenerationMixin
 import dflash_hf
 from dflash_hf import DFlashDraftModel, DFlashGenerateOutput, SpeculativeStats, save_draft
 from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.target.reentry import RAGGED_BLOCK
 from tiny import COMMON, VOCAB, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
@@ -182,7 +183,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no cache": ({"use_cache": False}, "use_cache=True"),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
     "lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
-    "cache": ({"past_key_values": ()}, "past_key_values"),
+    "cache": ({CACHE_NAME: ()}, CACHE_NAME),
     "stop strings": ({"stop_strings": ["x"]}, "tokenizer="),
     "config": ({"generation_config": GenerationConfig(num_beams=3)}, "num_beams=1"),
 }

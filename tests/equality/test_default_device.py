@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dflash_hf import iterate, load_draft, save_draft
+from dflash_hf.cache_name import CACHE_NAME
 from helpers.source_tree import read_modules
 from helpers.static import set_engine, tensor_oracle
 from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of
@@ -103,9 +104,9 @@ def test_one_row_and_two_turns(engine: Any) -> None:
     cache = DynamicCache(config=target.config)
     settings: dict[str, Any] = {**GREEDY, "stopping_criteria": [one_row], "assistant_model": draft}
     with under_meta():
-        ids = target.generate(**inputs, **settings, past_key_values=cache)
+        ids = target.generate(**inputs, **settings, **{CACHE_NAME: cache})
         assert torch.equal(ids, ref)
-        more = target.generate(ids, max_new_tokens=6, do_sample=False, past_key_values=cache, assistant_model=draft)
+        more = target.generate(ids, max_new_tokens=6, do_sample=False, **{CACHE_NAME: cache}, assistant_model=draft)
         steps = list(iterate(target, draft, **inputs, **GREEDY, output_logits=True, output_hidden_states=True))
     assert torch.equal(more, target.generate(ids, max_new_tokens=6, do_sample=False))
     assert torch.equal(torch.cat([step.committed[0] for step in steps]), more[0, 9:])

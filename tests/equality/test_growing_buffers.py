@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from dflash_hf import iterate
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import OutOfRoomError
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation import buffers, run
 from helpers.static import set_engine, tensor_oracle, use_tapes
 from helpers.turns import GREEDY as TURN
@@ -126,7 +127,7 @@ def test_no_room_to_grow(monkeypatch: pytest.MonkeyPatch, grown: list[int]) -> N
     draft = tiny_draft(target)
     monkeypatch.setattr("dflash_hf.cache.size.free_memory", lambda device: 20_000)
     with pytest.raises(OutOfRoomError, match=r"rows can have at most [\d,]+ tokens: lower max_new_tokens"):
-        target.generate(**inputs, **GREEDY, past_key_values=cache, assistant_model=draft)
+        target.generate(**inputs, **GREEDY, **{CACHE_NAME: cache}, assistant_model=draft)
     assert cache.get_seq_length() == 0
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from dflash_hf import iterate
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.target.parts import find_target
 from helpers.half import half
 from helpers.hybrid import use_float64_rules
@@ -46,8 +47,8 @@ def work_of(target: PreTrainedModel, name: str) -> Work:
 
     def in_turns() -> Tensor:
         cache = DynamicCache(config=target.config)
-        model(OTHER["input_ids"][:, :9], attention_mask=OTHER["attention_mask"][:, :9], past_key_values=cache)
-        return model(OTHER["input_ids"][:, 9:], attention_mask=OTHER["attention_mask"], past_key_values=cache).logits
+        model(OTHER["input_ids"][:, :9], attention_mask=OTHER["attention_mask"][:, :9], **{CACHE_NAME: cache})
+        return model(OTHER["input_ids"][:, 9:], attention_mask=OTHER["attention_mask"], **{CACHE_NAME: cache}).logits
 
     works: dict[str, Work] = {
         "call": lambda: model(**OTHER).logits,

@@ -17,6 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from dflash_hf import iterate
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.recurrent import RecurrentGroup
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation import step as step_module
 from dflash_hf.target.parts import find_target
 from dflash_hf.training.collators import Batch
@@ -135,7 +136,7 @@ def test_the_prefills_states_are_given_back() -> None:
     target = find_target(target_of("qwen3.5"))
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
-        filled = target.model(ids, use_cache=True).past_key_values
+        filled = target.model(ids, use_cache=True)[CACHE_NAME]
     RaggedCache.take_prefill(filled, torch.arange(3)[None], 12, 4, recurrences=target.recurrences)
     for index in target.recurrences:
         layer = filled.layers[index]

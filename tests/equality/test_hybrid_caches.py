@@ -15,6 +15,7 @@ from transformers.generation import BaseStreamer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from dflash_hf.cache.recurrence import RULES
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.target.parts import find_target
 from helpers.hybrid import use_float64_rules
 from helpers.static import set_engine
@@ -86,9 +87,9 @@ def test_the_cache_that_is_returned_is_plain_generates(engine: Any, target: PreT
         arm(draft, real_tokens(plain.sequences, answer_mask(plain.sequences, mask, None)), seed)
         ours = target.generate(**inputs, **settings, assistant_model=draft)
         assert torch.equal(ours.sequences, plain.sequences)
-        check_caches(ours.past_key_values, plain.past_key_values, columns)
+        check_caches(ours[CACHE_NAME], plain[CACHE_NAME], columns)
         target.generate(**prompts([3, 5], 9), **GREEDY, assistant_model=draft)
-        check_caches(ours.past_key_values, plain.past_key_values, columns)
+        check_caches(ours[CACHE_NAME], plain[CACHE_NAME], columns)
 
 
 def test_a_state_stops_where_a_criterion_shortened_its_row(target: PreTrainedModel, monkeypatch: Any) -> None:
@@ -104,13 +105,13 @@ def test_a_state_stops_where_a_criterion_shortened_its_row(target: PreTrainedMod
     )
     settings = {**GREEDY, "eos_token_id": 1, "pad_token_id": 0}
     caches = (DynamicCache(config=target.config), DynamicCache(config=target.config))
-    ref = target.generate(**inputs, **settings, past_key_values=caches[0], stopping_criteria=[StopStringCriteria()])
+    ref = target.generate(**inputs, **settings, **{CACHE_NAME: caches[0]}, stopping_criteria=[StopStringCriteria()])
     assert ref.shape[1] > inputs["input_ids"].shape[1] + 5
     draft = oracle_draft(target, truth_of(inputs, torch.cat([inputs["input_ids"], free], dim=1)), 0, 8)
     out = target.generate(
         **inputs,
         **settings,
-        past_key_values=caches[1],
+        **{CACHE_NAME: caches[1]},
         stopping_criteria=[StopStringCriteria()],
         assistant_model=draft,
     )
@@ -164,7 +165,7 @@ def test_an_error_leaves_the_cache_as_it_was(
     arm(draft, [[]], 0)
     with pytest.raises(error, match="on purpose"):
         target.generate(
-            ids, **GREEDY, past_key_values=caches[1], assistant_model=draft, streamer=Failing(after, error)
+            ids, **GREEDY, **{CACHE_NAME: caches[1]}, assistant_model=draft, streamer=Failing(after, error)
         )
     now = contents(caches[1])
     assert all(same(x, y) for a, b in zip(now, before, strict=True) for x, y in zip(a, b, strict=True))
@@ -176,7 +177,7 @@ def test_an_error_leaves_the_cache_as_it_was(
 
 def filled(target: PreTrainedModel, rows: int = 1) -> DynamicCache:
     cache = DynamicCache(config=target.config)
-    target(torch.ones(rows, 6, dtype=torch.long), past_key_values=cache)
+    target(torch.ones(rows, 6, dtype=torch.long), **{CACHE_NAME: cache})
     return cache
 
 
@@ -199,7 +200,7 @@ CACHES_REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Cache], str]] = {
         lambda target: StaticCache(config=tiny_target("qwen3").config, max_cache_len=60),
         "a LinearAttentionLayer in layer 0",
     ),
-    "in other places": (lambda target: DynamicCache(config=tiny_target("lfm2").config), "in layer 1 of past_key"),
+    "in other places": (lambda target: DynamicCache(config=tiny_target("lfm2").config), f"in layer 1 of {CACHE_NAME}"),
     "other rows": (lambda target: filled(target, 2), "1 rows"),
     "interrupted": (without_states, "a state wherever there are keys"),
     "recording": (recording, "recording its past"),
@@ -225,7 +226,7 @@ def refused(target: PreTrainedModel, match: str, **settings: Any) -> None:
 def test_caches_that_cannot_be_continued_are_refused(case: str) -> None:
     target = tiny_target("qwen3.5")
     make, match = CACHES_REFUSED[case]
-    refused(target, match, past_key_values=make(target))
+    refused(target, match, **{CACHE_NAME: make(target)})
 
 
 def renamed(module: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_hf.cache_name import CACHE_NAME
 from helpers.hybrid import use_float64_rules
 from helpers.static import set_engine, tensor_oracle, use_tapes
 from helpers.turns import check_caches
@@ -57,7 +58,7 @@ def test_the_cache_of_a_conversation_with_pictures_is_plain_generates(monkeypatc
     draft = oracle_draft(target, truth_of(inputs, plain.sequences), 1, 6)
     ours = target.generate(**inputs, **settings, assistant_model=draft)
     assert torch.equal(ours.sequences, plain.sequences)
-    check_caches(ours.past_key_values, plain.past_key_values)
+    check_caches(ours[CACHE_NAME], plain[CACHE_NAME])
 
 
 def test_a_draft_of_the_text_model_works_on_the_vision_model() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation import user_cache
 from helpers.turns import GREEDY, NEW, answer_mask, arm, check_caches, first_turn, next_turn, recording_draft, turn
 from tiny import prompts, tiny_draft, tiny_target
@@ -42,7 +43,7 @@ def test_a_plain_turn_in_between(reasons: list[str]) -> None:
     target, draft, caches, ids, mask = first_turn("qwen3", [4, 11, 7])
     ids, mask = next_turn(ids, mask, 1)
     for cache in caches:
-        out = target.generate(input_ids=ids, attention_mask=mask, **GREEDY, past_key_values=cache)
+        out = target.generate(input_ids=ids, attention_mask=mask, **GREEDY, **{CACHE_NAME: cache})
     mask = answer_mask(out, mask, None)
     past = mask[:, :-1].sum(dim=1).tolist()
     ids, mask = next_turn(out, mask, 2)
@@ -83,7 +84,7 @@ def test_cropped_and_advanced_to_the_same_length_by_other_tokens(reasons: list[s
     target, draft, caches, ids, mask = first_turn("qwen3", [9])
     for cache in caches:
         cache.crop(-2)
-        target(torch.tensor([[5, 7]]), past_key_values=cache)
+        target(torch.tensor([[5, 7]]), **{CACHE_NAME: cache})
     ids = torch.cat([ids[:, :-3], torch.tensor([[5, 7]])], dim=1)
     past = [ids.shape[1]]
     ids, mask = next_turn(ids, mask[:, :-1], 3)
@@ -98,9 +99,9 @@ def test_one_row_that_cannot_use_its_context_leaves_the_others_theirs(reasons: l
     mask[1, first : first + 2] = 0
     ids, mask = next_turn(ids, mask, 4)
     given = {"input_ids": ids, "attention_mask": mask, **GREEDY}
-    ref = target.generate(**given, past_key_values=caches[0])
+    ref = target.generate(**given, **{CACHE_NAME: caches[0]})
     arm(draft, [[], [], []], 0)
-    assert torch.equal(target.generate(**given, past_key_values=caches[1], assistant_model=draft), ref)
+    assert torch.equal(target.generate(**given, **{CACHE_NAME: caches[1]}, assistant_model=draft), ref)
     assert len(reasons) == 1
     # It counts from its first new tokens: the last one of the answer before, and the user's five.
     assert draft.blocks[0][0].tolist() == [int(mask[0].sum()), 6, int(mask[2].sum())]
@@ -152,8 +153,8 @@ def test_a_verify_of_one_token_attaches_nothing(reasons: list[str]) -> None:
     draft.generation_config.verify_width = 1
     ids, mask = next_turn(ids, mask, 1)
     given = {"input_ids": ids, "attention_mask": mask, **GREEDY}
-    out = [target.generate(**given, past_key_values=caches[0])]
-    out.append(target.generate(**given, past_key_values=caches[1], assistant_model=draft))
+    out = [target.generate(**given, **{CACHE_NAME: caches[0]})]
+    out.append(target.generate(**given, **{CACHE_NAME: caches[1]}, assistant_model=draft))
     assert torch.equal(*out)
     check_caches(caches[1], caches[0])
     assert caches[1].dflash_context is None
@@ -164,8 +165,8 @@ def test_a_prefix_computed_once_serves_many_rows(reasons: list[str]) -> None:
     draft = recording_draft(target)
     prefix = prompts([12], 5)["input_ids"]
     caches = (DynamicCache(), DynamicCache())
-    target.generate(prefix, max_new_tokens=1, past_key_values=caches[0])
-    target.generate(prefix, max_new_tokens=1, past_key_values=caches[1], assistant_model=draft)
+    target.generate(prefix, max_new_tokens=1, **{CACHE_NAME: caches[0]})
+    target.generate(prefix, max_new_tokens=1, **{CACHE_NAME: caches[1]}, assistant_model=draft)
     check_caches(caches[1], caches[0])
     for cache in caches:
         cache.batch_repeat_interleave(3)
@@ -183,10 +184,10 @@ def test_num_return_sequences_with_an_empty_cache() -> None:
     torch.manual_seed(3)
     ref = target.generate(**inputs, **settings)
     torch.manual_seed(3)
-    assert torch.equal(target.generate(**inputs, **settings, past_key_values=cache), ref)
+    assert torch.equal(target.generate(**inputs, **settings, **{CACHE_NAME: cache}), ref)
     assert cache.layers[0].keys.shape[:3:2] == (4, ref.shape[1] - 1)
     with pytest.raises(ValueError, match="batch_repeat_interleave"):
-        target.generate(**prompts([30, 30], 1), **GREEDY, past_key_values=cache, assistant_model=draft)
+        target.generate(**prompts([30, 30], 1), **GREEDY, **{CACHE_NAME: cache}, assistant_model=draft)
 
 
 @pytest.mark.parametrize("proposal", ["argmax", "shared_noise", "sample"])
@@ -203,7 +204,7 @@ def test_a_sampled_turn_says_what_it_says_without_a_cache(proposal: str) -> None
         ref = target.generate(input_ids=ids, attention_mask=mask, **settings)
         committed = draft.last_stats.num_committed
         torch.manual_seed(seed)
-        out = target.generate(input_ids=ids, attention_mask=mask, **settings, past_key_values=cache)
+        out = target.generate(input_ids=ids, attention_mask=mask, **settings, **{CACHE_NAME: cache})
         assert torch.equal(out, ref)
         assert draft.last_stats.num_committed == committed
         ids, mask = next_turn(ref, answer_mask(ref, mask, None), seed)
@@ -215,7 +216,7 @@ def test_a_cache_that_records_its_past_can_be_rolled_back() -> None:
         cache.activate_past_recording()
     ids, mask = next_turn(ids, mask, 1)
     try:
-        target.generate(ids, attention_mask=mask, **GREEDY, past_key_values=copy.deepcopy(caches[0]))
+        target.generate(ids, attention_mask=mask, **GREEDY, **{CACHE_NAME: copy.deepcopy(caches[0])})
     except RuntimeError:
         pytest.skip("plain generate of this Transformers cannot go on from a cache that records its past")
     ids, mask = turn(target, draft, caches, ids, mask)

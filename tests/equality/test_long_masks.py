@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from dflash_hf import iterate
+from dflash_hf.cache_name import CACHE_NAME
 from helpers.families import build
 from helpers.half import pairs
 from helpers.static import set_engine, tensor_oracle
@@ -57,8 +58,8 @@ def test_other_ways(family: str, name: str) -> None:
         settings["inputs_embeds"] = target.get_input_embeddings()(settings["input_ids"])
     ours = dict(settings)
     if name == "cache":
-        settings["past_key_values"] = DynamicCache(config=target.config)
-        ours["past_key_values"] = DynamicCache(config=target.config)
+        settings[CACHE_NAME] = DynamicCache(config=target.config)
+        ours[CACHE_NAME] = DynamicCache(config=target.config)
     ref = target.generate(**settings)
     draft = tensor_oracle(target, truth_of(inputs, ref), 0)
     if name == "iterate":
@@ -67,7 +68,7 @@ def test_other_ways(family: str, name: str) -> None:
         return
     assert torch.equal(target.generate(**ours, assistant_model=draft), ref)
     if name == "cache":
-        assert ours["past_key_values"].get_seq_length() == settings["past_key_values"].get_seq_length()
+        assert ours[CACHE_NAME].get_seq_length() == settings[CACHE_NAME].get_seq_length()
 
 
 def test_masks_that_hide_tokens_to_come_are_refused() -> None:

@@ -19,6 +19,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel
+from dflash_hf.cache_name import CACHE_NAME
 from helpers.half import half, pairs
 from helpers.static import set_engine
 from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
@@ -195,8 +196,8 @@ def test_the_cache_that_comes_back_is_dynamic(family: str) -> None:
     draft = oracle_draft(target, truth_of(inputs, ref.sequences), 0)
     out: Any = target.generate(**inputs, **settings, cache_implementation="static", assistant_model=draft)
     assert torch.equal(out.sequences, ref.sequences)
-    assert (type(ref.past_key_values), type(out.past_key_values)) == (StaticCache, DynamicCache)
-    assert int(out.past_key_values.get_seq_length()) == int(ref.past_key_values.get_seq_length()) == 20
+    assert (type(ref[CACHE_NAME]), type(out[CACHE_NAME])) == (StaticCache, DynamicCache)
+    assert int(out[CACHE_NAME].get_seq_length()) == int(ref[CACHE_NAME].get_seq_length()) == 20
 
 
 class Raising(BaseStreamer):
@@ -223,7 +224,7 @@ def test_a_streamer_that_raises_and_a_cache(at_end: bool) -> None:
     caches = DynamicCache(config=target.config), DynamicCache(config=target.config)
     for cache, assistant in zip(caches, (None, draft), strict=True):
         with pytest.raises(KeyError, match="end" if at_end else "put"):
-            target.generate(**settings, past_key_values=cache, streamer=Raising(at_end), assistant_model=assistant)
+            target.generate(**settings, **{CACHE_NAME: cache}, streamer=Raising(at_end), assistant_model=assistant)
     assert draft.last_stats is not None
     lengths = [int(cache.get_seq_length()) for cache in caches]
     assert lengths == ([20, 20] if at_end else [10, 0])

@@ -15,6 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.generation import BaseStreamer
 
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation import user_cache
 from helpers.half import half, pairs
 from helpers.turns import (
@@ -101,8 +102,8 @@ def test_padding_that_is_called_real_is_attended_to_as_plain_generate_does() -> 
     draft = tiny_draft(target)
     for seed in range(2):
         mask = torch.ones_like(ids)
-        ref = target.generate(ids, attention_mask=mask, **settings, past_key_values=caches[0])
-        out = target.generate(ids, attention_mask=mask, **settings, past_key_values=caches[1], assistant_model=draft)
+        ref = target.generate(ids, attention_mask=mask, **settings, **{CACHE_NAME: caches[0]})
+        out = target.generate(ids, attention_mask=mask, **settings, **{CACHE_NAME: caches[1]}, assistant_model=draft)
         assert torch.equal(out, ref)
         check_caches(caches[1], caches[0])
         ids, _ = next_turn(ref, torch.ones_like(ref), seed)
@@ -126,14 +127,14 @@ def test_the_cache_that_is_returned_is_plain_generates(family: str) -> None:
     # Padding has no place in the run's cache, and plain `generate` fills it with what nothing may look at.
     columns = torch.ones(2, plain.sequences.shape[1] - 1)
     columns[:, : mask.shape[1]] = mask
-    check_caches(ours.past_key_values, plain.past_key_values, columns)
+    check_caches(ours[CACHE_NAME], plain[CACHE_NAME], columns)
     ids, mask = next_turn(plain.sequences, after, 2)
-    caches = (plain.past_key_values, ours.past_key_values)
+    caches = (plain[CACHE_NAME], ours[CACHE_NAME])
     given = {"input_ids": ids, "attention_mask": mask}
-    ref = target.generate(**given, **GREEDY, past_key_values=caches[0])
+    ref = target.generate(**given, **GREEDY, **{CACHE_NAME: caches[0]})
     truth = real_tokens(ref, answer_mask(ref, mask, None))
     arm(draft, truth, 2)
-    assert torch.equal(target.generate(**given, **GREEDY, past_key_values=caches[1], assistant_model=draft), ref)
+    assert torch.equal(target.generate(**given, **GREEDY, **{CACHE_NAME: caches[1]}, assistant_model=draft), ref)
     check_blocks(draft, target, truth, [0, 0])
 
 
@@ -152,11 +153,11 @@ def test_prefill_in_chunks(kind: str) -> None:
     draft = recording_draft(target)
     for seed in range(2):
         given = {"input_ids": ids, "attention_mask": mask}
-        ref = target.generate(**given, **GREEDY, past_key_values=caches[0])
+        ref = target.generate(**given, **GREEDY, **{CACHE_NAME: caches[0]})
         truth = real_tokens(ref, answer_mask(ref, mask, None))
         arm(draft, truth, seed)
         settings = {**GREEDY, "prefill_chunk_size": 4}
-        assert torch.equal(target.generate(**given, **settings, past_key_values=caches[1], assistant_model=draft), ref)
+        assert torch.equal(target.generate(**given, **settings, **{CACHE_NAME: caches[1]}, assistant_model=draft), ref)
         check_caches(caches[1], caches[0])
         check_blocks(draft, target, truth, [0, 0])
         ids, mask = next_turn(ref, answer_mask(ref, mask, None), seed, num=11)
@@ -170,11 +171,11 @@ def test_embeddings_of_the_whole_conversation() -> None:
     draft = recording_draft(target)
     for seed in range(2):
         given = {"inputs_embeds": target.get_input_embeddings()(ids).detach(), "attention_mask": mask}
-        ref = target.generate(**given, **GREEDY, past_key_values=caches[0])
+        ref = target.generate(**given, **GREEDY, **{CACHE_NAME: caches[0]})
         ids, mask = torch.cat([ids, ref], dim=1), torch.cat([mask, torch.ones_like(ref)], dim=1)
         truth = real_tokens(ids, mask)
         arm(draft, truth, seed)
-        out = target.generate(**given, **GREEDY, past_key_values=caches[1], assistant_model=draft)
+        out = target.generate(**given, **GREEDY, **{CACHE_NAME: caches[1]}, assistant_model=draft)
         assert torch.equal(out, ref)
         check_caches(caches[1], caches[0])
         check_blocks(draft, target, truth, [0, 0])
@@ -226,7 +227,7 @@ def test_an_error_leaves_the_cache_as_it_was(failure: tuple[int, type[BaseExcept
     arm(draft, [[]], 0)
     with pytest.raises(error, match="on purpose"):
         target.generate(
-            ids, **GREEDY, past_key_values=caches[1], assistant_model=draft, streamer=Failing(after, error)
+            ids, **GREEDY, **{CACHE_NAME: caches[1]}, assistant_model=draft, streamer=Failing(after, error)
         )
     assert int(caches[1].get_seq_length()) == length
     now = contents(caches[1])
@@ -250,7 +251,7 @@ def wrong_window(target: PreTrainedModel) -> Cache:
 
 def filled(target: PreTrainedModel, rows: int = 1, columns: int = 6) -> DynamicCache:
     cache = DynamicCache()
-    target(torch.ones(rows, columns, dtype=torch.long), past_key_values=cache)
+    target(torch.ones(rows, columns, dtype=torch.long), **{CACHE_NAME: cache})
     return cache
 
 
@@ -263,7 +264,7 @@ def interrupted(target: PreTrainedModel) -> Cache:
 REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], int, str]] = {
     "tuple": (lambda target: ((torch.zeros(1), torch.zeros(1)),), 8, "DynamicCache or StaticCache"),
     "offloaded": (lambda target: DynamicCache(config=target.config, offloading=True), 8, "an offloaded cache"),
-    "other layers": (lambda target: quantised(), 8, "layer 0 in past_key_values, got 'Layer'"),
+    "other layers": (lambda target: quantised(), 8, f"layer 0 in {CACHE_NAME}, got 'Layer'"),
     "other window": (wrong_window, 8, "to keep all tokens"),
     "other depth": (
         lambda target: DynamicCache(config=tiny_target("qwen3", num_hidden_layers=6).config),
@@ -289,7 +290,7 @@ def test_caches_that_cannot_be_continued_are_refused(case: str) -> None:
         target.generate(
             torch.ones(1, columns, dtype=torch.long),
             **GREEDY,
-            past_key_values=cache,
+            **{CACHE_NAME: cache},
             assistant_model=tiny_draft(target),
         )
     assert not calls
@@ -302,7 +303,7 @@ def test_a_mask_that_fits_neither_the_conversation_nor_its_new_part_is_refused()
             torch.ones(1, 3, dtype=torch.long),
             attention_mask=torch.ones(1, 7),
             **GREEDY,
-            past_key_values=filled(target),
+            **{CACHE_NAME: filled(target)},
             assistant_model=tiny_draft(target),
         )
 
@@ -311,7 +312,7 @@ def test_a_static_cache_shorter_than_the_window_is_refused_when_it_would_overflo
     target = tiny_target("mistral")
     cache = StaticCache(config=target.config, max_cache_len=8)
     with pytest.raises(ValueError, match="room for the longest"):
-        target.generate(**prompts([4], 1), **GREEDY, past_key_values=cache, assistant_model=tiny_draft(target))
+        target.generate(**prompts([4], 1), **GREEDY, **{CACHE_NAME: cache}, assistant_model=tiny_draft(target))
 
 
 def test_gaps_under_sliding_windows_are_refused() -> None:

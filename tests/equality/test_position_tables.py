@@ -10,6 +10,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from dflash_hf import iterate
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.target.parts import find_target
 from helpers.half import pairs
 from helpers.static import set_engine, tensor_oracle
@@ -78,7 +79,7 @@ def test_iterate_and_a_kept_cache(family: str) -> None:
     draft = oracle_draft(target, truth_of(inputs, ref), 0)
     out = target.generate(**settings, assistant_model=draft, return_dict_in_generate=True)
     assert torch.equal(out.sequences, ref)
-    assert out.past_key_values.get_seq_length() == NUM - 1
+    assert out[CACHE_NAME].get_seq_length() == NUM - 1
 
 
 @pytest.mark.parametrize("engine", ["eager", "static"])

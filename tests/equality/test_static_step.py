@@ -15,6 +15,7 @@ from transformers import DynamicCache, LogitsProcessor, PreTrainedModel, TextStr
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from dflash_hf import DFlashDraftModel
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation.buffers import kept_buffers
 from helpers.half import pairs
 from helpers.static import Tape, engine_of, set_engine, tensor_oracle, use_tapes
@@ -288,10 +289,10 @@ def test_a_conversation_over_a_kept_cache_goes_on(family: str, engine: Any) -> N
     first = prompts([5, 9], 1)
     settings: dict[str, Any] = {"max_new_tokens": 13, "do_sample": False, "return_dict_in_generate": True}
     plain, ours = DynamicCache(config=target.config), DynamicCache(config=target.config)
-    ref = target.generate(**first, **settings, past_key_values=plain)
+    ref = target.generate(**first, **settings, **{CACHE_NAME: plain})
     draft = tensor_oracle(target, truth_of(first, ref.sequences), 1, 8)
     set_engine(draft, engine)
-    out = target.generate(**first, **settings, past_key_values=ours, assistant_model=draft)
+    out = target.generate(**first, **settings, **{CACHE_NAME: ours}, assistant_model=draft)
     for turn in range(2):
         assert torch.equal(out.sequences, ref.sequences)
         assert draft.last_stats.engine == engine
@@ -303,12 +304,12 @@ def test_a_conversation_over_a_kept_cache_goes_on(family: str, engine: Any) -> N
         ids = torch.cat([ref.sequences, more], dim=1)
         mask = torch.cat([first["attention_mask"], torch.ones(2, ids.shape[1] - 9, dtype=torch.long)], dim=1)
         following = {"input_ids": ids, "attention_mask": mask}
-        ref = target.generate(**following, **settings, past_key_values=plain)
+        ref = target.generate(**following, **settings, **{CACHE_NAME: plain})
         # Another call in between fills the kept buffers with something else.
         target.generate(**prompts([12, 3], 7), max_new_tokens=9, do_sample=False, assistant_model=draft)
         draft.arm(truth_of(following, ref.sequences), turn)
         kept_buffers(draft)[0].graphs = None  # the oracle's new text is not part of what is captured
-        out = target.generate(**following, **settings, past_key_values=ours, assistant_model=draft)
+        out = target.generate(**following, **settings, **{CACHE_NAME: ours}, assistant_model=draft)
         assert draft.last_stats.acceptance_length > 1.0
     for layer, other in zip(plain.layers, ours.layers, strict=True):
         torch.testing.assert_close(layer.keys[1], other.keys[1], rtol=1e-9, atol=1e-9)

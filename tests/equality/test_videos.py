@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from dflash_hf.cache_name import CACHE_NAME
 from helpers.vision import END, IMAGE, PATCH, START, VIDEO, WORDS, vision_target
 from tiny import oracle_draft, tiny_draft, truth_of
 
@@ -114,10 +115,10 @@ def test_a_video_may_come_in_a_later_turn_of_a_kept_cache() -> None:
     target, first, both = later_turn([[(2, 4, 4)]])
     settings = {"do_sample": False, "suppress_tokens": [IMAGE, VIDEO]}
     caches = [DynamicCache(config=target.config.get_text_config()) for _ in range(2)]
-    answer = target.generate(**first, **settings, max_new_tokens=6, past_key_values=caches[0])
-    ref = target.generate(**both, **settings, max_new_tokens=NEW, past_key_values=caches[0])
+    answer = target.generate(**first, **settings, max_new_tokens=6, **{CACHE_NAME: caches[0]})
+    ref = target.generate(**both, **settings, max_new_tokens=NEW, **{CACHE_NAME: caches[0]})
     draft = oracle_draft(target, ref.tolist(), 0, 5)
-    settings |= {"assistant_model": draft, "past_key_values": caches[1]}
+    settings |= {"assistant_model": draft, CACHE_NAME: caches[1]}
     assert torch.equal(target.generate(**first, **settings, max_new_tokens=6), answer)
     assert torch.equal(target.generate(**both, **settings, max_new_tokens=NEW), ref)
     assert draft.last_stats.acceptance_length > 1.2
@@ -127,7 +128,7 @@ def test_a_video_beside_a_picture_in_a_kept_cache_is_refused_before_any_forward(
     target, first, both = later_turn([[(4, 4), (2, 4, 4)]])
     cache = DynamicCache(config=target.config.get_text_config())
     settings = {"max_new_tokens": 6, "do_sample": False, "suppress_tokens": [IMAGE, VIDEO]}
-    settings |= {"assistant_model": tiny_draft(target), "past_key_values": cache}
+    settings |= {"assistant_model": tiny_draft(target), CACHE_NAME: cache}
     target.generate(**first, **settings)
     seen = cache.get_seq_length()
     with pytest.raises(ValueError, match="no videos in a conversation with a cache"):

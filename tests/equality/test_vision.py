@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from dflash_hf import DFlashCandidateGenerator, iterate
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import find_target
 from dflash_hf.training.collators import Batch
@@ -123,7 +124,7 @@ def test_no_picture_reaches_a_verify() -> None:
     target.generate(**inputs, max_new_tokens=4, do_sample=False, assistant_model=tiny_draft(target))
     handle.remove()
     assert seen[0] & {"pixel_values", "mm_encoder_outputs"}  # newer Transformers encode the pictures before
-    names = {"input_ids", "position_ids", "past_key_values", "use_cache", "return_dict", "ragged"}
+    names = {"input_ids", "position_ids", CACHE_NAME, "use_cache", "return_dict", "ragged"}
     assert len(seen) > 1
     assert all(names == verify for verify in seen[1:])
 
@@ -316,12 +317,12 @@ def test_a_later_turn_brings_pictures_to_a_kept_cache(
         )
     ]
     cache = DynamicCache(config=target.config.get_text_config())
-    assert torch.equal(target.generate(**first, **settings, assistant_model=draft, past_key_values=cache), answer)
+    assert torch.equal(target.generate(**first, **settings, assistant_model=draft, **{CACHE_NAME: cache}), answer)
     # Another conversation in between leaves its positions in the model.
     target.generate(**vision_prompts(target, name, [[(8, 8)]], 3), max_new_tokens=2)
     if not whole:
         both["pixel_values"] = more.get("pixel_values")
-    out = target.generate(**both, **settings, assistant_model=draft, past_key_values=cache)
+    out = target.generate(**both, **settings, assistant_model=draft, **{CACHE_NAME: cache})
     assert torch.equal(out, ref)
     assert draft.last_stats.acceptance_length > 1.2
 
@@ -339,9 +340,9 @@ def test_a_later_turn_that_says_nothing_of_pictures_counts_on_as_plain_generate_
     refs: list[Tensor] = []
     for other in others:
         caches = [DynamicCache(config=target.config.get_text_config()) for _ in range(2)]
-        answer = target.generate(**first, **settings, past_key_values=caches[0])
+        answer = target.generate(**first, **settings, **{CACHE_NAME: caches[0]})
         draft = oracle_draft(target, truth_of(first, answer), 0, 5)
-        target.generate(**first, **settings, past_key_values=caches[1], assistant_model=draft)
+        target.generate(**first, **settings, **{CACHE_NAME: caches[1]}, assistant_model=draft)
         gap = torch.ones_like(answer[:, first["input_ids"].shape[1] :])
         both = {
             "input_ids": torch.cat([answer, more["input_ids"]], dim=1),
@@ -352,15 +353,15 @@ def test_a_later_turn_that_says_nothing_of_pictures_counts_on_as_plain_generate_
         if len(other) != len(rows):
             for cache, assistant in zip(caches, ({}, {"assistant_model": draft}), strict=True):
                 with pytest.raises(RuntimeError, match=r"[Ss]ize"):
-                    target.generate(**both, **settings, **assistant, past_key_values=cache)
+                    target.generate(**both, **settings, **assistant, **{CACHE_NAME: cache})
             continue
-        refs.append(target.generate(**both, **settings, past_key_values=caches[0]))
+        refs.append(target.generate(**both, **settings, **{CACHE_NAME: caches[0]}))
         draft.truth = truth_of(both, refs[-1])
         for row, mask in enumerate(both["attention_mask"]):
             real = [*mask.tolist(), *[1] * NEW]
             draft.truth[row] = [token for token, keep in zip(refs[-1][row].tolist(), real, strict=True) if keep]
         target.generate(**between, max_new_tokens=2)
-        out = target.generate(**both, **settings, past_key_values=caches[1], assistant_model=draft)
+        out = target.generate(**both, **settings, **{CACHE_NAME: caches[1]}, assistant_model=draft)
         assert torch.equal(out, refs[-1])
         assert draft.last_stats.acceptance_length > 1.2
     assert not torch.equal(refs[0], refs[1])
@@ -373,7 +374,7 @@ def test_pictures_that_do_not_fit_a_kept_cache_are_refused() -> None:
     answer = target.generate(**first, **settings)
     both = conversation(first, answer, more, [[1], [1]])
     cache = DynamicCache(config=target.config.get_text_config())
-    settings |= {"assistant_model": tiny_draft(target), "past_key_values": cache}
+    settings |= {"assistant_model": tiny_draft(target), CACHE_NAME: cache}
     target.generate(**first, **settings)
     wrong: list[tuple[dict[str, Tensor], str]] = [
         ({"image_grid_thw": more["image_grid_thw"]}, "image_grid_thw of all 2 images"),

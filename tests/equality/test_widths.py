@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, iterate
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation import buffers, step
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.host_reads import NoHostReads
@@ -214,12 +215,12 @@ def test_a_kept_cache_is_plain_generates(engine: Any, monkeypatch: pytest.Monkey
     target, inputs = target_of("qwen3-sliding"), prompts([5, 9], 1)
     settings: dict[str, Any] = {"max_new_tokens": 13, "do_sample": False, "eos_token_id": [9], "pad_token_id": 0}
     plain = DynamicCache(config=target.config)
-    ref = target.generate(**inputs, **settings, past_key_values=plain)
+    ref = target.generate(**inputs, **settings, **{CACHE_NAME: plain})
     for seed in range(4):
         use_random_widths(monkeypatch, seed)
         ours = DynamicCache(config=target.config)
         draft = oracle(target, inputs, ref, 1, engine)
-        assert torch.equal(target.generate(**inputs, **settings, past_key_values=ours, assistant_model=draft), ref)
+        assert torch.equal(target.generate(**inputs, **settings, **{CACHE_NAME: ours}, assistant_model=draft), ref)
         for layer, other in zip(plain.layers, ours.layers, strict=True):
             torch.testing.assert_close(layer.keys[1], other.keys[1], rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(layer.values[1], other.values[1], rtol=1e-9, atol=1e-9)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
+from dflash_hf.cache_name import CACHE_NAME
 from fuzz.cases import EOS, Case, Turn
 from fuzz.pieces import Seen, hooks_that_call, on_engine, settings_of, within
 from fuzz.targets import (
@@ -205,7 +206,7 @@ class Conversation:
         if self.case.cache == "returned":
             settings["return_dict_in_generate"] = True
         if cache is not None:
-            settings["past_key_values"] = cache
+            settings[CACHE_NAME] = cache
         if turn.rule is not None:
             settings["num_return_sequences"] = self.case.copies
         torch.manual_seed(self.case.seed)
@@ -289,7 +290,7 @@ class Conversation:
     def _check_caches(self, turn: Turn, ours: Any, theirs: Any) -> None:
         """Compares the caches that were passed in or are returned, which the next turn goes on from."""
         if self.case.cache == "returned":
-            self.caches = [theirs.past_key_values, ours.past_key_values]
+            self.caches = [theirs[CACHE_NAME], ours[CACHE_NAME]]
         if self.caches[1] is None:
             return
         if self._grows_with_pictures():

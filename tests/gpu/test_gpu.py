@@ -22,6 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from dflash_hf import DFlashDraftModel
 from dflash_hf.attention import RaggedBlock, attend, mask_repeats
 from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation import generate
 from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.run import Run, tapped
@@ -127,7 +128,7 @@ def test_layers_on_several_devices_give_the_plain_text(offload: bool, head: str,
         assert any(parameter.is_meta for parameter in target.parameters())
     else:
         execution = {name: torch.device(place) for name, place in places.items()} | {"": torch.device(0)}
-        attach_align_device_hook_on_blocks(target, execution, skip_keys=["past_key_values"])
+        attach_align_device_hook_on_blocks(target, execution, skip_keys=[CACHE_NAME])
         assert {parameter.device.type for parameter in target.parameters()} == {"cuda", "cpu"}
     for seed, lengths in enumerate([[9], LENGTHS]):
         check_greedy(target, "cuda", seed, draft_device=draft_device, lengths=lengths)
@@ -198,8 +199,8 @@ def test_verify_equals_an_eager_forward_of_the_same_width(device: str, dtype: to
             length = int(lengths[row])
             cache = DynamicCache(config=target.config)
             prefix = torch.tensor([tokens[:length]], device=device)
-            target(input_ids=prefix, past_key_values=cache, use_cache=True)
-            again = target(input_ids=ids[row : row + 1], past_key_values=cache, use_cache=True)
+            target(input_ids=prefix, **{CACHE_NAME: cache}, use_cache=True)
+            again = target(input_ids=ids[row : row + 1], **{CACHE_NAME: cache}, use_cache=True)
             errors.append(relative_error(logits[row], again.logits[0]))
     assert len(errors) == 6 * len(rows)
     assert max(errors) < TOLERANCES[dtype]

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from dflash_hf.cache.recurrent import RecurrentGroup
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.target.parts import find_target
 
 
@@ -158,7 +159,7 @@ def watch_states(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], dict[
 @torch.no_grad()
 def fresh_states(target: PreTrainedModel, tokens: list[int]) -> dict[int, tuple[Tensor, Tensor | None]]:
     """Windows and states by layer after one forward over a row's tokens alone."""
-    layers = target(torch.tensor([tokens]), use_cache=True).past_key_values.layers
+    layers = target(torch.tensor([tokens]), use_cache=True)[CACHE_NAME].layers
     return {
         index: (layers[index].conv_states[0][0], _row(layers[index].recurrent_states[0]))
         for index in find_target(target).recurrences

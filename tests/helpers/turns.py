@@ -15,6 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.cache_name import CACHE_NAME
 from helpers.hybrid import check_recurrent
 from tiny import VOCAB, OracleDraft, draft_config, prompts, tiny_target
 
@@ -118,14 +119,14 @@ def turn(
     """Runs a turn with and without a draft and compares; returns the conversation after it."""
     past = int(caches[1].get_seq_length())
     given = {"input_ids": ids if whole else ids[:, past:], "attention_mask": mask}
-    ref = target.generate(**given, **{**GREEDY, **settings}, past_key_values=caches[0])
+    ref = target.generate(**given, **{**GREEDY, **settings}, **{CACHE_NAME: caches[0]})
     ids = torch.cat([ids, ref[:, given["input_ids"].shape[1] :]], dim=1)
     eos = settings.get("eos_token_id")
     after = answer_mask(ids, mask, eos)
     truth, offsets = real_tokens(ids, after), offsets or [0] * ids.shape[0]
     # The oracle goes by the draft's own count.
     arm(draft, [row[offset:] for row, offset in zip(truth, offsets, strict=True)], seed)
-    out = target.generate(**given, **{**GREEDY, **settings}, past_key_values=caches[1], assistant_model=draft)
+    out = target.generate(**given, **{**GREEDY, **settings}, **{CACHE_NAME: caches[1]}, assistant_model=draft)
     assert torch.equal(out, ref)
     assert draft.last_stats.acceptance_length > 1.2
     check_caches(caches[1], caches[0])

@@ -28,6 +28,7 @@ from transformers.distributed import DistributedConfig
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, iterate
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation.widths import CHAIN, WidthChooser
 from helpers.static import tensor_oracle
 from helpers.vision import vision_prompts, vision_target
@@ -341,7 +342,7 @@ def kept_caches(rank: Rank) -> int:
             given = prompts([4, 9], 3)
             for typed in (5, 0):
                 extra = {} if whole else {"assistant_model": draft}
-                text = target.generate(**given, **settings, eos_token_id=5, past_key_values=cache, **extra)
+                text = target.generate(**given, **settings, eos_token_id=5, **{CACHE_NAME: cache}, **extra)
                 texts.append(text)
                 new = prompts([typed, typed], 8)["input_ids"] if typed else text[:, :0]
                 ids = torch.cat([text, new], dim=1)
@@ -370,7 +371,7 @@ def other_calls(rank: Rank) -> int:
         "attention_mask, position_ids": {"attention_mask": torch.ones_like(inputs["attention_mask"])},
         "max_length, max_new_tokens": {"max_new_tokens": 5},
         "do_sample": {"do_sample": True},
-        "past_key_values": {"past_key_values": DynamicCache(config=target.config)},
+        CACHE_NAME: {CACHE_NAME: DynamicCache(config=target.config)},
     }.items():
         expected = both[0], both[1].format(name)
         rank.refused({0: expected, 1: expected}, call(**changes))
@@ -423,10 +424,10 @@ def failures(rank: Rank) -> int:
             "interrupt in a forward": _interrupt,
         }.items():
             cache = DynamicCache(config=target.config)
-            target.generate(**prompts([3, 2], 5), **GREEDY, past_key_values=cache, assistant_model=draft)
+            target.generate(**prompts([3, 2], 5), **GREEDY, **{CACHE_NAME: cache}, assistant_model=draft)
             before = cache.get_seq_length(), cache.layers[0].keys.clone()
             ids = torch.cat([torch.zeros(2, before[0] - 3 - 1, dtype=torch.long) + 4, inputs["input_ids"]], dim=1)
-            given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": cache}
+            given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE_NAME: cache}
             extra: dict[str, Any] = {**GREEDY, "max_new_tokens": 60, "assistant_model": draft}
             if rank.number == failing and name == "streamer":
                 extra["streamer"] = Failing()

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from dflash_hf import ops
 from dflash_hf.cache.ragged import RaggedLayer
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation import buffers
 from dflash_hf.generation.buffers import kept_buffers
 from helpers.engine import GREEDY, Watched, freeze_each_step_first, pair
@@ -313,13 +314,13 @@ def test_a_conversation_over_a_kept_cache_goes_on(engine: Any, calls: Calls) -> 
     plain, ours = DynamicCache(config=target.config), DynamicCache(config=target.config)
     draft: Any = None
     for turn in range(2):
-        ref = target.generate(**inputs, **settings, past_key_values=plain)
+        ref = target.generate(**inputs, **settings, **{CACHE_NAME: plain})
         truth = truth_of(inputs, ref.sequences)
         draft = tensor_oracle(target, truth, turn, 6) if draft is None else draft.arm(truth, turn)
         set_engine(draft, engine)
         calls.clear()
         with ops.kernels(True):
-            out = target.generate(**inputs, **settings, past_key_values=ours, assistant_model=draft)
+            out = target.generate(**inputs, **settings, **{CACHE_NAME: ours}, assistant_model=draft)
         assert torch.equal(out.sequences, ref.sequences)
         assert calls.references["context_kv"] > calls_of(draft)["context_kv"]
         assert draft.last_stats.acceptance_length > 1

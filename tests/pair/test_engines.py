@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_hf import DFlashDraftModel
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.cli.demo import read_prompts
 from helpers.half import half
 from helpers.static import set_engine, use_tapes
@@ -71,7 +72,7 @@ def test_the_next_turn_accepts_what_it_accepts_eagerly(
     for chosen in ("eager", engine):
         set_engine(draft, chosen)
         cache = DynamicCache(config=target.config)
-        kept = {"past_key_values": cache, "assistant_model": draft}
+        kept = {CACHE_NAME: cache, "assistant_model": draft}
         first = target.generate(**inputs, **settings, max_new_tokens=16, **kept)
         counts = [draft.last_stats.num_committed]
         mask = torch.ones_like(first.sequences)

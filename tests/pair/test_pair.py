@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from typer.testing import CliRunner
 
 from dflash_hf import DFlashDraftModel
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.cli.demo import read_prompts
 from dflash_hf.cli.main import app
 from dflash_hf.evaluation.harness import encode_prompt
@@ -55,13 +56,13 @@ def test_going_on_from_a_kept_cache_accepts_what_it_accepts_without(rows: int) -
     inputs = batch_of(prompts(1)[:rows])
     cache = DynamicCache(config=target.config)
     settings = {"do_sample": False, "assistant_model": draft}
-    ids = target.generate(**inputs, **settings, max_new_tokens=20, past_key_values=cache)
+    ids = target.generate(**inputs, **settings, max_new_tokens=20, **{CACHE_NAME: cache})
     mask = torch.cat([inputs["attention_mask"], torch.ones_like(ids[:, -20:])], dim=1)
     whole = {"input_ids": ids, "attention_mask": mask}
     plain = target.generate(**whole, **settings, max_new_tokens=60)
     committed = draft.last_stats.num_committed
     assert draft.last_stats.acceptance_length > 5
-    assert torch.equal(target.generate(**whole, **settings, max_new_tokens=60, past_key_values=cache), plain)
+    assert torch.equal(target.generate(**whole, **settings, max_new_tokens=60, **{CACHE_NAME: cache}), plain)
     assert draft.last_stats.num_committed == committed
 
 

@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from typer.testing import CliRunner, Result
 
 from dflash_hf import DFlashDraftModel
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.cli.demo import read_prompts
 from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import load_pair
@@ -147,7 +148,7 @@ def test_a_second_turn_goes_on_from_a_kept_cache(count: int) -> None:
     assert torch.equal(target.generate(**both, **GREEDY, assistant_model=draft), plain)
     committed = draft.last_stats.num_committed
     cache = DynamicCache(config=target.config.get_text_config())
-    settings = {**GREEDY, "assistant_model": draft, "past_key_values": cache}
+    settings = {**GREEDY, "assistant_model": draft, CACHE_NAME: cache}
     assert torch.equal(target.generate(**inputs, **settings), first)
     assert torch.equal(target.generate(**both, **settings), plain)
     assert draft.last_stats.num_committed == committed

@@ -21,6 +21,8 @@ from dflash.model import _draft_value, _raw_input_embeddings
 from safetensors.torch import save_file
 from transformers import DynamicCache, Qwen3Config
 
+from dflash_hf.cache_name import CACHE_NAME
+
 GOLDENS = Path(__file__).parent / "goldens" / "zlab"
 # (new context tokens, block) per call: a prompt, then what the last block committed.
 CALLS = ((9, 4), (3, 4), (1, 4))
@@ -102,7 +104,7 @@ def record(model: DFlashDraftModel) -> dict[str, torch.Tensor]:
         noise = normal(block, model.config.hidden_size)
         positions = torch.arange(length, length + num_context + block)[None]
         out = model(
-            position_ids=positions, noise_embedding=noise, target_hidden=taps, past_key_values=cache, use_cache=True
+            position_ids=positions, noise_embedding=noise, target_hidden=taps, **{CACHE_NAME: cache}, use_cache=True
         )
         kept.update({f"{prefix}.taps": taps, f"{prefix}.noise": noise, f"{prefix}.out": out})
         length += num_context

@@ -10,6 +10,7 @@ from transformers.cache_utils import DFlashCache
 from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.drafts import load_draft, save_draft
 from helpers.activations import recorded, relative_error
 
@@ -80,9 +81,9 @@ def compare(ours: DFlashDraftModel, theirs: MuseGlimmerAssistantModel) -> None:
         }
         length += num_context
         with recorded(ours.hidden_norm, ours.layers) as got:
-            got["out"] = ours(**inputs, past_key_values=caches[0]).last_hidden_state
+            got["out"] = ours(**inputs, **{CACHE_NAME: caches[0]}).last_hidden_state
         with recorded(theirs.encoder, theirs.layers) as expected:
-            expected["out"] = theirs(**inputs, past_key_values=caches[1]).last_hidden_state
+            expected["out"] = theirs(**inputs, **{CACHE_NAME: caches[1]}).last_hidden_state
         errors = {name: relative_error(got[name], expected[name]) for name in expected}
         assert max(errors.values()) < 1e-9, f"call {call}: {errors}"
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from dflash_hf import DFlashDraftModel
+from dflash_hf.cache_name import CACHE_NAME
 from tiny import DFLASH2, draft_config, prompts, randomise_dflash2, tiny_target
 
 BLOCK = 6
@@ -48,7 +49,7 @@ class StockOracle(DFlashDraftModel):
             true = int(self.truth[position]) if position < len(self.truth) else 0
             states[0, slot] = self.state_of(true if slot <= good else (true + 1) % self.head.shape[0])
         self.kept.append(good)
-        return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=out.past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=states, **{CACHE_NAME: out[CACHE_NAME]})
 
     def state_of(self, token: int) -> Tensor:
         """A state for which the head's largest score is that of `token`."""

@@ -16,6 +16,7 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache.context import NewContext
 from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.cache_name import CACHE_NAME
 from helpers.activations import recorded, relative_error
 
 GOLDENS = Path(__file__).parent / "goldens" / "zlab"
@@ -81,7 +82,7 @@ def test_combined_forward(draft: DFlashDraftModel, calls: list[dict[str, Tensor]
     length = 0
     for index, golden in enumerate(calls):
         with recorded(draft.hidden_norm, draft.layers) as got:
-            out = draft(golden["noise"], golden["taps"], past_key_values=cache).last_hidden_state
+            out = draft(golden["noise"], golden["taps"], **{CACHE_NAME: cache}).last_hidden_state
         check({**got, "out": out}, golden, f"call {index}")
         length += golden["taps"].shape[1]
         cache.crop(length - cache.get_seq_length())

@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.drafts import load_draft, save_draft
 from helpers.activations import recorded, relative_error
 from tiny import DFLASH2, prompts, tiny_draft, tiny_target
@@ -95,10 +96,10 @@ def test_zlab_loads_our_export(name: str, tmp_path: Path) -> None:
         noise = torch.randn(1, 4, 16, dtype=torch.float64)
         positions = torch.arange(length, length + num_context + 4)[None]
         with recorded(ours.hidden_norm, ours.layers) as got:
-            out = ours(noise, taps, positions, past_key_values=caches[0]).last_hidden_state
+            out = ours(noise, taps, positions, **{CACHE_NAME: caches[0]}).last_hidden_state
         with recorded(theirs.hidden_norm, theirs.layers) as expected:
             expected["out"] = theirs(
-                position_ids=positions, noise_embedding=noise, target_hidden=taps, past_key_values=caches[1]
+                position_ids=positions, noise_embedding=noise, target_hidden=taps, **{CACHE_NAME: caches[1]}
             )
         for key, value in expected.items():
             assert relative_error({**got, "out": out}[key], value) < 1e-9, key

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from dflash_hf import DFlashGenerationConfig, free_buffers
 from dflash_hf.cache import ragged, size
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation import buffers, cuda_graph, step
 from dflash_hf.generation.buffers import buckets_between, kept_buffers, round_up
 from dflash_hf.generation.cuda_graph import uncaptured, why_not
@@ -347,7 +348,7 @@ def test_a_device_that_fails_leaves_a_message_and_nothing_half_written(monkeypat
     target, draft, inputs, ref = pair("cuda_graph")
     target.generate(**inputs, **GREEDY, assistant_model=draft)
     given = DynamicCache(config=target.config)
-    target.generate(**inputs, **GREEDY, assistant_model=draft, past_key_values=given)
+    target.generate(**inputs, **GREEDY, assistant_model=draft, **{CACHE_NAME: given})
     before = [(layer.keys.clone(), layer.values.clone()) for layer in given.layers]
     replay, num_replays = Tape.replay, 0
 
@@ -362,7 +363,7 @@ def test_a_device_that_fails_leaves_a_message_and_nothing_half_written(monkeypat
     more = prompts([42, 42, 42], 1) | {"attention_mask": torch.ones(3, 42, dtype=torch.long)}
     more["input_ids"][:, :37] = ref
     with pytest.raises(RuntimeError, match="expected the steps to run on CUDA, got RuntimeError: CUDA error: an"):
-        target.generate(**more, **GREEDY, assistant_model=draft, past_key_values=given)
+        target.generate(**more, **GREEDY, assistant_model=draft, **{CACHE_NAME: given})
     assert num_replays == 3
     assert not [kept for kept in kept_buffers(draft) if kept.capacity >= 42 + NEW]
     for layer, (keys, values) in zip(given.layers, before, strict=True):

@@ -18,6 +18,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
 
 from dflash_hf import iterate, ops
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.target import formulas, short_forwards
 from dflash_hf.target.fused import fused_modules
 from dflash_hf.target.parts import find_target
@@ -153,7 +154,7 @@ def prefilled(monkeypatch: pytest.MonkeyPatch, target: Any, lengths: list[int], 
         patch.setattr(short_forwards._Attention, "_over_prompt", noted)
         out = target.generate(**inputs, **options, assistant_model=draft)
     assert torch.equal(out.logits[0], wanted.logits[0])
-    for ours, theirs in zip(out.past_key_values.layers, wanted.past_key_values.layers, strict=True):
+    for ours, theirs in zip(out[CACHE_NAME].layers, wanted[CACHE_NAME].layers, strict=True):
         for name in ("keys", "values"):  # of padding there are none
             padding = inputs["attention_mask"][:, None, -theirs.keys.shape[2] :, None] == 0
             first, second = (getattr(layer, name).masked_fill(padding, 0) for layer in (ours, theirs))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
@@ -176,8 +176,10 @@ class RaggedCache(Cache):
         super().__init__(layers=[*self.attention.values()])
         self.longest_block = block
         self.block: RaggedBlock | None = None
-        self._window: int | None = None
-        self._attended_by: set[int] = set()
+        # What was handed out last, for attention to run over, and the layers over which it has run since `begin`.
+        self._layer = 0
+        self._num_slots = 0
+        self._attended: set[int] = set()
         self.groups: list[RecurrentGroup] = []
 
     @classmethod
@@ -253,7 +255,8 @@ class RaggedCache(Cache):
     def begin(self, block: RaggedBlock) -> None:
         """Says where the next writes go; recurrent states follow to where the block begins."""
         self.block = block
-        self._attended_by.clear()
+        self._attended.clear()
+        self._num_slots = 0
         self.advance(block)
         for layer in self.layers:
             if isinstance(layer, RecurrentLayer):
@@ -300,15 +303,17 @@ class RaggedCache(Cache):
             path = path_BN.to(device)
             ops.either(ops.keep_path, path)(path, lengths.to(device), buffers)
 
-    def attended_by(self, module: nn.Module) -> tuple[RaggedBlock, int | None]:
-        """Notes that an attention module runs over what it has just written; returns the block that was begun.
+    def attend(self, keys: Tensor) -> tuple[RaggedBlock, int | None]:
+        """Notes that attention runs over `keys`; returns the block that was begun and the window of their layer.
 
-        And the window of the layer that was written last: Moshi's slides in its cache only, not in its attention.
+        A layer counts as passed only over as many slots as were handed out for it: one that has a cache of its own
+        attends to others. They need not be the same keys: DeepSeek's are expanded in between. The window is the
+        cache's: Moshi's slides there alone, not in its attention.
         """
         assert self.block is not None
-        # A set: DiffLlama's call attention twice.
-        self._attended_by.add(id(module))
-        return self.block, self._window
+        if keys.shape[2] == self._num_slots:
+            self._attended.add(self._layer)
+        return self.block, self.attention[self._layer].shape.window
 
     def check_passed(self) -> None:
         """Raises `RuntimeError` unless a forward over the block that was begun went through every layer as it must.
@@ -322,11 +327,11 @@ class RaggedCache(Cache):
                 f"expected the inputs of the recurrences in layers {passed_by}, got none; a compiled or replaced "
                 "module runs no hooks, use the model as it was before"
             )
-        num, passed = len(self.attention), len(self._attended_by)
-        if passed != num:
+        missing = self.attention.keys() - self._attended
+        if missing:
             raise RuntimeError(
-                f"expected attention over the ragged cache in {num} layers, got it in {passed}; this target does not "
-                "use Transformers' attention interface throughout"
+                f"expected attention over the ragged cache in every layer, got none in layers {sorted(missing)}; the "
+                "target's forward does not write to and read from the cache that it is given, drop assistant_model"
             )
 
     def extend(self, layer_idx: int, key_BKGE: Tensor, value_BKGE: Tensor) -> tuple[Tensor, Tensor]:
@@ -337,10 +342,11 @@ class RaggedCache(Cache):
 
     def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Returns the `[B, G, extent, E]` to attend to, with the block that was begun, whose own have been written."""
-        layer = self.attention[layer_idx]
         assert self.block is not None
-        self._window = layer.shape.window
-        return layer.read(self.block)
+        keys, values = self.attention[layer_idx].read(self.block)
+        self._layer = layer_idx
+        self._num_slots = keys.shape[2]
+        return keys, values
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -376,10 +382,11 @@ def _shape_of(source: Any, index: int, num_columns: int) -> LayerShape:
             f"expected keys and values in every layer of the prefill cache, got {type(source).__name__} in "
             f"layer {index}; this target has a layer without its own K/V and is not supported"
         )
-    keys, values = stored_columns(source)
+    num_filled = int(source.get_seq_length())
     what = f"keys of {num_columns} prompt tokens in layer {index} of the prefill cache"
-    action = "something adds tokens to the prompt, drop assistant_model"
-    require(keys.shape[2] <= num_columns, what, keys.shape[2], action)
+    reason = "adds tokens to the prompt" if num_filled > num_columns else "does not keep the whole prompt in it"
+    require(num_filled == num_columns, what, num_filled, f"the target {reason}, drop assistant_model")
+    keys, values = stored_columns(source)
     # One that records its past wants all of it back.
     window = None if getattr(source, "record_past", False) else layer_window(source)
     return LayerShape(keys.shape[1], keys.shape[3], values.shape[3], window, keys.dtype, values.dtype, keys.device)

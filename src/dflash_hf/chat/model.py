@@ -21,6 +21,7 @@ from transformers.cli.serving.utils import InferenceThread
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.chat.branches import BROKEN, VerifiedTree
 from dflash_hf.chat.conversation import Answer, Conversation, Run, Settings, Turn
 from dflash_hf.errors import require
@@ -230,7 +231,7 @@ class ChatModel:
             if answer.drafted:
                 options["assistant_model"] = self.draft
             if answer.drafted and is_turn:  # looked at only now: a run that was left may have been advancing it
-                cache = options["past_key_values"] = self._cache_for(conversation, inputs)
+                cache = options[CACHE_NAME] = self._cache_for(conversation, inputs)
                 answer.num_cached_tokens = cache.get_seq_length()
             self.draft.last_stats = None
             streamer.started = time.perf_counter()

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.checkpoints import FIELDS, CheckpointFormat, detect_format, make_config
 from dflash_hf.checkpoints.files import (
     FLOAT_DTYPES,
@@ -58,7 +59,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
     # Of speculators' format; which weights a checkpoint may hold is checked before, format by format.
     _keys_to_ignore_on_load_unexpected = [r"^t2d$", r"^d2t$", r"^verifier_"]  # noqa: RUF012
     _no_split_modules = ["DFlashDecoderLayer"]  # noqa: RUF012  (Transformers' own form)
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = [CACHE_NAME]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True

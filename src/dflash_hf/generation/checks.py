@@ -24,6 +24,7 @@ from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dflash_hf.cache.ragged import layer_window
+from dflash_hf.cache_name import CACHE_NAME, given_cache
 from dflash_hf.errors import require
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
@@ -104,7 +105,9 @@ def check_inputs(target: Target, settings: Settings) -> None:
     if not isinstance(prompt, Tensor) or prompt.dim() != dims or prompt.numel() == 0:
         shape = tuple(prompt.shape) if isinstance(prompt, Tensor) else prompt
         raise ValueError(f"expected {name} [rows, tokens, ...] with at least one token, got {shape}; give a prompt")
-    mask, cache, columns = given.get("attention_mask"), given.get("past_key_values"), prompt.shape[1]
+    mask = given.get("attention_mask")
+    cache = given_cache(given)
+    columns = prompt.shape[1]
     if mask is not None and mask.dim() == 2:
         if not (isinstance(cache, Cache) and int(cache.get_seq_length())):
             what, do = f"ones behind the {columns} columns of the prompt in attention_mask", "they hide tokens to come"
@@ -150,28 +153,28 @@ def _check_cache(cache: object, target: Target) -> None:
     if not isinstance(cache, Cache) or type(cache).update is not Cache.update or offloading is not False:
         kind = "an offloaded cache" if offloading else type(cache).__name__
         raise ValueError(
-            f"expected a DynamicCache or StaticCache on the target's device as past_key_values, got {kind}; use one"
+            f"expected a DynamicCache or StaticCache on the target's device as {CACHE_NAME}, got {kind}; use one"
         )
     references = DynamicCache(config=target.config).layers
     num, is_hybrid = len(cache.layers), any(isinstance(layer, LinearAttentionLayer) for layer in references)
     # A cache that was made without a config makes a layer of attention for whatever asks.
     fits = num == len(references) or (not num and not is_hybrid and cache.layer_class_to_replicate is DynamicLayer)
     make = "make it with DynamicCache(config=model.config)"
-    require(fits, f"past_key_values with {len(references)} layers (the target's)", num, make)
+    require(fits, f"{CACHE_NAME} with {len(references)} layers (the target's)", num, make)
     for index, (layer, reference) in enumerate(zip(cache.layers, references, strict=False)):
         kind, wanted = type(layer).__name__, type(reference).__name__
-        what = f"a dynamic or static layer {index} in past_key_values"
+        what = f"a dynamic or static layer {index} in {CACHE_NAME}"
         require(type(layer) in _LAYERS, what, kind, "use a DynamicCache or drop assistant_model")
         recurrent = isinstance(layer, LinearAttentionLayer), isinstance(reference, LinearAttentionLayer)
-        require(recurrent[0] == recurrent[1], f"a {wanted} in layer {index} of past_key_values", kind, make)
+        require(recurrent[0] == recurrent[1], f"a {wanted} in layer {index} of {CACHE_NAME}", kind, make)
         if isinstance(layer, LinearAttentionLayer):
-            what = f"past_key_values that keep no more than they need in layer {index}"
+            what = f"layer {index} of {CACHE_NAME} to keep no more than it needs"
             require(not layer.record_past, what, "one recording its past", "start from a new one")
             continue
         kept, window = layer_window(layer), layer_window(reference)
         # A static layer that is shorter than the window is a matter of room: see `UserCache.begin`.
         shorter = isinstance(layer, StaticLayer) and window is not None and kept is not None and kept < window
-        what = f"layer {index} of past_key_values to keep {window or 'all'} tokens (the target's window)"
+        what = f"layer {index} of {CACHE_NAME} to keep {window or 'all'} tokens (the target's window)"
         require(kept in (None, window) or shorter, what, kept, make)
 
 
@@ -185,17 +188,17 @@ def _check_columns(cache: Cache, rows: int, num_ids: int, mask: Tensor | None) -
     recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
     lengths = {int(layer.get_seq_length()) for layer in attention}
     interrupted = "it comes from a forward that was interrupted, start from a new one"
-    require(len(lengths) < 2, "past_key_values with as many columns in every layer", sorted(lengths), interrupted)
+    require(len(lengths) < 2, f"{CACHE_NAME} with as many columns in every layer", sorted(lengths), interrupted)
     states = [all(layer.has_previous_state.values()) for layer in recurrent]
-    require(set(states) <= {bool(past)}, "past_key_values with a state wherever there are keys", states, interrupted)
+    require(set(states) <= {bool(past)}, f"{CACHE_NAME} with a state wherever there are keys", states, interrupted)
     stored = [layer.keys for layer in attention]
     stored += [state for layer in recurrent for state in layer.conv_states.values()]
     own = {tensor.shape[0] for tensor in stored if isinstance(tensor, Tensor) and tensor.dim() > 1}
-    wanted = f"past_key_values with {rows} rows (input_ids times num_return_sequences)"
+    wanted = f"{CACHE_NAME} with {rows} rows (input_ids times num_return_sequences)"
     require(own <= {rows}, wanted, sorted(own), "call cache.batch_repeat_interleave, or start from a new one")
     num_columns = num_ids if mask is None or mask.shape[1] == num_ids else past + num_ids
     if past and (num_columns <= past or (mask is not None and mask.shape[1] != num_columns)):
         got = f"{num_ids} columns with {'no' if mask is None else 'an'} attention_mask"
         got += "" if mask is None else f" of {mask.shape[1]}"
-        what = f"input_ids of the whole conversation (more than the {past} columns of past_key_values), or the new "
+        what = f"input_ids of the whole conversation (more than the {past} columns of {CACHE_NAME}), or the new "
         raise ValueError(f"expected {what}tokens with an attention_mask over all, got {got}; pass one of the two")

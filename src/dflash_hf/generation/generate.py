@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
 from dflash_hf.attention import RaggedBlock
+from dflash_hf.cache_name import CACHE_NAME, given_cache
 from dflash_hf.checkpoints import explain_foreign_draft
 from dflash_hf.devices import Inventory, eagerly, execution_devices
 from dflash_hf.errors import require
@@ -107,7 +108,8 @@ def answer_with(
         settings = Settings(model, arguments)
         check_settings(settings)
         check_inputs(target, settings)
-        cache, ids = arguments.get("past_key_values"), arguments.get("inputs")
+        cache = given_cache(arguments)
+        ids = arguments.get("inputs")
         ids = arguments.get("input_ids") if ids is None else ids
         past = 0 if cache is None else int(cache.get_seq_length())
         if ids is not None and past:
@@ -187,12 +189,8 @@ def decode(call: Call) -> DFlashGenerateOutput | torch.LongTensor:
     run.watch.lap("rest")
     if not config.return_dict_in_generate:
         return sequences
-    return DFlashGenerateOutput(
-        sequences=sequences,
-        past_key_values=None if kept is None else kept.cache,
-        speculative=run.stats,
-        **run.recorder.collected(),
-    )
+    cache: dict[str, Any] = {CACHE_NAME: None if kept is None else kept.cache}
+    return DFlashGenerateOutput(sequences=sequences, speculative=run.stats, **cache, **run.recorder.collected())
 
 
 def advance(run: Run, engine: Engine = "eager") -> None:

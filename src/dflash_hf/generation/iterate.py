@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.devices import Inventory, eagerly, is_compiled
 from dflash_hf.errors import require
 from dflash_hf.generation.accept import Accept
@@ -108,7 +109,7 @@ def iterate(
     Raises:
         ValueError: For what `generate` with a draft refuses; for a rule of one's own under `proposal="sample"` or
             `num_tree_nodes`; for `accept` beside processors that read the prefix or criteria of one's own; for rules
-            that return another shape, dtype or range; for a cache in `past_key_values`.
+            that return another shape, dtype or range; for a cache that is passed in.
     """
     draft = given = unwrapped(draft)
     require(isinstance(given, DFlashDraftModel), "a DFlashDraftModel as draft", type(given).__name__, "use load_draft")
@@ -140,7 +141,7 @@ def _start(call: Call, propose: Propose | None, accept: Accept | None) -> Run:
         what = "no stopping criteria but length and end of sequence, and a streamer only with one row, beside accept"
         require(not together, what, together, "stop iterating instead")
     reason = "a run that may be left half-way cannot advance one, pass the whole conversation instead"
-    require(call.cache is None, "no past_key_values", type(call.cache).__name__, reason)
+    require(call.cache is None, f"no {CACHE_NAME}", type(call.cache).__name__, reason)
     with eagerly(call.target.parts, call.draft_parts):
         run = prefill(call, is_looked_at=True)
     if options.verify_width is None:

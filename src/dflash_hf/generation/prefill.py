@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dflash_hf import ops
 from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.errors import require
 from dflash_hf.generation.accept import SynchronizedRows
 from dflash_hf.generation.buffers import affordable_length, else_freed, num_choices, take_buffers
@@ -69,7 +70,7 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     if kept is not None:
         kept.begin(generator, positions.to(input_ids.device), limit)
     generator.begin(lengths)
-    given = {**call.inputs, **vars(config), "past_key_values": None if kept is None else past}
+    given = {**call.inputs, **vars(config), CACHE_NAME: None if kept is None else past}
     ranks.begin({**given, "input_ids": input_ids, "block_size": block_size, "verify_width": width})
     seed = new_key(input_ids.device) if config.do_sample else None
     ranks.share(seed)
@@ -119,7 +120,7 @@ def _fill(
     """
     target, draft = call.target, call.draft
     given = kept.cache if kept is not None and kept.given else None
-    call.inputs["past_key_values"] = _empty_cache(call) if given is None else given
+    call.inputs[CACHE_NAME] = _empty_cache(call) if given is None else given
     seen = past = 0 if kept is None else kept.past
 
     def sink(states: Tensor) -> None:
@@ -140,15 +141,15 @@ def _fill(
             "no hooks that are added later, use the model as it was before torch.compile"
         )
     # Not always the one that was handed in: Phi-3 starts a new one for prompts beyond its first RoPE range.
-    filled = outputs.past_key_values
+    filled = outputs.get(CACHE_NAME)
     if filled is None:
         raise RuntimeError(
             f"expected a cache from the prefill of {type(target.model).__name__}, got none; call target.eval(), "
             "gradient checkpointing in training mode turns caches off"
         )
     what = f"{type(target.model).__name__} to go on with the cache passed in (its RoPE depends on the length)"
-    require(given in (None, filled), what, "a new one", "pass the whole conversation without past_key_values")
-    del call.inputs["past_key_values"], outputs.past_key_values
+    require(given in (None, filled), what, "a new one", f"pass the whole conversation without {CACHE_NAME}")
+    del call.inputs[CACHE_NAME]
     return outputs, filled
 
 
@@ -157,7 +158,7 @@ def _empty_cache(call: Call) -> DynamicCache:
 
     A static, quantised or offloaded one would save nothing: decoding has a cache of its own.
     """
-    prepared: Any = call.inputs.get("past_key_values")
+    prepared: Any = call.inputs.get(CACHE_NAME)
     if type(prepared) is DynamicCache and not prepared.offloading and not int(prepared.get_seq_length()):
         return prepared
     return DynamicCache(config=call.target.config)
@@ -263,7 +264,7 @@ PER_TOKEN = {"attention_mask", "position_ids", "token_type_ids", "mm_token_type_
 # Sizes of the images: Transformers hands them to every forward, where they do nothing beside explicit positions.
 IMAGE_SIZES = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
 # What a verify does not get of what a prefill got: it has ids, positions and a cache of its own, and sees no image.
-OF_CALL = {"past_key_values", "use_cache", "logits_to_keep", "inputs_embeds", "return_dict"}
+OF_CALL = {CACHE_NAME, "use_cache", "logits_to_keep", "inputs_embeds", "return_dict"}
 OF_PREFILL = PER_TOKEN | IMAGE_SIZES | OF_CALL | set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
 
 
@@ -312,7 +313,7 @@ def prompt_positions(call: Call, past: int) -> Tensor:
     require(is_left, "left-padded prompts", got, "tokenize with padding_side='left' and pass attention_mask")
     slides = bool((mask[:, 1:] < mask[:, :-1]).any()) and any(DynamicCache(config=call.target.config).is_sliding)
     what = "no padding between tokens with a target that has sliding windows, which plain generate counts in columns"
-    require(not slides, what, "some", "pass the whole conversation left-padded, without past_key_values")
+    require(not slides, what, "some", f"pass the whole conversation left-padded, without {CACHE_NAME}")
     return (mask.long().cumsum(dim=1) - 1).masked_fill(~mask, -1)
 
 
@@ -330,7 +331,7 @@ def position_delta(call: Call, lengths: Tensor) -> Tensor:
     model: Any = call.target.model
     position_ids = call.inputs["position_ids"]
     if getattr(model.prepare_inputs_for_generation, "__func__", None) is not _PREPARE:  # that one takes the last
-        kwargs = {**call.inputs, "past_key_values": _empty_cache(call), "use_cache": True}
+        kwargs = {**call.inputs, CACHE_NAME: _empty_cache(call), "use_cache": True}
         last = torch.zeros_like(lengths[:, None])
         step = model.prepare_inputs_for_generation(last, next_sequence_length=1, is_first_iteration=False, **kwargs)
         position_ids = step.get("position_ids")
@@ -361,7 +362,7 @@ def keep_new_images(target: Target, input_ids: Tensor, past: int, arguments: dic
             f"columns too, beside image_grid_thw, got shapes {shapes}; pass what the processor made of all messages"
         )
     highest = int(types.max())
-    require(highest < 2, "no videos in a conversation with a cache", highest, "leave out past_key_values")
+    require(highest < 2, "no videos in a conversation with a cache", highest, f"leave out {CACHE_NAME}")
     is_image = types.to(grids.device) == 1
     starts = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:, :-1]
     is_new = (torch.arange(types.shape[1], device=grids.device) >= past).expand_as(starts)[starts]

@@ -61,7 +61,7 @@ class Call:
     ranks: Ranks
     answer: Callable[[Call], Any]  # what is done once everything is prepared
     streamer: BaseStreamer | None  # gets every accepted run; `generate` puts the prompt
-    cache: Cache | None  # `past_key_values` that the caller passed
+    cache: Cache | None  # that the caller passed
     started: float  # `time.perf_counter()` at the user's call
     # As `generate` prepared them.
     input_ids: torch.LongTensor = field(init=False)  # [B, S], left-padded, on the target's device

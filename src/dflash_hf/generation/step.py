@@ -16,12 +16,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from dflash_hf.attention import RaggedBlock
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation.accept import commit, decide_at_once, decide_by_position, stop_by_criteria
 from dflash_hf.generation.buffers import buckets_between, reads_lengths_on_device, round_up
 from dflash_hf.generation.run import Run, has_room, make_room, tapped
 from dflash_hf.generation.state import NUM_REPORTED
 from dflash_hf.generation.widths import along_chain
 from dflash_hf.target.compiled import compile_errors, compiled_layers
+from dflash_hf.target.reentry import KEYWORD
 from dflash_hf.tree import is_in_place
 
 logger: Any = logging.get_logger(__name__)
@@ -80,10 +82,9 @@ def verify(run: Run, block: RaggedBlock) -> CausalLMOutputWithPast:
         outputs = target.model(
             input_ids=state.block,
             position_ids=target.position_ids(block.indices, state.position_delta),
-            past_key_values=run.cache,
             use_cache=True,
             return_dict=True,
-            ragged=run.cache,
+            **{CACHE_NAME: run.cache, KEYWORD: run.cache},
             **run.extra,
         )
         run.cache.check_passed()

@@ -1,4 +1,4 @@
-"""Caches that outlive a call: `past_key_values` passed in or asked for, and the draft's context that goes with them.
+"""Caches that outlive a call, passed in or asked for, and the draft's context that goes with them.
 
 A cache passed in is filled by the prefill as plain `generate` fills it, and advanced at the end by what was decoded,
 through its own `update`; in between the run has a ragged copy. The draft's context is attached to the cache object, so

@@ -25,6 +25,7 @@ from dflash_hf import ops
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import LayerShape
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.devices import Inventory
 from dflash_hf.target.reentry import KEYWORD, RAGGED_BLOCK
 
@@ -235,7 +236,7 @@ def over_caches(
         shape = LayerShape(2, size, size, None, hidden.dtype, hidden.dtype, device)
         cache = RaggedCache([shape], batch=2, max_length=12, block=width)
         cache.begin(RaggedBlock(lengths[:, None] + torch.arange(width, device=device)))
-        given: dict[str, Any] = {"attention_mask": None, "past_key_values": cache, KEYWORD: cache}
+        given: dict[str, Any] = {"attention_mask": None, CACHE_NAME: cache, KEYWORD: cache}
         out = run(hidden, cache, given | {"position_embeddings": angles, "use_cache": True})
         cache.check_passed()
         found.append((out, *cache.attention[0].buffers()))
@@ -254,7 +255,7 @@ def over_prompts(attention: Any, draw: Draw, *runs: Callable[[Tensor, Cache, dic
         cache = DynamicCache()
         outs = list[Any]()
         for hidden, angles, mask in chunks:
-            given = {"attention_mask": mask, "past_key_values": cache, "position_embeddings": angles}
+            given = {"attention_mask": mask, CACHE_NAME: cache, "position_embeddings": angles}
             outs.append(run(hidden, cache, given | {"position_ids": None, "use_cache": True}))
         layer: Any = cache.layers[0]
         found.append((*outs, layer.keys, layer.values))

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from dflash_hf import ops
 from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.scopes import undoing
 from dflash_hf.target.formulas import (
     ATTENTION,
@@ -310,7 +311,7 @@ def _is_layer(module: Any, eps: float, dtype: torch.dtype) -> bool:
         norms = {name: copied(getattr(module, name), weight=draw(8)) for name in names}
         clone, hidden = copied(module, self_attn=attend, mlp=run_mlp, **norms), draw(2, 3, 8)
         handed: dict[str, Any] = {"attention_mask": None, "position_embeddings": 1, "position_ids": 2}
-        handed |= {"past_key_values": 3, "use_cache": 4, KEYWORD: 5}
+        handed |= {CACHE_NAME: 3, "use_cache": 4, KEYWORD: 5}
         plain = type(module).forward(clone, hidden, **handed)
         ours = _residuals(clone, eps, hidden, handed, ops.add_norm.reference)
         return (plain, given[0]), (ours, given[1])

@@ -128,7 +128,7 @@ def ragged_block(
     """Runs a target layer's attention over the ragged cache; called by unmodified Transformers modelling code.
 
     Args:
-        module (`nn.Module`): The attention layer; counted.
+        module (`nn.Module`): The attention layer; not used.
         query, key, value (`torch.Tensor`): `[B, H, K, E]` and what `RaggedCache.update` returned.
         attention_mask (`torch.Tensor`, *optional*): Must be absent: the mask follows from `ragged`.
         scaling, dropout, sliding_window, softcap, s_aux: As Transformers passes them; `s_aux` are gpt-oss's sinks.
@@ -148,7 +148,7 @@ def ragged_block(
             f"expected no attention mask under {RAGGED_BLOCK!r}, got one of shape {tuple(attention_mask.shape)}; "
             "this target builds masks of its own and is not supported"
         )
-    block, window = ragged.attended_by(module)
+    block, window = ragged.attend(key)
     window = window if sliding_window is None else sliding_window
     mask = RaggedMask(block.on(key.device), (window, True, False))
     out = attend(query, key, value, mask, scaling, softcap=softcap, sinks=s_aux, dropout=dropout)

@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dflash_hf import ops
 from dflash_hf.attention import attend
 from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.target.formulas import (
     GATED,
     HIDDEN,
@@ -55,7 +56,7 @@ Run = Callable[[Tensor], Tensor]
 Parameters = dict[str, Any]
 Projection = Run | Parameters
 # What a decoder layer is called with in a prefill: with anything else its class knows what to do.
-PREFILL = {"attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings"}
+PREFILL = {"attention_mask", "position_ids", CACHE_NAME, "use_cache", "position_embeddings"}
 
 
 def short_forward_of(module: Any, dtype: torch.dtype) -> Forward | ShortLayer | None:
@@ -78,7 +79,7 @@ def short_forward_of(module: Any, dtype: torch.dtype) -> Forward | ShortLayer | 
 def cache_of_verify(attention: Any, kwargs: dict[str, Any]) -> RaggedCache | None:
     """Returns the ragged cache of a verify whose keywords are those that [`attend_ragged`] reads, else `None`."""
     cache = kwargs.get(KEYWORD)
-    if not isinstance(cache, RaggedCache) or cache is not kwargs.get("past_key_values"):
+    if not isinstance(cache, RaggedCache) or cache is not kwargs.get(CACHE_NAME):
         return None
     return cache if _rotates_all(attention, kwargs) else None
 
@@ -90,7 +91,7 @@ def by_sdpa(config: Any) -> bool:
 
 def cache_of_prefill(attention: Any, kwargs: dict[str, Any]) -> DynamicCache | None:
     """Returns the cache of a prefill by Transformers' own attention, else `None`."""
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get(CACHE_NAME)
     is_usual = type(cache) is DynamicCache and kwargs.keys() <= PREFILL
     return cache if is_usual and _rotates_all(attention, kwargs) else None
 
@@ -187,7 +188,7 @@ class _Attention(NamedTuple):
     ) -> Tensor:
         """Attention over the ragged cache, with the mask that follows from it."""
         keys, values = cache.extend(module.layer_idx, key, value)
-        block, window = cache.attended_by(module)
+        block, window = cache.attend(keys)
         window = window if self.window is None else self.window
         mask = block.on(keys.device).mask(keys.shape[2], (window, True, False), 1, query.dtype)
         return attend(query, keys, values, mask, self.scaling)
