@@ -34,7 +34,7 @@ def chat(
     target: Annotated[str | None, typer.Option(help="Folder or Hub id of the target.")] = None,
     draft: Annotated[str | None, typer.Option(help="Folder or Hub id of its draft.")] = None,
     pair: Annotated[
-        str | None, typer.Option(help="A bundled pair instead: text; in a clone also vision, hybrid, smollm2.")
+        str | None, typer.Option(help="A bundled pair: text; in an editable install vision, hybrid and smollm2 too.")
     ] = None,
     web: Annotated[bool, typer.Option("--web", help="On a web page; needs dflash-hf[demo].")] = False,
     host: Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")] = "127.0.0.1",

@@ -29,7 +29,7 @@ def demo(
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Show the bundled pair at work, and in a clone that for images too: the same answers in fewer forwards.
+    """Show the bundled pair at work, in an editable install that for images too: the same answers in fewer forwards.
 
     Fails if a single token differs, unless it does where two tie within rounding: in half precision either may win.
     """

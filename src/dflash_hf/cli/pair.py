@@ -14,12 +14,12 @@ from typing import Any, Literal
 from dflash_hf.errors import require
 from dflash_hf.evaluation.loading import load_pair
 
-CLONE = Path(__file__).resolve().parents[3]  # of a package that is read where it was written
+CLONE = Path(__file__).resolve().parents[3]  # if the package is read where it was written: `pip install -e`, the tests
 IS_CLONE = (CLONE / "demos" / "toy").is_dir()
 # The pair for texts: a wheel has it within the package, in a clone it stands among the scripts that made it.
 BUNDLED = CLONE / "demos" / "toy" if IS_CLONE else Path(str(files("dflash_hf") / "bundled_pair")).resolve()
 _TOY = "A toy, trained in this repository. It knows only what it was trained for:"
-ABOUT = {  # what a bundled pair can be asked; that for texts is in the wheel too, the others in a clone only
+ABOUT = {  # what a bundled pair can be asked; that for texts is in the wheel, the others are in a clone only
     "text": f"{_TOY} sums, short Python functions, records as JSON or YAML, and small talk.",
     "vision": f"{_TOY} drawings of shapes, signs and bar charts. Ask what is where, how many, or what is written.",
     "hybrid": f"{_TOY} short Python functions, records as JSON or YAML, and small talk.",
@@ -47,7 +47,7 @@ def named_pair(name: str) -> tuple[str, str]:
     if not is_in_wheel and not IS_CLONE:
         raise ValueError(
             f"expected a clone for the pair {name}, got an installed package, which has the pair text only; run "
-            "dflash-hf in a clone, or give --target and --draft"
+            "`pip install -e .` in a clone, or give --target and --draft"
         )
     target, draft = _folders(name)
     if name == "smollm2":

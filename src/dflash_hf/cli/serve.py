@@ -21,7 +21,7 @@ def serve(
     draft: Annotated[str | None, typer.Option(help="Folder or Hub id of its draft.")] = None,
     pair: Annotated[
         str | None,
-        typer.Option(help="A bundled pair instead: text, the default; in a clone also vision, hybrid, smollm2."),
+        typer.Option(help="A bundled pair: text (default); in an editable install vision, hybrid and smollm2 too."),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
