@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
-from dflash_hf.cli.pair import BUNDLED_VISION
 from helpers.browser import PATIENCE, Chat, Server, free_port, start, stop
 from helpers.browser_pair import write_pair
 from helpers.source_tree import ROOT
@@ -40,9 +39,8 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The chat as `make chat` starts it, on the bundled pair."""
     port = free_port()
     folder = tmp_path_factory.mktemp("bundled")
-    server = start(
-        [str(ROOT / "demos" / "app.py"), "--pair", "vision", "--port", str(port)], folder / "log", BUNDLED_VISION, port
-    )
+    command = [str(ROOT / "demos" / "app.py"), "--pair", "vision", "--port", str(port)]
+    server = start(command, folder / "log", ROOT / "demos" / "toy" / "vision", port)
     yield server
     stop(server)
 

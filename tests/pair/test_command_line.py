@@ -102,7 +102,7 @@ def test_other_commands_refuse_a_dtype_too(command: str) -> None:
 def test_pairs_that_are_none(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_hf.cli.pair.BUNDLED", tmp_path / "demos" / "toy")  # where nothing has been fetched
+    monkeypatch.setattr("dflash_hf.cli.pair.CLONE", tmp_path)  # where nothing has been fetched
     assert_refused(run("chat", *arguments), message)
 
 

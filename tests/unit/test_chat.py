@@ -317,7 +317,7 @@ def test_examples_are_the_pair_s_own_prompts(tmp_path: Path) -> None:
 
 def test_the_real_pair_is_taken_where_it_was_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toy = tmp_path / "demos" / "toy"
-    monkeypatch.setattr(pair, "BUNDLED", toy)
+    monkeypatch.setattr(pair, "CLONE", tmp_path)
     assert pair.default_pair() == "text", "an installed package has none of them"
     for place in (toy, toy / "vision", tmp_path / "demos" / "smollm2"):
         (place / "target").mkdir(parents=True)

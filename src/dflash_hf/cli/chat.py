@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from dflash_hf.cli.pair import BUNDLED, MAX_TOKENS, about, default_pair, load_pair, named_pair
+from dflash_hf.cli.pair import BUNDLED, IS_CLONE, MAX_TOKENS, about, default_pair, given_or_bundled, load_pair
 from dflash_hf.evaluation.image_files import ChatImage, ImageError, read_image
 
 HELP = """\
@@ -34,7 +34,7 @@ def chat(
     target: Annotated[str | None, typer.Option(help="Folder or Hub id of the target.")] = None,
     draft: Annotated[str | None, typer.Option(help="Folder or Hub id of its draft.")] = None,
     pair: Annotated[
-        str | None, typer.Option(help="A pair of this clone instead: text, vision, hybrid or smollm2.")
+        str | None, typer.Option(help="A bundled pair: text; in an editable install vision, hybrid and smollm2 too.")
     ] = None,
     web: Annotated[bool, typer.Option("--web", help="On a web page; needs dflash-hf[demo].")] = False,
     host: Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")] = "127.0.0.1",
@@ -55,10 +55,9 @@ def chat(
     if pair is not None and (target, draft) != (None, None):
         raise ValueError("expected --pair, or --target and --draft, got both; leave one out")
     chosen = pair or default_pair()
-    own = named_pair(chosen)
-    target, draft = target or own[0], draft or own[1]
+    target, draft = given_or_bundled(target, draft, chosen)
     note = about(target, draft)
-    if note and not pair and chosen != "smollm2":
+    if note and IS_CLONE and not pair and chosen != "smollm2":
         note += " For a real model: make real, and start the chat again."
     import torch
 

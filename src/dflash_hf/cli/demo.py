@@ -1,4 +1,4 @@
-"""`dflash-hf demo`: held-out prompts of every kind, with images too, answered by the bundled pairs in both ways."""
+"""`dflash-hf demo`: held-out prompts of every kind, in a clone with images too, answered by the pairs in both ways."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def demo(
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Show the bundled pairs at work, with text and with images: the same answers in fewer forwards.
+    """Show the bundled pair at work, in an editable install that for images too: the same answers in fewer forwards.
 
     Fails if a single token differs, unless it does where two tie within rounding: in half precision either may win.
     """
@@ -79,11 +79,10 @@ def _answer(
 def read_prompts(path: Path, per_kind: int) -> list[dict[str, Any]]:
     """Reads the first `per_kind` held-out prompts of each kind, kinds in the file's order.
 
-    Paths of images are relative to the file. Raises `ValueError` if it is not there (an installed wheel has no bundled
-    pair), or a row asks nothing.
+    Paths of images are relative to the file. Raises `ValueError` if it is not there, or a row asks nothing.
     """
     if not path.exists():
-        advice = "run the demo from a clone, or pass --pair"
+        advice = "give as --pair a folder with target/, draft/ and held_out.jsonl"
         raise ValueError(f"expected held-out prompts in {path}, got no file; {advice}")
     rows = [{**row, "kind": str(row.get("kind")), "messages": prompt} for row, prompt in read_rows(path)]
     if not rows:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from dflash_hf.cli.pair import BUNDLED, BUNDLED_VISION, MAX_SEED, MAX_TOKENS, load_pair, template_options, width_of
+from dflash_hf.cli.pair import MAX_SEED, MAX_TOKENS, given_or_bundled, load_pair, template_options, width_of
 from dflash_hf.cli.table import prompt_line, show_comparisons
 from dflash_hf.evaluation.prompt_files import MAX_BYTES, Prompt, as_messages, image_names, with_images
 
@@ -78,14 +78,14 @@ def generate(
     if temperature > 0:
         settings |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     options = draft_options(block_size, verify_width, num_tree_nodes, proposal, engine)
-    bundled = BUNDLED_VISION if image else BUNDLED
+    target, draft = given_or_bundled(target, draft, "vision" if image else "text")
     import torch
 
     from dflash_hf.evaluation.harness import Comparison
 
     console = Console(stderr=True)
     with console.status("loading the pair"):
-        pair = load_pair(target or str(bundled / "target"), draft or str(bundled / "draft"), dtype, device)
+        pair = load_pair(target, draft, dtype, device)
     for name, value in options.items():
         setattr(pair[1].generation_config, name, value)
     torch.manual_seed(seed)

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
 from dflash_hf.errors import require
 from dflash_hf.evaluation.loading import load_pair
 
-# A clone has the bundled pair beside the package; an installed wheel has not.
-BUNDLED = Path(__file__).resolve().parents[3] / "demos" / "toy"
-BUNDLED_VISION = BUNDLED / "vision"  # the pair for images lies within that for texts
+CLONE = Path(__file__).resolve().parents[3]  # if the package is read where it was written: `pip install -e`, the tests
+IS_CLONE = (CLONE / "demos" / "toy").is_dir()
+# The pair for texts: a wheel has it within the package, in a clone it stands among the scripts that made it.
+BUNDLED = CLONE / "demos" / "toy" if IS_CLONE else Path(str(files("dflash_hf") / "bundled_pair")).resolve()
 _TOY = "A toy, trained in this repository. It knows only what it was trained for:"
-ABOUT = {  # what a pair of the clone can be asked
+ABOUT = {  # what a bundled pair can be asked; that for texts is in the wheel, the others are in a clone only
     "text": f"{_TOY} sums, short Python functions, records as JSON or YAML, and small talk.",
     "vision": f"{_TOY} drawings of shapes, signs and bar charts. Ask what is where, how many, or what is written.",
     "hybrid": f"{_TOY} short Python functions, records as JSON or YAML, and small talk.",
@@ -29,21 +31,41 @@ MAX_SEED = 2**32 - 1
 
 def _folders(name: str) -> tuple[Path, Path]:
     if name == "smollm2":  # in float32, as its numbers were measured
-        return BUNDLED.parents[1] / "build" / "smollm2" / "target", BUNDLED.parent / "smollm2" / "draft"
-    folder = BUNDLED if name == "text" else BUNDLED / name
+        return CLONE / "build" / "smollm2" / "target", CLONE / "demos" / "smollm2" / "draft"
+    folder = BUNDLED if name == "text" else CLONE / "demos" / "toy" / name
     return folder / "target", folder / "draft"
 
 
 def named_pair(name: str) -> tuple[str, str]:
-    """Returns the folders of target and draft of a pair of `ABOUT`, which come with a clone.
+    """Returns the folders of target and draft of a pair of `ABOUT`.
 
-    That of smollm2 is a draft: raises `ValueError` if `make real` has not fetched its target, or for another name.
+    Raises `ValueError` for another name, for a pair that comes with a clone only where there is none, and for one that
+    is not there: of smollm2 a clone has the draft, and `make real` fetches its target.
     """
     require(name in ABOUT, f"--pair among {', '.join(ABOUT)}", name, "name one of them, or give --target and --draft")
+    is_in_wheel = name == "text"
+    if not is_in_wheel and not IS_CLONE:
+        raise ValueError(
+            f"expected a clone for the pair {name}, got an installed package, which has the pair text only; run "
+            "`pip install -e .` in a clone, or give --target and --draft"
+        )
     target, draft = _folders(name)
-    is_here = name != "smollm2" or target.is_dir()
-    require(is_here, f"SmolLM2 in {target}", None, "run `make real` first, which fetches it")
+    if name == "smollm2":
+        require(target.is_dir(), f"SmolLM2 in {target}", None, "run `make real` first, which fetches it")
+    action = "install dflash-hf again, or give --target and --draft"
+    require(target.is_dir(), f"the pair {name} in {target.parent}", None, action)
     return str(target), str(draft)
+
+
+def given_or_bundled(target: str | None, draft: str | None, name: str) -> tuple[str, str]:
+    """Returns target and draft as they are given, and for one that is not that of the pair `name`.
+
+    Raises `ValueError` as [`named_pair`] does, if it is asked for.
+    """
+    if target and draft:
+        return target, draft
+    bundled_target, bundled_draft = named_pair(name)
+    return target or bundled_target, draft or bundled_draft
 
 
 def default_pair() -> str:
@@ -52,7 +74,7 @@ def default_pair() -> str:
 
 
 def about(target: str, draft: str) -> str:
-    """Returns a sentence on what a pair that comes with a clone can be asked, and none about other pairs."""
+    """Returns a sentence on what a bundled pair can be asked, and none about other pairs."""
     given = [Path(target).resolve(), Path(draft).resolve()]
     return next((text for name, text in ABOUT.items() if [path.resolve() for path in _folders(name)] == given), "")
 
@@ -72,4 +94,13 @@ def width_of(text: str) -> int | Literal["auto"]:
     return "auto" if text == "auto" else int(text)
 
 
-__all__ = ["BUNDLED", "BUNDLED_VISION", "about", "default_pair", "load_pair", "named_pair", "template_options"]
+__all__ = [
+    "BUNDLED",
+    "IS_CLONE",
+    "about",
+    "default_pair",
+    "given_or_bundled",
+    "load_pair",
+    "named_pair",
+    "template_options",
+]

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dflash_hf.cli.pair import BUNDLED, load_pair, named_pair, template_options
+from dflash_hf.cli.pair import BUNDLED, given_or_bundled, load_pair, template_options
 from dflash_hf.errors import one_line
 
 
@@ -20,7 +20,8 @@ def serve(
     target: Annotated[str | None, typer.Option(help="Folder or Hub id of the target.")] = None,
     draft: Annotated[str | None, typer.Option(help="Folder or Hub id of its draft.")] = None,
     pair: Annotated[
-        str | None, typer.Option(help="A pair of this clone instead: text (the default), vision, hybrid or smollm2.")
+        str | None,
+        typer.Option(help="A bundled pair: text (default); in an editable install vision, hybrid and smollm2 too."),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
@@ -44,7 +45,7 @@ def serve(
         raise ValueError("expected --target and --draft, got one of them; give the other, or --pair")
     encoding = template_options(chat_template_kwargs, no_thinking)
     name = target or pair or "text"
-    target, draft = (target, draft) if target and draft else named_pair(name)
+    target, draft = given_or_bundled(target, draft, name)
     with listen(host, port) as listening:
         parts = server_parts()
         import torch
