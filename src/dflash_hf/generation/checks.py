@@ -92,10 +92,12 @@ def check_settings(settings: Settings) -> None:
 def check_inputs(target: Target, settings: Settings) -> None:
     """Refuses prompts that cannot be decoded, and a cache that they cannot go on from.
 
-    That is an empty prompt or row, a mask over tokens to come or with right padding, and a cache that is not the
-    target's, not the rows', or cannot be read and advanced exactly.
+    That is an empty prompt or row, a mask over tokens to come or with right padding, positions that plain decoding
+    counts on in another way, and a cache that is not the target's, not the rows', or cannot be read and advanced
+    exactly.
     """
     given = settings.arguments
+    _check_positions(given.get("position_ids"))
     ids = given.get("input_ids") if given.get("inputs") is None else given["inputs"]
     embeds = given.get("inputs_embeds")
     name, prompt, dims = ("input_ids", ids, 2) if embeds is None else ("inputs_embeds", embeds, 3)
@@ -118,6 +120,16 @@ def check_inputs(target: Target, settings: Settings) -> None:
     if cache is not None:
         _check_cache(cache, target)
         _check_columns(cache, prompt.shape[0] * (settings["num_return_sequences"] or 1), columns, mask)
+
+
+def _check_positions(position_ids: object) -> None:
+    """Refuses positions of a dtype in which plain `generate` counts on otherwise: a small one, or fractions."""
+    if position_ids is None:
+        return
+    dtype = getattr(position_ids, "dtype", type(position_ids).__name__)
+    counts_alike = dtype in (torch.int64, torch.int32)
+    do = "plain generate counts on in their dtype, pass position_ids.long()"
+    require(counts_alike, "position_ids of dtype int64 or int32", dtype, do)
 
 
 def check_images(target: Target, input_ids: Tensor, arguments: dict[str, Any]) -> None:
