@@ -152,11 +152,11 @@ def test_length_dependent_rope_is_exact_or_refused(rope_type: str) -> None:
     below = prompts([6, 9], 0)
     ref = target.generate(**below, max_new_tokens=12, do_sample=False)
     check_same(target, draft, below, ref, max_new_tokens=12, do_sample=False)
-    with pytest.raises(ValueError, match="stays within 24 tokens"):
+    with pytest.raises(ValueError, match="stays within 24 positions"):
         target.generate(**below, max_new_tokens=13, do_sample=False, assistant_model=draft)
     beyond = prompts([30, 28], 1)
     if rope_type == "dynamic":
-        with pytest.raises(ValueError, match="stays within 24 tokens"):
+        with pytest.raises(ValueError, match="stays within 24 positions"):
             target.generate(**beyond, max_new_tokens=9, do_sample=False, assistant_model=draft)
     else:
         ref = target.generate(**beyond, max_new_tokens=9, do_sample=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,45 @@ def test_prompts_as_embeddings(family: str, rows: int, with_ids: bool) -> None:
     assert torch.equal(out, ref)
     assert out.shape[1] > 1
     assert draft.last_stats.acceptance_length > 1
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-sliding", "gemma3"])
+def test_embeddings_are_not_cut_into_chunks(family: str) -> None:
+    """Plain `generate` cuts the ids beside them: it fails, or runs the whole prompt once for every chunk of one id."""
+    target, inputs = tiny_target(family), prompts([9, 4], 0)
+    embeds = target.get_input_embeddings()(inputs["input_ids"]).detach()
+    beside: dict[str, Any] = {**inputs, "inputs_embeds": embeds, "max_new_tokens": 12, "do_sample": False}
+    alone = {name: value for name, value in beside.items() if name != "input_ids"}
+    ref = target.generate(**beside)
+    draft = oracle_draft(target, truth_of(inputs, ref), 1, 6)
+    for size in (9, 20):
+        whole = {**beside, "prefill_chunk_size": size}
+        assert torch.equal(target.generate(**whole), ref)
+        assert torch.equal(target.generate(**whole, assistant_model=draft), ref)
+    forwards: list[None] = []
+    target.get_input_embeddings().register_forward_hook(lambda *args: forwards.append(None))
+    for given, size in ((beside, 4), (beside, 8), (alone, 4), (alone, 9), (alone, 20)):
+        with pytest.raises(RuntimeError, match="must match"):
+            target.generate(**given, prefill_chunk_size=size)
+    forwards.clear()
+    for given, size in ((beside, 1), (beside, 8), (alone, 4), (alone, 20)):
+        with pytest.raises(ValueError, match=f"expected no prefill_chunk_size beside inputs_embeds .*, got {size}"):
+            target.generate(**given, prefill_chunk_size=size, assistant_model=draft)
+    assert not forwards
+
+
+def test_embeddings_behind_a_cache_are_not_cut_into_chunks() -> None:
+    target, inputs = tiny_target("llama"), prompts([9], 0)
+    embeds = target.get_input_embeddings()(inputs["input_ids"]).detach()
+    cache = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(inputs["input_ids"][:, :5], **{CACHE_NAME: cache})
+    given: dict[str, Any] = {**inputs, "inputs_embeds": embeds, CACHE_NAME: cache, "prefill_chunk_size": 20}
+    with pytest.raises(RuntimeError, match="must match"):
+        target.generate(**{**given, CACHE_NAME: copy.deepcopy(cache)})
+    with pytest.raises(ValueError, match="expected no prefill_chunk_size beside inputs_embeds"):
+        target.generate(**given, assistant_model=tiny_draft(target))
+    assert cache.get_seq_length() == 5
 
 
 def test_token_healing() -> None:

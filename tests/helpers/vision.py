@@ -120,11 +120,15 @@ VISION_HYBRIDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, A
 }
 
 
-def vision_target(name: str, seed: int = 0, **others: Any) -> PreTrainedModel:
-    """Builds a family's image-text-to-text model: random weights, eval mode, float64; `others` go to its config."""
-    prefix, text, vision, other = (VISION | VISION_HYBRIDS)[name]
+def vision_target(name: str, seed: int = 0, text: dict[str, Any] | None = None, **others: Any) -> PreTrainedModel:
+    """Builds a family's image-text-to-text model: random weights, eval mode, float64.
+
+    `others` go to its config and its text config, `text` to the latter alone.
+    """
+    prefix, of_family, vision, other = (VISION | VISION_HYBRIDS)[name]
     config_class = getattr(transformers, f"{prefix}Config")
-    config = config_class(text_config={**COMMON, **text, **others}, vision_config=vision, **{**other, **others})
+    text_config = {**COMMON, **of_family, **others, **(text or {})}
+    config = config_class(text_config=text_config, vision_config=vision, **{**other, **others})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).to(torch.float64).eval()
     if name.endswith("-moe"):

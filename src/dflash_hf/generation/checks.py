@@ -93,10 +93,12 @@ def check_settings(settings: Settings) -> None:
 def check_inputs(target: Target, settings: Settings) -> None:
     """Refuses prompts that cannot be decoded, and a cache that they cannot go on from.
 
-    That is an empty prompt or row, a mask over tokens to come or with right padding, and a cache that is not the
-    target's, not the rows', or cannot be read and advanced exactly.
+    That is an empty prompt or row, a mask over tokens to come or with right padding, positions that plain decoding
+    counts on in another way, embeddings in chunks, and a cache that is not the target's, not the rows', or cannot be
+    read and advanced exactly.
     """
     given = settings.arguments
+    _check_positions(given.get("position_ids"))
     ids = given.get("input_ids") if given.get("inputs") is None else given["inputs"]
     embeds = given.get("inputs_embeds")
     name, prompt, dims = ("input_ids", ids, 2) if embeds is None else ("inputs_embeds", embeds, 3)
@@ -108,6 +110,8 @@ def check_inputs(target: Target, settings: Settings) -> None:
     mask = given.get("attention_mask")
     cache = given_cache(given)
     columns = prompt.shape[1]
+    if embeds is not None:
+        _check_chunks(settings["prefill_chunk_size"], ids, columns, cache)
     if mask is not None and mask.dim() == 2:
         if not (isinstance(cache, Cache) and int(cache.get_seq_length())):
             what, do = f"ones behind the {columns} columns of the prompt in attention_mask", "they hide tokens to come"
@@ -121,6 +125,30 @@ def check_inputs(target: Target, settings: Settings) -> None:
     if cache is not None:
         _check_cache(cache, target)
         _check_columns(cache, prompt.shape[0] * (settings["num_return_sequences"] or 1), columns, mask)
+
+
+def _check_positions(position_ids: object) -> None:
+    """Refuses positions of a dtype in which plain `generate` counts on otherwise: a small one, or fractions."""
+    if position_ids is None:
+        return
+    dtype = getattr(position_ids, "dtype", type(position_ids).__name__)
+    counts_alike = dtype in (torch.int64, torch.int32)
+    do = "plain generate counts on in their dtype, pass position_ids.long()"
+    require(counts_alike, "position_ids of dtype int64 or int32", dtype, do)
+
+
+def _check_chunks(chunk_size: int | None, ids: Tensor | None, columns: int, cache: object) -> None:
+    """Refuses embeddings that would be cut into chunks: plain `generate` cuts the ids and positions beside them only.
+
+    It fails then, or runs the whole prompt once per chunk. `columns` are the embeddings'.
+    """
+    if chunk_size is None:
+        return
+    num_ids = 0 if ids is None else ids.shape[1]
+    is_cached = isinstance(cache, Cache) and int(cache.get_seq_length()) > 0
+    is_one_chunk = num_ids == columns and columns <= chunk_size and not is_cached
+    what = f"no prefill_chunk_size beside inputs_embeds of {columns} columns"
+    require(is_one_chunk, what, chunk_size, "embeddings cannot be cut into chunks, leave it out")
 
 
 def check_images(target: Target, input_ids: Tensor, arguments: dict[str, Any]) -> None:

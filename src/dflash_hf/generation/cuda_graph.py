@@ -139,7 +139,7 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str | None:
     if not target.takes_inference_mode:
         return "weights that are no plain tensors (quantised or sharded)"
     if rope:
-        return f"a RoPE of type {rope[0]}, which looks at positions on the host"
+        return f"a RoPE of type {rope[0].kind}, which looks at positions on the host"
     if torch.is_autocast_enabled(target.device.type):
         return "autocast, which keeps copies of weights"
     if counted := _counted_experts(target):

@@ -59,12 +59,12 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     limit = max(1, min(limits, default=int(config.max_length)) - input_ids.shape[1])
     lengths = (positions[:, -1] + 1).to(input_ids.device)
     longest = int(positions[:, -1].max()) + 1
-    check_length(target, min(longest, past or longest), positions.shape[1] + limit + width - 1)
     delta = position_delta(call, lengths)
     ends = [one.eos_token_id.reshape(-1) for one in call.criteria if isinstance(one, EosTokenCriteria)]
     eos_ids = torch.cat(ends).to(input_ids.device) if ends else None
     room = first_room(limit, affordable_length(target, draft, len(input_ids)) - longest if keeps_buffers else None)
     shape = BufferShape.of(draft, block_size, width, is_tree, delta, eos_ids)
+    check_length(target, lengths + delta, limit + shape.path - 1, positions.shape[1], past)
     buffers = take_buffers(target, draft, shape, longest + room, input_ids.shape[1] + room, keeps_buffers)
     generator = DFlashCandidateGenerator(draft, target, call.processors, buffers, rule)
     if kept is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from dflash_hf.cache.recurrence import supported
@@ -85,30 +88,72 @@ def check_pair(target: Target, config: DFlashConfig) -> None:
         require(size == text.vocab_size, f"a draft for a vocabulary of {text.vocab_size} (the target's)", size, other)
 
 
-def changing_ropes(target: Target) -> list[str]:
-    """Returns the types of RoPE in a target's layers whose frequencies follow the longest row of a call."""
-    rope = getattr(target.config, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type"), *(kind.get("rope_type") for kind in rope.values() if isinstance(kind, dict))}
-    return [kind for kind in ("dynamic", "longrope") if kind in kinds]
+class ChangingRope(NamedTuple):
+    """A RoPE whose frequencies follow the largest position of a call, in one kind of a target's layers."""
+
+    kind: str  # its type
+    boundary: int  # calls whose positions all lie below have its first frequencies
+    is_settled: bool  # whether the frequencies beyond are the same for all calls
 
 
-def check_length(target: Target, longest_prompt: int, max_length: int) -> None:
+def changing_ropes(target: Target) -> list[ChangingRope]:
+    """Returns the RoPEs of a target's layers whose frequencies follow the largest position of a call.
+
+    Each kind of layer may have its own. "dynamic" compares that position with `max_position_embeddings`, whatever else
+    the config says, "longrope" with the original length. PhiMoE scales its RoPE by one of two numbers in the same way.
+    """
+    config = target.config
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    of_layers = [one for one in rope.values() if isinstance(one, dict)]
+    found: list[ChangingRope] = []
+    for parameters in (rope, *of_layers):
+        kind = parameters.get("rope_type") or "default"
+        if "dynamic" in kind:
+            found.append(ChangingRope(kind, int(config.max_position_embeddings), is_settled=False))
+        elif kind == "longrope" or (kind != "default" and "long_mscale" in parameters):
+            original = parameters.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            boundary = int(original or config.max_position_embeddings)
+            found.append(ChangingRope(kind, boundary, is_settled=True))
+    return found
+
+
+def check_length(target: Target, next_positions: Tensor, num_more: int, columns: int, past: int) -> None:
     """Refuses, by `ValueError`, runs during which a RoPE that depends on the call's length may change its frequencies.
 
-    A verify also sees the proposals, so it would switch up to a block earlier than plain decoding does. Lengths are
-    the real tokens of the longest row, and the columns that a verify may reach: the output's and one block.
+    A verify also sees the proposals, so it would switch up to a block earlier than plain decoding does. Transformers
+    goes by the largest position of a call, not by its length: positions passed in and masks that are longer than the
+    prompt shift it.
+
+    Args:
+        target (`Target`): The target.
+        next_positions (`torch.Tensor` of shape `[B]` or `[rows, B]`, int64): Position of the first new token.
+        num_more (`int`): Tokens behind the prompt that a verify may reach: what is generated and a block.
+        columns (`int`): Columns of the prompts, cached ones and padding included.
+        past (`int`): How many of them are cached.
     """
-    rope, kinds = getattr(target.config, "rope_parameters", None) or {}, changing_ropes(target)
-    if not kinds:
+    ropes = changing_ropes(target)
+    if not ropes:
         return
-    original = rope.get("original_max_position_embeddings") or getattr(
-        target.config, "original_max_position_embeddings", None
-    )
-    original = int(original or target.config.max_position_embeddings)
-    if max_length <= original or ("dynamic" not in kinds and longest_prompt > original):
+    # Where a token has several positions they may not all go into the RoPE: every one of them has to lie beyond.
+    first = int(next_positions.amax(dim=-1).min())
+    last = int(next_positions.max()) + num_more
+    for rope in ropes:
+        _check_side(rope, "positions", first, last)
+        # Phi-3 counts columns too: it computes its cache anew at the one behind the boundary.
+        if rope.is_settled and hasattr(target.config, "original_max_position_embeddings"):
+            _check_side(rope, "columns", min(columns, past or columns), columns + num_more)
+
+
+def _check_side(rope: ChangingRope, what: str, first: int, last: int) -> None:
+    """Refuses a run from `first` to `last` positions or columns unless it stays on one side of a RoPE's boundary."""
+    stays_below = last <= rope.boundary
+    stays_beyond = rope.is_settled and first > rope.boundary
+    if stays_below or stays_beyond:
         return
+    beyond = ", or starts beyond them" if rope.is_settled else ""
     raise ValueError(
-        f"expected a run that stays within {original} tokens, a block included, or starts beyond them (the target's "
-        f"RoPE {kinds} changes there), got a prompt of {longest_prompt} tokens and "
-        f"up to {max_length} with what is generated and a block; lower max_new_tokens or drop assistant_model"
+        f"expected a run that stays within {rope.boundary} {what}, a block included{beyond} (the target's RoPE of "
+        f"type '{rope.kind}' changes there), got a prompt up to {first} and with what is generated and a block up to "
+        f"{last}; lower max_new_tokens or drop assistant_model"
     )
