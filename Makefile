@@ -96,7 +96,7 @@ test-kernels: $(VENV)/.stamp-dev  ## the kernels against their references, in Tr
 docs: $(VENV)/.stamp-dev  ## the site of docs/ into build/site, links checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-release-check: $(BIN)/python  ## build wheel and sdist; install the wheel into an empty environment and use it there (minutes)
+release-check: $(BIN)/python  ## build; install and use the wheel as a user does, torch with CUDA (RELEASE_REQUIREMENTS)
 	$(BIN)/python .ci/release_check.py
 
 test-oldest: $(VENV_OLDEST)/.stamp-test  ## the equality tests on the oldest supported Transformers

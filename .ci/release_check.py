@@ -2,9 +2,15 @@
 
     make release-check        (or: python .ci/release_check.py; needs git, and an index with `build` and torch)
 
-Builds sdist and wheel into build/release/dist, installs the wheel into a new environment, build/release/env, under
-constraints.txt, and runs it there from a folder outside the clone, of which it sees the bundled pair and nothing else.
-The first thing that is not as it should be ends it with status 1 and a sentence.
+Builds sdist and wheel into build/release/dist and installs the wheel into a new environment, build/release/env,
+without constraints: the newest of everything, as a user gets it. There the demo runs from an empty folder, and the
+README from one that has demos/ of the clone and nothing else. The first thing that is not as it should be ends it with
+status 1 and a sentence.
+
+A bare torch may be a CUDA build of several gigabytes. Where that is too much, RELEASE_REQUIREMENTS names what to
+install next to the wheel, with spaces between, from the indexes that pip is told of:
+
+    make release-check RELEASE_REQUIREMENTS="torch==2.13.0+cpu"
 """
 
 from __future__ import annotations
@@ -35,6 +41,25 @@ EXTRAS = {  # what asks for more than the wheel brings, and the extra that its r
     "generate x --image demos/toy/vision/pictures/describe-0.png --target demos/toy/vision/target "
     "--draft demos/toy/vision/draft": "dflash-hf[vlm]",
 }
+OTHERS = (  # whose versions are printed
+    "torch",
+    "transformers",
+    "triton",
+    "huggingface_hub",
+    "numpy",
+    "accelerate",
+    "safetensors",
+    "tokenizers",
+)
+SHOW_VERSIONS = f"""
+import importlib.metadata, platform
+print("python", platform.python_version())
+for name in {OTHERS}:
+    try:
+        print(name, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        print(name, "is not installed")
+"""
 # Every command there is, below the console script: groups have `commands` of their own.
 LIST_COMMANDS = """
 import typer
@@ -64,7 +89,7 @@ def run(*command: str | Path, cwd: Path = ROOT, status: int = 0) -> str:
 
     Ends the run unless the exit status is `status`.
     """
-    hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_CONSTRAINT")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment |= {"HF_HUB_OFFLINE": "1", "COLUMNS": "80"}
     words = [str(word) for word in command]
@@ -130,6 +155,19 @@ def unpacked(sdist: Path) -> Path:
     return WORK / "unpacked" / sdist.name.removesuffix(".tar.gz")
 
 
+def installed(wheel: Path) -> Path:
+    """Installs the wheel into a new environment, and what RELEASE_REQUIREMENTS names; says which versions came.
+
+    Returns the environment's folder of programs.
+    """
+    programs = new_environment("env")
+    requirements = os.environ.get("RELEASE_REQUIREMENTS", "").split()
+    print(f"installing {' '.join([wheel.name, *requirements])}", flush=True)
+    run(programs / "python", "-m", "pip", "install", "--quiet", wheel, *requirements)
+    print(run(programs / "python", "-c", SHOW_VERSIONS), flush=True)
+    return programs
+
+
 def check_installed(programs: Path, version: str, cwd: Path) -> None:
     """What is imported is the wheel's, under one version."""
     program = programs / "dflash-hf"
@@ -157,14 +195,25 @@ def check_commands(programs: Path, cwd: Path) -> None:
     print("what an extra is for names it", flush=True)
 
 
-def check_answers(programs: Path, cwd: Path) -> None:
-    """The README's first example runs, and the console script gives plain generate's text."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    example = re.search(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    check(example is not None, "a Python example in README.md", None)
-    print(run(programs / "python", "-c", example[1] if example else "", cwd=cwd), flush=True)
-    pair = ["--target", "demos/toy/target", "--draft", "demos/toy/draft"]
-    print(run(programs / "dflash-hf", "generate", "Compute 41 + 80 - 99 + 14.", *pair, "--compare", cwd=cwd))
+def check_demo(programs: Path, cwd: Path) -> None:
+    """The bundled pair of the package answers in an empty folder, with plain generate's text, and writes nothing."""
+    before = package_files()
+    print(run(programs / "dflash-hf", "demo", cwd=cwd), flush=True)
+    print(run(programs / "dflash-hf", "generate", "Compute 41 + 80 - 99 + 14.", "--compare", cwd=cwd), flush=True)
+    written = [*(package_files() ^ before), *cwd.iterdir()]
+    check(not written, "nothing written by demo and generate", written)
+
+
+def package_files() -> set[tuple[Path, int]]:
+    """Returns the files of the installed package with their sizes, compiled modules left out."""
+    [package] = (WORK / "env").glob("**/site-packages/dflash_hf")
+    return {(path, path.stat().st_size) for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+
+
+def check_readme(programs: Path, cwd: Path) -> None:
+    """The README's examples run from top to bottom, those that need neither a GPU nor a network."""
+    examples = ROOT / "tests" / "helpers" / "examples.py"
+    print(run(programs / "python", "-P", examples, ROOT / "README.md", cwd=cwd), flush=True)
     print(run(programs / "dflash-hf", "drafts", "--target", "qwen3-8b", cwd=cwd))
     said = run(programs / "dflash-hf", "inspect", "demos/toy/draft", cwd=cwd)
     check("block" in said, "what the draft is from inspect", said)
@@ -175,15 +224,14 @@ def main() -> None:
     tools = new_environment("tools")
     run(tools / "python", "-m", "pip", "install", "--quiet", "build")
     wheel, version = built(tools)
-    programs = new_environment("env")
-    pinned = ["--constraint", str(ROOT / "constraints.txt")]
-    run(programs / "python", "-m", "pip", "install", "--quiet", *pinned, wheel)
+    programs = installed(wheel)
     with tempfile.TemporaryDirectory(prefix="dflash-hf-release-") as folder:
         cwd = Path(folder)
-        (cwd / "demos").symlink_to(ROOT / "demos")
         check_installed(programs, version, cwd)
+        check_demo(programs, cwd)
+        (cwd / "demos").symlink_to(ROOT / "demos")
         check_commands(programs, cwd)
-        check_answers(programs, cwd)
+        check_readme(programs, cwd)
     print(f"release-check: dflash-hf {version} is what it should be")
 
 

@@ -1,8 +1,7 @@
 """README and docs/ hold what they say: every Python and shell example runs, every relative link leads somewhere.
 
-An example that cannot run here (it needs a GPU or a download) stands under `<!-- not run: the reason -->`. The Python
-blocks of one file share a namespace and run in order, each shell block is a script of its own; both from a folder of
-links to the repository's own, so that what they write goes away.
+Which examples run is in `helpers.examples`. They run from a folder of links to the repository's own, so that what they
+write goes away.
 """
 
 import os
@@ -10,10 +9,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from helpers import examples
+from helpers.examples import SHELLS, Block, blocks_to_run, execute, new_namespace, python_blocks, run_in_shell, split
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -21,89 +22,31 @@ README = ROOT / "README.md"
 EXECUTED = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 LINKED = [*EXECUTED, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "kernels" / "README.md"]
 
-FENCE = re.compile(r"^( *)(`{3,}|~{3,})\s*([\w+-]*)")
-NOT_RUN = re.compile(r"^\s*<!--\s*not run:\s*(.*?)\s*-->\s*$")
 INLINE_LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+[\"'][^)]*)?\)")
 REFERENCE_LINK = re.compile(r"^ {0,3}\[[^\]]+\]:\s*<?(\S+?)>?(?:\s|$)")
-SHELLS = ("bash", "sh", "shell", "console")
 OUTSIDE = re.compile(r"^(?:[a-z][a-z0-9+.-]*:|#|//)", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A fenced block: the word after its fence, the line its code starts on (from 1), the code, why it is not run."""
-
-    language: str
-    line: int
-    code: str
-    not_run: str | None
-
-
-def split(text: str) -> tuple[list[Block], str]:
-    """The fenced blocks of a Markdown text, and the text without them."""
-    blocks: list[Block] = []
-    prose: list[str] = []
-    lines = iter(enumerate(text.splitlines(), start=1))
-    not_run: str | None = None
-    for number, line in lines:
-        if opening := FENCE.match(line):
-            indent, fence, language = opening.groups()
-            code: list[str] = []
-            for _, inner in lines:
-                if re.fullmatch(rf"\s*{fence[0]}{{{len(fence)},}}\s*", inner):
-                    break
-                code.append(inner.removeprefix(indent))
-            else:
-                raise ValueError(
-                    f"expected the fence of line {number} to be closed, got the end of the text; close it"
-                )
-            blocks.append(Block(language, number + 1, "\n".join(code) + "\n", not_run))
-            not_run = None
-        else:
-            prose.append(line)
-            if marker := NOT_RUN.match(line):
-                not_run = marker[1]
-            elif line.strip():
-                not_run = None
-    return blocks, "\n".join(prose)
-
-
-def blocks_to_run(text: str, languages: tuple[str, ...]) -> list[Block]:
-    """The blocks of these languages that are not set aside. Setting one aside without a reason is an error."""
-    found = [block for block in split(text)[0] if block.language in languages]
-    unexplained = [block.line for block in found if block.not_run == ""]
-    if unexplained:
-        raise ValueError(f"expected a reason after 'not run:', got none above lines {unexplained}; give it")
-    return [block for block in found if block.not_run is None]
-
-
-def python_blocks(text: str) -> list[Block]:
-    """The Python blocks to execute."""
-    return blocks_to_run(text, ("python",))
-
-
-def run_in_shell(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a shell block in a folder, without a network, with this tree's `dflash-hf` and this Python on the path."""
+def environment_of_tree(folder: Path) -> dict[str, str]:
+    """The environment of a shell block: no network, and this tree's `dflash-hf` and this Python on the path."""
     programs = folder / ".programs"
     programs.mkdir(exist_ok=True)
     for program, command in (("dflash-hf", f"'{sys.executable}' -m dflash_hf"), ("python", f"'{sys.executable}'")):
         (programs / program).write_text(f'#!/bin/sh\nexec {command} "$@"\n', encoding="utf-8")
         (programs / program).chmod(0o755)
-    environment = {
+    return {
         **os.environ,
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(str(ROOT / path) for path in ("src", "kernels/torch-ext")),
         "HF_HUB_OFFLINE": "1",
     }
-    command = ["bash", "-euo", "pipefail", "-c", block.code]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
 
 
-def execute(blocks: list[Block], filename: str) -> None:
-    """Run blocks one after the other in one namespace; tracebacks point into `filename`."""
-    namespace: dict[str, object] = {"__name__": "__example__"}
+def execute_all(blocks: list[Block], filename: str) -> None:
+    """Runs Python blocks one after the other in one namespace."""
+    namespace = new_namespace()
     for block in blocks:
-        exec(compile("\n" * (block.line - 1) + block.code, filename, "exec"), namespace)
+        execute(block, filename, namespace)
 
 
 def broken_links(text: str, folder: Path) -> Iterator[str]:
@@ -139,13 +82,14 @@ def linked_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("path", EXECUTED, ids=name)
 def test_python_examples_run(path: Path, linked_root: Path) -> None:
-    execute(python_blocks(read(path)), str(path))
+    execute_all(python_blocks(read(path)), str(path))
 
 
 @pytest.mark.parametrize("path", EXECUTED, ids=name)
 def test_shell_examples_run(path: Path, linked_root: Path) -> None:
+    environment = environment_of_tree(linked_root)
     for block in blocks_to_run(read(path), SHELLS):
-        done = run_in_shell(block, linked_root)
+        done = run_in_shell(block, linked_root, environment)
         assert done.returncode == 0, f"{name(path)}:{block.line} ended with {done.returncode}\n{done.stderr}"
 
 
@@ -186,22 +130,57 @@ Prose.
 def test_blocks_are_found_with_their_lines_and_marks() -> None:
     assert [block.line for block in python_blocks(EXAMPLE)] == [5, 8, 19]
     assert [block.not_run for block in split(EXAMPLE)[0]] == [None, None, "needs a GPU", None, None]
-    execute(python_blocks(EXAMPLE), "example.md")
+    execute_all(python_blocks(EXAMPLE), "example.md")
 
 
 def test_failing_example_is_reported_at_its_line() -> None:
     text = EXAMPLE.replace("x == 2", "x == 3")
     with pytest.raises(AssertionError) as failure:
-        execute(python_blocks(text), "example.md")
+        execute_all(python_blocks(text), "example.md")
     assert [(str(entry.path), entry.lineno + 1) for entry in failure.traceback][-1] == ("example.md", 19)
 
 
 def test_failing_shell_example_is_seen(tmp_path: Path) -> None:
     text = "```bash\nfalse | cat\necho reached\n```\n```sh\ndflash-hf --version\npython -c 'print(1)'\n```\n"
-    failing, fine = (run_in_shell(block, tmp_path) for block in blocks_to_run(text, SHELLS))
+    environment = environment_of_tree(tmp_path)
+    failing, fine = (run_in_shell(block, tmp_path, environment) for block in blocks_to_run(text, SHELLS))
     assert (failing.returncode, failing.stdout) == (1, "")
     assert fine.returncode == 0
     assert re.fullmatch(r"dflash-hf \S+\n1\n", fine.stdout)
+
+
+PAGE = """\
+```python
+number = 3
+```
+```bash
+echo 4 > number; python -c 'print("five")'
+```
+<!-- not run: needs a GPU -->
+```bash
+exit 5
+```
+```python
+assert (number, open("number").read()) == (3, "4\\n")
+```
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "said"),
+    [
+        (PAGE, 0, "page.md:2: python\npage.md:5: bash\nfive\npage.md:12: python\n"),
+        (PAGE.replace("> number", "> number; false"), 1, "page.md:5 ended with 1"),
+        (PAGE.replace("(3,", "(2,"), 1, "line 12"),
+        ("# Nothing\n", 1, "expected an example to run in page.md, got none"),
+    ],
+)
+def test_page_runs_from_top_to_bottom(text: str, status: int, said: str, tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(text, encoding="utf-8")
+    command = [sys.executable, "-P", examples.__file__, "page.md"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == status, done
+    assert said in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("text", ["<!-- not run: -->\n```python\nx\n```\n", "```python\nx = 1\n"])
