@@ -251,7 +251,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "renamed": (renamed, "without the projection in_proj_a \\(renamed, fused or hidden"),
     "narrowed": (narrowed, "in_proj_b gives 1 numbers instead of 4"),
     "hidden": (hidden, "without the projection in_proj_b"),
-    "stripped": (stripped, "without A_log; Transformers 5.16 to 5.23 have it"),
+    "stripped": (stripped, "without A_log; Transformers 5.16 to 5.24 have it"),
 }
 
 
@@ -265,7 +265,7 @@ def test_modules_without_what_a_replay_needs_are_refused(change: str) -> None:
 
 def test_another_releases_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("transformers.models.qwen3_5.modeling_qwen3_5.torch_chunk_gated_delta_rule")
-    refused(tiny_target("qwen3.5"), "does not use torch_chunk_gated_delta_rule; Transformers 5.16 to 5.23 have it")
+    refused(tiny_target("qwen3.5"), "does not use torch_chunk_gated_delta_rule; Transformers 5.16 to 5.24 have it")
 
 
 def test_other_recurrences_are_refused_by_name() -> None:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from dflash_hf.devices import brought_in
 
-_RELEASES = "Transformers 5.16 to 5.23 have it"
+_RELEASES = "Transformers 5.16 to 5.24 have it"
 
 
 class Recurrence(NamedTuple):
