@@ -33,6 +33,7 @@ LEVELS = {
     "dflash_hf.errors": 1,
     "dflash_hf.figures": 1,
     "dflash_hf.formats": 1,
+    "dflash_hf.layer_configs": 1,
     "dflash_hf.generation_config": 2,
     "dflash_hf.positions": 1,
     "dflash_hf.tree": 2,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from dflash_hf.layer_configs import AttentionSizes, attention_sizes, layer_values
 from dflash_hf.target.parts import find_target
 
 from .pair import Pair
@@ -118,14 +119,14 @@ def forward_work(pair: Pair, context: int, batch: int, width: int) -> Work:
     operations are left out: they are few beside the weights'.
     """
     config: Any = find_target(pair.target).config
-    layers, state = _attention_layers(config), _state_size(config)
+    layers, state = _attending(config), _state_size(config)
     weights, flops = target_weights(pair, batch * width)
     seen = context + batch * width
     itemsize = pair.target.dtype.itemsize
     return Work(
         target_weights=weights,
-        target_cache=itemsize * (2 * layers * config.num_key_value_heads * config.head_dim * seen + 2 * batch * state),
-        flops=flops + 4 * layers * config.num_attention_heads * config.head_dim * width * seen,
+        target_cache=itemsize * (2 * sum(layer.groups * layer.size for layer in layers) * seen + 2 * batch * state),
+        flops=flops + 4 * sum(layer.heads * layer.size for layer in layers) * width * seen,
     )
 
 
@@ -144,22 +145,25 @@ def memory_needed(pair: Pair, batch: int, context: int, new_tokens: int) -> int:
     draft, itemsize = pair.draft, pair.target.dtype.itemsize
     weights = sum(w.numel() * w.element_size() for m in (pair.target, draft) for w in m.parameters())
     length = context + new_tokens + pair.block_size
-    cached = 2 * _attention_layers(config) * config.num_key_value_heads * config.head_dim
+    cached = 2 * sum(layer.groups * layer.size for layer in _attending(config))
     cached += 2 * len(draft.layers) * draft.config.num_key_value_heads * draft.config.head_dim
-    mlp = max(config.intermediate_size, getattr(config, "moe_intermediate_size", 0) * _chosen(config))
+    mlp = max(
+        *layer_values(config, "intermediate_size"), getattr(config, "moe_intermediate_size", 0) * _chosen(config)
+    )
     states = draft.fc.in_features + 3 * mlp + 6 * config.hidden_size
     return weights + itemsize * (batch * length * cached * 5 // 4 + batch * context * states)
 
 
-def _attention_layers(config: Any) -> int:
-    """Returns how many layers keep keys and values."""
-    kinds: list[str] | None = getattr(config, "layer_types", None)
-    return config.num_hidden_layers if kinds is None else len(kinds) - kinds.count("linear_attention")
+def _attending(config: Any) -> list[AttentionSizes]:
+    """Returns the sizes of the layers that keep keys and values."""
+    sizes = attention_sizes(config)
+    kinds: list[str] = getattr(config, "layer_types", None) or ["full_attention"] * len(sizes)
+    return [layer for layer, kind in zip(sizes, kinds, strict=True) if kind != "linear_attention"]
 
 
 def _state_size(config: Any) -> int:
     """Returns the numbers in the recurrent states of a row, of all layers."""
-    layers = config.num_hidden_layers - _attention_layers(config)
+    layers = config.num_hidden_layers - len(_attending(config))
     if not layers:
         return 0
     return layers * config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim

@@ -81,6 +81,14 @@ def execution_devices(parts: Inventory) -> set[torch.device]:
     }
 
 
+def accelerator() -> torch.device | None:
+    """Returns this machine's accelerator, without an index; `None` where there is none.
+
+    A build of torch for an accelerator names it also where none can be used: there is no card, or no driver.
+    """
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
 def free_memory(device: torch.device) -> int | None:
     """Returns how many bytes can still be allocated on a device; `None` where that is not known.
 

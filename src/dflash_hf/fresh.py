@@ -17,6 +17,7 @@ from dflash_hf.checkpoints.mapping import FIELDS
 from dflash_hf.configuration_dflash import ROPE_TYPES, DFlashConfig
 from dflash_hf.devices import brought_in, execution_device
 from dflash_hf.errors import listed, require, shown
+from dflash_hf.layer_configs import attention_sizes, commonest, layer_values
 from dflash_hf.positions import build_target_layer_ids
 
 logger: Any = logging.get_logger(__name__)
@@ -179,14 +180,16 @@ def _named_ids(target: PreTrainedModel) -> set[Any]:
 
 
 def _shape(text: Any) -> dict[str, int]:
-    """Heads as the target's, more and smaller ones where those are wide, and its MLP's width if it is no expert's."""
-    heads = text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    """Heads as the target's, more and smaller ones where those are wide, and its MLP's width if it is no expert's.
+
+    Where the target's layers differ, as most of them are.
+    """
+    heads, groups, size = commonest(attention_sizes(text))
     split = max(1, size // MAX_HEAD_DIM) if size % MAX_HEAD_DIM == 0 else 1
     heads, size = heads * split, size // split
-    wanted = min(MAX_KEY_VALUE_HEADS, (getattr(text, "num_key_value_heads", None) or heads) * split)
+    wanted = min(MAX_KEY_VALUE_HEADS, groups * split)
     groups = next(number for number in range(wanted, 0, -1) if heads % number == 0)
-    width: Any = getattr(text, "intermediate_size", None)
+    width: Any = commonest(layer_values(text, "intermediate_size"))
     is_whole = isinstance(width, int) and width > text.hidden_size
     return {
         "num_attention_heads": heads,

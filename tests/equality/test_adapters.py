@@ -68,8 +68,10 @@ def test_lora(settings: dict[str, Any], lengths: list[int]) -> None:
 
 
 @LENGTHS
-def test_adapters_added_to_the_model_itself(lengths: list[int]) -> None:
+def test_adapters_added_to_the_model_itself(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
+    # Transformers may ask for a release of PEFT that is not out yet.
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0")
     target = tiny_target("qwen3")
     target.add_adapter(peft.LoraConfig(target_modules=MODULES, r=2))
     check_same(adapted(target), target, lengths)

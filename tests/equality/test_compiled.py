@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.utils.deprecation import deprecate_kwarg
 
 from dflash_hf import ops
+from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation import step
 from dflash_hf.target import compiled
 from dflash_hf.target.compiled import compiled_layers
@@ -89,6 +92,17 @@ def test_layers_whose_attention_kernels_compute_are_left_to_them(
     assert bool(graphs) != is_left
     assert "cannot compile" not in caplog.text
     assert not own_forwards(target)
+
+
+def test_a_decorated_attention_is_compiled_like_a_plain_one(
+    graphs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers decorates forwards whose arguments it renames."""
+    decorated = deprecate_kwarg("former_name", "9.0.0", new_name=CACHE_NAME)(Qwen3Attention.forward)
+    monkeypatch.setattr(Qwen3Attention, "forward", decorated)
+    target, draft, inputs, ref = pair("qwen3")
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    assert len(graphs) == 5
 
 
 def test_taps_hold_what_they_hold_without(graphs: list[int]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import dflash_hf.cli.train_stages as stages
@@ -302,6 +303,17 @@ def test_plan_says_steps_and_memory_and_loads_nothing(
     result = train(*words)
     assert result.exit_code == 2
     assert "expected a training within 0.0 GB" in said(result)
+
+
+def test_plan_goes_by_the_cpu_where_torch_has_an_accelerator_and_the_machine_none(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA build of torch without a driver names CUDA as its accelerator, and raises at its first use."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    result = train("--dataset", data, "--output-dir", tmp_path / "out", *SMALL, "--plan")
+    assert result.exit_code == 0, result.output
+    assert "hours of training, at least" in said(result)
 
 
 GUIDE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").replace("\\\n", " ")

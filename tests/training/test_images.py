@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_outputs
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import find_target
@@ -98,7 +98,10 @@ def test_only_tapped_layers_are_kept_and_no_picture_features(name: str) -> None:
     batch = collate(answered(prompts_of(target, name)))
     taps = target_features(found, [0, 2], batch, num_likely=1).taps
     assert set(outputs) == {0, 1, 2, 3, "picture"}
-    assert alive[0] <= {3}, "beside the joined taps only what the head is given"
+    # Newer releases hand on what the tower gave in the output of the model around the decoder.
+    holds_pictures = name == "qwen3-vl" and hasattr(modeling_outputs, "MultimodalCausalLMOutputWithPast")
+    allowed = {3, "picture"} if holds_pictures else {3}
+    assert alive[0] <= allowed, "beside the joined taps only what the head is given"
     assert taps.shape[-1] == 2 * 32
     assert all(ref() is None for ref in outputs.values())
     outputs.clear()

@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
+from transformers.utils.deprecation import deprecate_kwarg
 
 from dflash_hf import iterate, ops
 from dflash_hf.cache_name import CACHE_NAME
@@ -356,6 +357,16 @@ def test_what_is_changed_after_a_call_counts_in_the_next(what: str, monkeypatch:
     model.layers[0].mlp.__class__ = FlaggedMLP
     decoded(target)
     LATER[what](model, monkeypatch)
+    decoded(target)
+
+
+def test_what_a_decorated_forward_names_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers decorates forwards whose arguments it renames."""
+    decorated = deprecate_kwarg("former_name", "9.0.0", new_name=CACHE_NAME)(Qwen3Attention.forward)
+    monkeypatch.setattr(Qwen3Attention, "forward", decorated)
+    target = tiny_target("qwen3")
+    decoded(target)
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", half_turned)
     decoded(target)
 
 

@@ -92,7 +92,11 @@ def test_several_calls_look_once(found: list[str]) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_target_that_has_changed_is_looked_at_again(change: Callable[[Any], None], found: list[str]) -> None:
+def test_a_target_that_has_changed_is_looked_at_again(
+    change: Callable[[Any], None], found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Transformers may ask for a release of PEFT that is not out yet.
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0")
     target = tiny_target("qwen3")
     check(target)
     before = find_target(target)

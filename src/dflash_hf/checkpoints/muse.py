@@ -1,4 +1,4 @@
-"""The format of Transformers' own DFlash draft, `MuseGlimmerAssistantModel` (the only one it has up to 5.23).
+"""The format of Transformers' own DFlash draft, `MuseGlimmerAssistantModel` (the only one it has up to 5.24).
 
 Never causal inside the block, no biases, no scales, raw rows of the target's embedding. Its sliding rule is
 `|q - k| <= w`: one wider than ours. Its config says nothing of the target's vocabulary and depth: `vocab_size` and

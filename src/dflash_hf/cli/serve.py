@@ -78,7 +78,7 @@ def server_parts() -> Any:
         return import_module("dflash_hf.serve.app")
     except ImportError as error:
         if not isinstance(error, ModuleNotFoundError) or str(error.name).startswith("transformers"):
-            what = "a Transformers whose server takes handlers one by one (5.16 to 5.23 do)"
+            what = "a Transformers whose server takes handlers one by one (5.16 to 5.24 do)"
             found = f"{transformers.__version__} ({one_line(error)})"
             raise ValueError(f"expected {what}, got {found}; install one of them") from error
         sentence = f"expected what a server needs, got no {error.name}; pip install 'dflash-hf[serve]'"

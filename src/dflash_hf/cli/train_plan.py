@@ -18,6 +18,7 @@ from dflash_hf.cli.train_settings import TrainSettings
 from dflash_hf.cli.train_stages import make_arguments
 from dflash_hf.cli.train_state import FOLDERS
 from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.devices import accelerator
 from dflash_hf.fresh import fresh_config
 from dflash_hf.training.plan import GB, Plan, Sizes, check_fits, meta_model
 
@@ -106,7 +107,7 @@ def _count(files: list[Path], settings: TrainSettings) -> tuple[int, float | Non
 
 def matmul_rate(dtype: Any) -> float:
     """Returns the operations per second of this machine's device in products of large matrices."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = accelerator() or torch.device("cpu")
     size = 512 if device.type == "cpu" else 4096
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     wait = "" if device.type == "cpu" else "; torch.accelerator.synchronize()"

@@ -20,6 +20,7 @@ from dflash_hf.evaluation.harness import Processor, encode_prompt, end_tokens, t
 from dflash_hf.evaluation.probe import Measurement, Probe, Setup
 from dflash_hf.evaluation.prompt_files import Prompt, image_names
 from dflash_hf.fresh import rope_of
+from dflash_hf.layer_configs import layer_values
 from dflash_hf.modeling_dflash import DFlashDraftModel, DFlashRMSNorm
 from dflash_hf.target.parts import Target, find_target
 from dflash_hf.target.support import check_pair, check_target
@@ -234,7 +235,8 @@ def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> Iterator[Trial]
             yield Trial("causality", label, f"set is_causal to {flags}", {"is_causal": flags})
     # Without a window where layers slide, with one where none does; no text shows it that is not longer.
     own = config.sliding_window
-    window = own or getattr(probe.target.config, "sliding_window", None) or 2048
+    theirs = (window for window in layer_values(probe.target.config, "sliding_window") if window)
+    window = own or next(theirs, 2048)
     longest = max(len(example.input_ids) for example in probe.examples)
     if longest > window and own is not None:
         change = {"sliding_window": None, "layer_types": ["full_attention"] * count, "is_causal": now}

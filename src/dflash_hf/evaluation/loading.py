@@ -36,12 +36,14 @@ def _check_device(device: str) -> None:
         return
     import torch
 
+    from dflash_hf.devices import accelerator
+
     what = f"cpu, an accelerator such as cuda or cuda:1, or one of {', '.join(DEVICE_MAPS)} as --device"
     try:
         wanted = torch.device(device)
     except RuntimeError:
         raise ValueError(f"expected {what}, got {device!r}; choose one of them") from None
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    here = accelerator()
     count = torch.accelerator.device_count() if here is not None and here.type == wanted.type else 0
     if wanted.type != "cpu" and (wanted.index or 0) >= count:
         found = "none" if here is None else f"{torch.accelerator.device_count()} of type {here.type}"

@@ -24,6 +24,7 @@ from dflash_hf.cache.recurrent import RecurrentGroup
 from dflash_hf.cache.size import OutOfRoomError, check_memory
 from dflash_hf.devices import free_memory, total_memory
 from dflash_hf.generation.state import BufferShape, DecodeState
+from dflash_hf.layer_configs import attention_sizes
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.parts import Target
 from dflash_hf.tree import TreeBuilder
@@ -153,15 +154,13 @@ def affordable_length(target: Target, draft: DFlashDraftModel, batch: int) -> in
 
     By the config, as if all layers of the target were of full attention.
     """
-    config: Any = target.config
     total, free = total_memory(target.device), free_memory(target.device)
-    heads = getattr(config, "num_attention_heads", None)
-    if total is None or free is None or not heads:
+    layers = attention_sizes(target.config)
+    if total is None or free is None or not layers:
         return 0
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    groups = getattr(config, "num_key_value_heads", None) or heads
     token = sum(shape.num_bytes(batch, 1, 0) for shape in draft.cache_shapes())
-    token += 2 * batch * config.num_hidden_layers * groups * size * target.model.dtype.itemsize
+    numbers = sum(layer.groups * layer.size for layer in layers)
+    token += 2 * batch * numbers * target.model.dtype.itemsize
     return int(min(KEPT_SHARE * total, free / 2) / token)
 
 

@@ -50,6 +50,15 @@ def _swallows_keywords(model: PreTrainedModel, first: nn.Module) -> bool:
     return False
 
 
+def with_wrapped(function: Any) -> list[Any]:
+    """Returns a function, what it wraps if it is a decorator's, what that wraps, and so on; nothing of `None`."""
+    found = list[Any]()
+    while function is not None:
+        found.append(function)
+        function = getattr(function, "__wrapped__", None)
+    return found
+
+
 def attention_modules(layer: nn.Module) -> list[nn.Module]:
     """Returns the modules of a layer whose forward calls Transformers' attention interface."""
     return [module for module in layer.modules() if _interfaces_of(type(module))]

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from dflash_hf.scopes import Current, shared
-from dflash_hf.target.code import attention_modules
+from dflash_hf.target.code import attention_modules, with_wrapped
 from dflash_hf.target.fused import COMPILED, fused_attention
 from dflash_hf.target.parts import Target
 
@@ -118,18 +118,34 @@ def _compiled(function: Any, shape: Shape) -> Callable[..., Any]:
 @functools.cache
 def _attention_forward(function: Any, shape: Shape) -> Callable[..., Any]:
     """An attention's forward that calls compiled RoPE functions, if it finds them by name in its module."""
-    names: Sequence[str] = getattr(getattr(function, "__code__", None), "co_names", ())
-    ropes = {name: function.__globals__.get(name) for name in names if "rotary_pos_emb" in name}
-    ropes = {name: _compiled(rope, shape) for name, rope in ropes.items() if isinstance(rope, types.FunctionType)}
+    ropes = dict[str, Callable[..., Any]]()
+    for part in with_wrapped(function):
+        names: Sequence[str] = getattr(getattr(part, "__code__", None), "co_names", ())
+        for name in names:
+            rope = part.__globals__.get(name)
+            if "rotary_pos_emb" in name and isinstance(rope, types.FunctionType):
+                ropes[name] = _compiled(rope, shape)
     return _copied(function, ropes) if ropes else function
 
 
 def _copied(function: Any, replaced: dict[str, Any]) -> Any:
-    """A copy of a Python function that sees other values under these global names; anything else as it is."""
+    """A copy of a Python function that sees other values under these global names; anything else as it is.
+
+    What a decorator has wrapped is copied with it: Transformers' own stand around forwards, and call them from a cell.
+    """
     if not isinstance(function, types.FunctionType):
         return function
     seen = {**function.__globals__, **replaced} if replaced else function.__globals__
+    cells = function.__closure__
+    wrapped = getattr(function, "__wrapped__", None)
+    if cells is not None and wrapped is not None:
+        cells = tuple(_cell_of_copy(cell, wrapped, replaced) for cell in cells)
     code = function.__code__.replace()
-    copy = types.FunctionType(code, seen, function.__name__, function.__defaults__, function.__closure__)
+    copy = types.FunctionType(code, seen, function.__name__, function.__defaults__, cells)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+def _cell_of_copy(cell: types.CellType, wrapped: Any, replaced: dict[str, Any]) -> types.CellType:
+    """A cell with the copy of what a decorator has wrapped, if that is what this one holds; else the cell itself."""
+    return types.CellType(_copied(wrapped, replaced)) if cell.cell_contents is wrapped else cell

@@ -11,7 +11,7 @@ import copy
 import functools
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -27,6 +27,7 @@ from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import LayerShape
 from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.devices import Inventory
+from dflash_hf.target.code import with_wrapped
 from dflash_hf.target.reentry import KEYWORD, RAGGED_BLOCK
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ Draw = Callable[..., Tensor]
 # Attention over a ragged cache: module, epsilon of its norms, cache, states, and the keywords that it is called with.
 Attend = Callable[[Any, float, RaggedCache, Tensor, dict[str, Any]], tuple[Tensor, None]]
 _known: dict[object, bool] = {}
+_look_up = dict[str, Any].get
 
 
 def is_bare(module: Any) -> bool:
@@ -102,23 +104,29 @@ def _records_attention(hook: Any) -> bool:
 
 def computed_by(kind: type) -> tuple[object, ...]:
     """Returns what a class of modules computes by: its forward, and the functions of its file that this names."""
-    names, values = _named(kind)
-    found = map(values.get, names)
+    files, names = _named(kind)
+    found = map(_look_up, files, names)
     return getattr(kind, "forward", None), *(function for function in found if isinstance(function, FunctionType))
 
 
 def computes_by(kind: Any) -> Callable[[], bool]:
     """Returns what says whether a class still computes by the same: in less time than to look for it again."""
-    forward, (names, values) = getattr(kind, "forward", None), _named(kind)
-    found = [*map(values.get, names)]
-    return lambda: kind.forward is forward and all(map(operator.is_, map(values.get, names), found))
-
-
-def _named(kind: Any) -> tuple[Sequence[str], dict[str, Any]]:
-    """The names in the code of a class's forward, and what they are in its file, if they are there."""
     forward = getattr(kind, "forward", None)
-    code = getattr(forward, "__code__", None)
-    return () if code is None else code.co_names, getattr(forward, "__globals__", {})
+    files, names = _named(kind)
+    found = [*map(_look_up, files, names)]
+    return lambda: kind.forward is forward and all(map(operator.is_, map(_look_up, files, names), found))
+
+
+def _named(kind: type) -> tuple[list[dict[str, Any]], list[str]]:
+    """The names in the code of a class's forward and of what that wraps, and the file that each is looked up in."""
+    files = list[dict[str, Any]]()
+    names = list[str]()
+    for function in with_wrapped(getattr(kind, "forward", None)):
+        code = getattr(function, "__code__", None)
+        if code is not None:
+            names.extend(code.co_names)
+            files.extend([function.__globals__] * len(code.co_names))
+    return files, names
 
 
 def is_published(module: Any) -> bool:
@@ -130,12 +138,8 @@ def is_published(module: Any) -> bool:
 
 
 def _has_published_forward(kind: type) -> bool:
-    forward: Any = getattr(kind, "forward", None)
-    while forward is not None:  # and what it is wrapped in
-        if not _is_theirs(str(getattr(forward, "__globals__", {}).get("__name__"))):
-            return False
-        forward = getattr(forward, "__wrapped__", None)
-    return True
+    functions = with_wrapped(getattr(kind, "forward", None))
+    return all(_is_theirs(str(getattr(function, "__globals__", {}).get("__name__"))) for function in functions)
 
 
 def _is_theirs(name: str) -> bool:

@@ -24,6 +24,7 @@ from dflash_hf import ops
 from dflash_hf.attention import attend
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.layer_configs import layer_config
 from dflash_hf.target.formulas import (
     GATED,
     HIDDEN,
@@ -114,7 +115,7 @@ def attend_ragged(
         kwargs.get("attention_mask"),
         module.scaling,
         module.attention_dropout if module.training else 0.0,
-        getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
+        _window_of(module),
         ragged=cache,
     )
     return module.o_proj(out.flatten(2)), None
@@ -204,10 +205,15 @@ class _Attention(NamedTuple):
 
 def _settings(attention: Any) -> tuple[int, float, int | None]:
     """Returns the size of an attention's heads, its scaling and its window."""
+    return attention.head_dim, attention.scaling, _window_of(attention)
+
+
+def _window_of(attention: Any) -> int | None:
+    """Returns an attention's window: some say it in their config alone, and to ask a config takes time."""
     own = vars(attention)
-    # Some say it in their config alone; to ask a config takes time.
-    window = own["sliding_window"] if "sliding_window" in own else getattr(own["config"], "sliding_window", None)
-    return attention.head_dim, attention.scaling, window
+    if "sliding_window" in own:
+        return own["sliding_window"]
+    return getattr(layer_config(own["config"], own["layer_idx"]), "sliding_window", None)
 
 
 class PreparedLayer(NamedTuple):

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from dflash_hf.cache.recurrence import supported
 from dflash_hf.configuration_dflash import LAYER_TYPES, DFlashConfig
 from dflash_hf.errors import require
+from dflash_hf.layer_configs import layer_values
 from dflash_hf.target.parts import Target
 
 KEEP_A_STATE = ("linear", "mamba", "conv", "hybrid", "recurrent")  # in names of layer types
@@ -26,7 +27,7 @@ def check_target(target: Target) -> None:
     _check_recurrences(target)
     layer_types = getattr(config, "layer_types", None) or ["full_attention"]
     unknown = sorted({kind for i, kind in enumerate(layer_types) if i not in target.recurrences} - set(LAYER_TYPES))
-    if "chunked_attention" in unknown or getattr(config, "attention_chunk_size", None):
+    if "chunked_attention" in unknown or any(layer_values(config, "attention_chunk_size")):
         reason = "chunked attention (its argument never reaches the attention interface)"
     elif unknown:
         reason = f"layers of type {', '.join(unknown)}"

@@ -26,6 +26,7 @@ from transformers import (
 
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.errors import require
+from dflash_hf.layer_configs import attention_sizes, layer_values
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
 GB = 2**30
@@ -184,10 +185,8 @@ class Plan:
         ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
         tables = {id(found.weight) for found in ends if found is not None}
         inside = sum({id(p): p.numel() for p in model.parameters() if id(p) not in tables}.values())
-        heads = text.num_attention_heads * (
-            getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        )
-        attention = 2 * heads * text.num_hidden_layers * mean_length  # causal: half of all pairs
+        queries = sum(layer.heads * layer.size for layer in attention_sizes(text))
+        attention = 2 * queries * mean_length  # causal: half of all pairs
         theirs = share * tokens * (2 * inside + attention)
         factor = 8 if sizes.checkpointing else 6
         keys = 2 * draft.num_key_value_heads * draft.head_dim * draft.hidden_size
@@ -220,7 +219,8 @@ def _layer_bytes(draft: DFlashConfig, tokens: int, slots: int, mixed: bool) -> i
 
 def _widest_of(text: Any) -> int:
     """Elements per token that a layer of the target holds at once, without a gradient."""
-    mlp = max(getattr(text, name, 0) or 0 for name in ("intermediate_size", "moe_intermediate_size"))
+    names = ("intermediate_size", "moe_intermediate_size")
+    mlp = max(width or 0 for name in names for width in layer_values(text, name))
     return 4 * text.hidden_size + 3 * mlp
 
 
