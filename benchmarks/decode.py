@@ -1,21 +1,22 @@
 """Compare ways of decoding with the same target and draft, in one run, prompt by prompt.
 
-`--pair vision` measures the bundled pair for pictures: prompts with one picture, several and none. `stock` and `zlab`
-cannot take pictures and are left out. Batches of it are of one kind, and of all kinds mixed.
+`--pair vision` measures the bundled pair for pictures: prompts with one picture, several and none. `stock`,
+`stock/static` and `zlab` cannot take pictures and are left out. Batches of it are of one kind, and of all kinds mixed.
 
 Methods: `plain` (`generate`), `ours` (`assistant_model=draft`), `stock` (Transformers' own DFlash, the same draft),
-`zlab` (z-lab's package `dflash` 0.1.0, the same weights) and `lookup` (prompt lookup, 15 tokens). The last three take
-one prompt at a time. Within a prompt every method runs before the next prompt does, each time in another order, so
-that a machine that drifts does so for all of them.
+`stock/static` (the same with a static cache, for which Transformers compiles the verify on an accelerator; from 5.24
+on, elsewhere it is left out), `zlab` (z-lab's package `dflash` 0.1.0, the same weights) and `lookup` (prompt lookup,
+15 tokens). The last four take one prompt at a time. Within a prompt every method runs before the next prompt does,
+each time in another order, so that a machine that drifts does so for all of them.
 
 Definitions. A *step* is one forward of the target after the prefill; its time runs from the end of one forward to the
 end of the next, so drafting and all that happens between forwards is in it (`ours`, where a hook on the target would
-change what runs: the mean of each run, by its statistics). *Acceptance length* is the number of
-tokens committed per verify, the bonus included, pooled over rows and prompts; the prefill's token (for lookup: all
-that the first forward commits) belongs to no verify. For `stock` and `lookup` it is counted as new tokens per forward
-of the target, by a hook. *tokens/s* is new tokens over the wall time of the whole call, *decode tokens/s* leaves the
-prefill and its token out. A prompt's time is the median of its repeats. *identical* says whether every text was
-plain's.
+change what runs: the mean of each run, by its statistics; `stock/static`: by a stopping criterion that stops nothing).
+*Acceptance length* is the number of tokens committed per verify, the bonus included, pooled over rows and prompts; the
+prefill's token (for lookup: all that the first forward commits) belongs to no verify. For `stock`, `stock/static` and
+`lookup` it is counted as new tokens per forward of the target, by a hook. *tokens/s* is new tokens over the wall time
+of the whole call, *decode tokens/s* leaves the prefill and its token out. A prompt's time is the median of its
+repeats. *identical* says whether every text was plain's.
 
 `--sampling` measures something else: the acceptance length of the proposal rules at several temperatures.
 
@@ -42,14 +43,16 @@ import torch
 import typer
 from harness.floors import BareForwards
 from harness.machine import MAX_BUSY_CORES, RESULTS, LoadWatch, provenance
-from harness.methods import LOOKUP, OURS, PLAIN, STOCK, Method, Outcome, Settings, measure, ours_with
+from harness.methods import LOOKUP, OURS, PLAIN, STOCK, STOCK_STATIC, Method, Outcome, Settings, measure, ours_with
 from harness.pair import MIXED, TOY, Pair, load_pair, random_pair
 from harness.report import Column, finish, show
 from harness.rows import Group, Row, decode_row, floor_row, kinds_of_rows, sampling_row, vision_rows
 from harness.zlab import zlab_method
 
+from dflash_hf.generation.checks import check_static_stock
+
 logger = logging.getLogger(__name__)
-METHODS = ("plain", "ours", "stock", "zlab", "lookup")
+METHODS = ("plain", "ours", "stock", "stock/static", "zlab", "lookup")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Of the bare forwards: behind the first repeat, and behind every prompt of the others.
 FLOOR_SAMPLES, SAMPLES_BESIDE = 10, 2
@@ -81,6 +84,7 @@ FLOOR_COLUMNS: list[Column] = [
     ("share", "share_of_ideal"),
     ("reached", "reached"),
     ("step / stock", "step_time_against.stock"),
+    ("step / stock/static", "step_time_against.stock/static"),
     ("step / zlab", "step_time_against.zlab"),
 ]
 VISION_COLUMNS: list[Column] = [
@@ -113,6 +117,7 @@ BUNDLED = {BundledPair.text: TOY, BundledPair.vision: TOY / "vision"}
 # Ways that know no pictures, and why they are left out.
 WITHOUT_PICTURES = {
     "stock": "Transformers' own DFlash stops with an error in a vision target, for texts too",
+    "stock/static": "Transformers' own DFlash stops with an error in a vision target, for texts too",
     "zlab": "z-lab's dflash_generate takes token ids alone",
     "lookup": "prompt lookup copies image tokens into its proposals, and the target refuses those",
 }
@@ -154,6 +159,12 @@ def choose_methods(pair: Pair, names: str) -> list[Method]:
             logger.warning("leaving out %s: %s", name, WITHOUT_PICTURES[name])
         asked = [name for name in asked if name not in WITHOUT_PICTURES]
     known = {method.name: method for method in (PLAIN, OURS, STOCK, LOOKUP)}
+    if STOCK_STATIC.name in asked:
+        try:
+            check_static_stock()
+            known[STOCK_STATIC.name] = STOCK_STATIC
+        except ValueError as error:
+            logger.warning("leaving out %s: %s", STOCK_STATIC.name, error)
     if "zlab" in asked and (zlab := zlab_method(pair)) is not None:
         known["zlab"] = zlab
     return [known[name] for name in METHODS if name in asked and name in known]

@@ -27,7 +27,7 @@ class Settings:
         max_new_tokens (`int`): Length limit of an answer.
         temperature (`float`, *optional*): Samples at this temperature and from the whole vocabulary; `None` is greedy.
         seed (`int`): Set before the run.
-        on_token (callable, *optional*): Called behind every token, by the methods that say so.
+        on_token (callable, *optional*): Called behind every forward and its tokens, by the methods that say so.
     """
 
     max_new_tokens: int
@@ -143,7 +143,7 @@ def plain(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
 
 
 class OnToken(StoppingCriteria):
-    """Calls a function behind every token and stops nothing."""
+    """Calls a function behind every step of `generate`'s loop, which has one forward, and stops nothing."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self.call = call
@@ -156,15 +156,19 @@ class OnToken(StoppingCriteria):
 
 def plain_static(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
     """Runs plain `generate` with a static cache, for which Transformers compiles the forward on an accelerator."""
-    criteria = [] if settings.on_token is None else [OnToken(settings.on_token)]
     return Raw(
         pair.target.generate(
             **inputs,
             **settings.arguments(),
             cache_implementation="static",
-            stopping_criteria=StoppingCriteriaList(criteria),
+            stopping_criteria=_marking(settings),
         )
     )
+
+
+def _marking(settings: Settings) -> StoppingCriteriaList:
+    """Returns what calls `on_token` behind every forward, if it is asked for."""
+    return StoppingCriteriaList([] if settings.on_token is None else [OnToken(settings.on_token)])
 
 
 def ours(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
@@ -174,7 +178,7 @@ def ours(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
     return Raw(out, (sum(map(sum, stats.num_committed)), stats.num_verifies))
 
 
-def stock(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
+def stock(pair: Pair, inputs: Inputs, settings: Settings, **more: Any) -> Raw:
     """Runs Transformers' own DFlash with our draft, whose `forward` keeps upstream's contract; one row."""
     counter = CommitCounter()
     out = pair.target.generate(
@@ -183,8 +187,25 @@ def stock(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
         assistant_model=pair.draft,
         speculation_type="dflash",
         streamer=counter,
+        **more,
     )
     return Raw(out, first=counter.counts[0])
+
+
+def stock_static(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
+    """Runs the same with a static cache, for which Transformers compiles the verify on an accelerator.
+
+    The cache has room for a block more: the last verify may reach beyond the longest text.
+    """
+    room = inputs["input_ids"].shape[1] + settings.max_new_tokens + pair.block_size
+    return stock(
+        pair,
+        inputs,
+        settings,
+        cache_implementation="static",
+        max_cache_len=room,
+        stopping_criteria=_marking(settings),
+    )
 
 
 def lookup(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
@@ -243,6 +264,7 @@ OURS_EAGER = ours_on("eager")
 OURS_COMPILED = ours_with("ours/compiled", compile_layers=True)
 OURS_SAMPLED = Method(name="ours/sampled", run=ours_sampled, batches=True, tells=True)
 STOCK = Method(name="stock", run=stock, batches=False)
+STOCK_STATIC = Method(name="stock/static", run=stock_static, batches=False, marks_tokens=True)
 LOOKUP = Method(name="lookup", run=lookup, batches=False)
 
 

@@ -116,7 +116,7 @@ def decode_row(pair: Pair, method: str, batch: int, kind: str, group: Group, bus
         "method": method,
         "batch": batch,
         "kind": kind,
-        "block": pair.block_size if method in ("ours", "stock", "zlab") else None,
+        "block": pair.block_size if method in ("ours", "stock", "stock/static", "zlab") else None,
         "dtype": pair.dtype,
         "context_tokens": round(statistics.mean(contexts), 1),
         "new_tokens": sum(outcome.new_tokens for outcome in firsts),
@@ -163,7 +163,7 @@ def floor_row(rows: list[Row], bare: BareForwards, busy: bool) -> Row | None:
         "reached": speedup / ideal >= MIN_SHARE_OF_IDEAL,
         "step_time_against": {
             name: round(ours["step_ms"]["p50"] / by_method[name]["step_ms"]["p50"], 4)
-            for name in ("stock", "zlab")
+            for name in ("stock", "stock/static", "zlab")
             if name in by_method
         },
         "busy": busy,

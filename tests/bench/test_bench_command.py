@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.cache_utils import StaticLayer
 from typer.testing import CliRunner, Result
 
 from dflash_hf.cli.main import app
@@ -35,6 +36,20 @@ def done(held_out: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple
     assert result.output.splitlines()[-1] == str(folder / "out" / "report.html")
     assert "stock-batch2: expected batch 1 for stock" in result.output
     return folder / "out", words
+
+
+def test_a_cell_that_transformers_refuses_says_so_in_one_line(
+    held_out: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StaticLayer, "is_croppable", False, raising=False)
+    data = write_set(tmp_path / "one.jsonl", [(held_out[0],)])
+    words: list[object] = ["--out", tmp_path / "out", "--data", data, "--max-new-tokens", 4]
+    words += ["--methods", "plain,stock-static", "--dtype", "float32", "--threads", 1]
+    result = bench(*words, "--target", TOY / "target", "--draft", TOY / "draft")
+    assert result.exit_code == 0, result.output
+    assert "stock-static: expected a Transformers whose own assisted decoding takes static caches" in said(result)
+    assert len(answers_in(tmp_path / "out")["answers-plain.jsonl"]) == 1
+    assert not answers_in(tmp_path / "out").get("answers-stock-static.jsonl")
 
 
 def test_what_a_run_leaves(done: tuple[Path, list[object]]) -> None:

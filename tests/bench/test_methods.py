@@ -6,14 +6,27 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import StaticLayer
 
 from dflash_hf.bench.answers import Turn
 from dflash_hf.bench.cells import Options
 from dflash_hf.bench.methods import WAYS, Models, local_method
 from dflash_hf.bench.zlab import zlab_way
 from dflash_hf.evaluation.harness import encode_prompt
+from dflash_hf.generation.checks import check_static_stock
 
 NEW = 64
+
+
+def skip_without(name: str) -> None:
+    """Skips where what a way of decoding needs is not installed."""
+    if name == "zlab":
+        pytest.importorskip("dflash", reason="z-lab's package is not installed")
+    if name == "stock-static":
+        try:
+            check_static_stock()
+        except ValueError as error:
+            pytest.skip(str(error))
 
 
 def ask(models: Models, name: str, texts: list[str], seed: int = 0, **options: Any) -> list[Turn]:
@@ -76,10 +89,9 @@ def test_widths_that_follow_the_run_say_what_was_proposed(models: Models, held_o
     assert turn.proposed == [width - 1 for width in stats.verify_widths]
 
 
-@pytest.mark.parametrize("name", ["stock", "zlab", "assistant", "lookup"])
+@pytest.mark.parametrize("name", ["stock", "stock-static", "zlab", "assistant", "lookup"])
 def test_one_row_at_a_time(name: str, models: Models, held_out: list[str], truth: list[list[int]]) -> None:
-    if name == "zlab":
-        pytest.importorskip("dflash", reason="z-lab's package is not installed")
+    skip_without(name)
     for text, ids in zip(held_out, truth, strict=True):
         (turn,) = ask(models, name, [text])
         assert turn.token_ids == ids
@@ -90,7 +102,7 @@ def test_one_row_at_a_time(name: str, models: Models, held_out: list[str], truth
         assert turn.proposed is not None
         assert len(turn.committed) == len(turn.accepted) == len(turn.proposed)
         first = len(ids) - sum(turn.committed)
-        assert first == 1 if name in ("stock", "zlab") else first >= 1
+        assert first == 1 if name in ("stock", "stock-static", "zlab") else first >= 1
         for committed, accepted, proposed in zip(turn.committed, turn.accepted, turn.proposed, strict=True):
             assert committed - 1 <= accepted <= proposed
         assert [count + 1 for count in turn.accepted[:-1]] == turn.committed[:-1]
@@ -98,14 +110,21 @@ def test_one_row_at_a_time(name: str, models: Models, held_out: list[str], truth
             assert turn.accepted == turn.proposed
 
 
-@pytest.mark.parametrize("name", ["stock", "zlab"])
+@pytest.mark.parametrize("name", ["stock", "stock-static", "zlab"])
 def test_peers_run_our_draft(name: str, models: Models, held_out: list[str]) -> None:
-    if name == "zlab":
-        pytest.importorskip("dflash", reason="z-lab's package is not installed")
+    skip_without(name)
     for block_size in (None, 6):
         (theirs,) = ask(models, name, held_out[:1], block_size=block_size)
         (ours,) = ask(models, "dflash", held_out[:1], block_size=block_size, verify_width=block_size or 16)
         assert theirs.committed == ours.committed
+
+
+def test_static_caches_are_refused_where_transformers_cannot_crop_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StaticLayer, "is_croppable", True, raising=False)
+    check_static_stock()
+    monkeypatch.setattr(StaticLayer, "is_croppable", False)
+    with pytest.raises(ValueError, match="expected a Transformers whose own assisted decoding takes static caches"):
+        check_static_stock()
 
 
 def test_options_of_the_draft_are_put_back(models: Models, held_out: list[str]) -> None:

@@ -13,6 +13,7 @@ import typer
 from harness import machine, report
 from harness.machine import CpuTimes, LoadWatch, busy_cores, parse_cpu_times
 from harness.rows import bootstrap, percentiles
+from transformers.cache_utils import StaticLayer
 from typer.testing import CliRunner, Result
 
 HAS_ZLAB = importlib.util.find_spec("dflash") is not None
@@ -43,7 +44,9 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_decode_compares_the_methods(results: Path) -> None:
     result = run(decode.main, *TINY, "--batch", "1,2", "--force")
     record = record_of(result)
+    takes_static = getattr(StaticLayer, "is_croppable", False)  # Transformers' own assisted decoding
     alone = ["plain", "ours", "stock", *(["zlab"] if HAS_ZLAB else []), "lookup"]
+    alone += ["stock/static"] if takes_static else []
     rows = {(row["method"], row["batch"]): row for row in record["rows"]}
     assert rows.keys() == {*((name, 1) for name in alone), ("plain", 2), ("ours", 2)}
     for row in rows.values():
@@ -59,10 +62,12 @@ def test_decode_compares_the_methods(results: Path) -> None:
     assert rows["ours", 1]["block"] == 8
     # The same draft over the same text: stock's forwards and our verifies are as many.
     assert rows["ours", 1]["acceptance_length"] == rows["stock", 1]["acceptance_length"]
+    if takes_static:
+        assert rows["stock/static", 1]["acceptance_length"] == rows["stock", 1]["acceptance_length"]
     assert {floor["batch"] for floor in record["floors"]} == {1, 2}
     floor = record["floors"][0]
     assert floor["share_of_ideal"] == pytest.approx(floor["speedup"] / floor["ideal_speedup"], rel=1e-3)
-    assert floor["step_time_against"].keys() == set(alone) & {"stock", "zlab"}
+    assert floor["step_time_against"].keys() == set(alone) & {"stock", "stock/static", "zlab"}
     assert record["provenance"].keys() >= {"machine", "threads", "versions", "commit", "date", "command", "load"}
     assert list(results.iterdir()) == [], "nothing is recorded under --force"
 

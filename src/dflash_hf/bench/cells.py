@@ -14,9 +14,9 @@ from dflash_hf.bench.questions import fields_in
 from dflash_hf.errors import require
 from dflash_hf.evaluation.loading import check_place
 
-METHODS = ("plain", "plain-static", "dflash", "stock", "assistant", "lookup", "zlab", "server")
-NEEDS_DRAFT = ("dflash", "stock", "zlab")
-TAKES_ONE_ROW = ("stock", "zlab", "assistant", "lookup")
+METHODS = ("plain", "plain-static", "dflash", "stock", "stock-static", "assistant", "lookup", "zlab", "server")
+NEEDS_DRAFT = ("dflash", "stock", "stock-static", "zlab")
+TAKES_ONE_ROW = ("stock", "stock-static", "zlab", "assistant", "lookup")
 # What a cell's name says of each value that a run compares: a value without a word in front is clear by itself.
 _WORDS = {
     "batch": "batch",
@@ -38,6 +38,7 @@ _LOOKS_AT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(METHODS, (*_SHARED, "dtype")),
     "dflash": (*_SHARED, "dtype", *DRAFT_OPTIONS),
     "stock": (*_SHARED, "dtype", "block_size"),
+    "stock-static": (*_SHARED, "dtype", "block_size"),
     "zlab": (*_SHARED, "dtype", "block_size"),
     "server": _SHARED,
 }

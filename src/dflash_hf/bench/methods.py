@@ -140,14 +140,26 @@ def dflash(models: Models, inputs: Inputs, options: Options) -> Raw:
     )
 
 
-def stock(models: Models, inputs: Inputs, options: Options) -> Raw:
+def stock(models: Models, inputs: Inputs, options: Options, **more: Any) -> Raw:
     """Runs Transformers' own DFlash with our draft, whose `forward` keeps upstream's contract; one row."""
     draft = models.draft
     assert draft is not None
     # Where Transformers looks for it.
     narrower = {} if options.block_size is None else {"block_size": options.block_size}
     with changed(draft.config, **narrower):
-        return _assisted(models, inputs, options, assistant_model=draft, speculation_type="dflash")
+        return _assisted(models, inputs, options, assistant_model=draft, speculation_type="dflash", **more)
+
+
+def stock_static(models: Models, inputs: Inputs, options: Options) -> Raw:
+    """Runs the same with a static cache, for which Transformers compiles the verify on an accelerator.
+
+    The cache has room for a block more: the last verify may reach beyond the longest text.
+    """
+    draft = models.draft
+    assert draft is not None
+    longest = inputs["input_ids"].shape[1] + options.max_new_tokens
+    room = longest + (options.block_size or draft.config.block_size)
+    return stock(models, inputs, options, cache_implementation="static", max_cache_len=room)
 
 
 def assistant(models: Models, inputs: Inputs, options: Options) -> Raw:
@@ -173,6 +185,7 @@ WAYS: dict[str, Way] = {
     "plain-static": functools.partial(plain, cache_implementation="static"),
     "dflash": dflash,
     "stock": stock,
+    "stock-static": stock_static,
     "assistant": assistant,
     "lookup": lookup,
 }

@@ -37,7 +37,7 @@ from dflash_hf.bench.server import Server
 from dflash_hf.errors import one_line, require
 from dflash_hf.evaluation.harness import tokenizer_of
 from dflash_hf.evaluation.loading import load_target
-from dflash_hf.generation.checks import check_stock
+from dflash_hf.generation.checks import check_static_stock, check_stock
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
 # What a method may fail with, so that the run goes on without it. Torch's out of memory and `NotImplementedError` are
@@ -222,8 +222,10 @@ def _check_draft(cell: Cell, models: Mapping[str, Models]) -> None:
     assert draft is not None
     options = type(draft.generation_config)(**cell.options.for_draft())
     options.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
-    if cell.method == "stock":
+    if cell.method in ("stock", "stock-static"):
         check_stock(draft)
+    if cell.method == "stock-static":
+        check_static_stock()
 
 
 def _begin(

@@ -40,7 +40,7 @@ def bench(
     ] = None,
     num_prompts: Annotated[int | None, typer.Option(help="Questions of each set; default all.", min=1)] = None,
     methods: Annotated[
-        str, typer.Option(help="plain, plain-static, dflash, stock, zlab, assistant, lookup, server.")
+        str, typer.Option(help="plain, plain-static, dflash, stock, stock-static, zlab, assistant, lookup, server.")
     ] = "plain,dflash",
     assistant_model: Annotated[str | None, typer.Option(help="An ordinary draft model, for assistant.")] = None,
     server: Annotated[str | None, typer.Option(help="URL of an OpenAI-style server, for server.")] = None,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationConfig
 from transformers.cache_utils import (
@@ -40,6 +41,16 @@ def check_stock(draft: DFlashDraftModel) -> None:
     wrong = ", ".join(name for name in names if getattr(draft.config, name))
     what = "a draft that Transformers' speculation_type='dflash' can run"
     require(not wrong, what, f"{wrong} in its config", "leave speculation_type out")
+
+
+def check_static_stock() -> None:
+    """Refuses, by `ValueError`, static caches in a Transformers whose own assisted decoding does not take them."""
+    require(
+        getattr(StaticLayer, "is_croppable", False),
+        "a Transformers whose own assisted decoding takes static caches, as 5.24 does",
+        transformers.__version__,
+        "install a newer one, or leave the static cache out",
+    )
 
 
 @dataclass(frozen=True, slots=True)
