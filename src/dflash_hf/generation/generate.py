@@ -40,6 +40,7 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.fused import runs_whole, short_layers
 from dflash_hf.target.parts import find_target
 from dflash_hf.target.support import changing_ropes, check_pair, check_target
+from dflash_hf.tested import warn_if_newer
 
 _signature = functools.cache(inspect.signature)
 
@@ -88,6 +89,7 @@ def answer_with(
     `model.generate`, or what it was, and `arguments` are what else the user passed to it, by name.
     """
     started, ranks, arguments = time.perf_counter(), Ranks(model), dict(arguments)
+    warn_if_newer()
     with ranks.together():
         arguments.pop("assistant_model", None)
         # Pipelines pass one on where they cannot see that a draft reads and writes the target's tokens.
