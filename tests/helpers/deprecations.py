@@ -11,6 +11,11 @@ from types import FrameType
 
 # Whose frames stand between a call and what is logged about it.
 BETWEEN = {"contextlib", "functools", "helpers", "logging", "torch", "transformers"}
+# Functions of this package that hand on calls of `generate` as they are: the caller's arguments, not ours.
+HANDED_ON = {
+    ("dflash_hf.registration", "generate"),
+    ("dflash_hf.generation.generate", "generate_with"),
+}
 
 
 class DeprecationLog(logging.Handler):
@@ -35,8 +40,9 @@ class DeprecationLog(logging.Handler):
 def caller(frame: FrameType | None) -> str | None:
     """Returns the package of the innermost frame that is not only in between, or `None` if all are."""
     while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in BETWEEN:
+        module = frame.f_globals.get("__name__", "")
+        package = module.partition(".")[0]
+        if package not in BETWEEN and (module, frame.f_code.co_name) not in HANDED_ON:
             return package
         frame = frame.f_back
     return None
