@@ -24,7 +24,7 @@ KIND ?= text,images,interrupts,hostile
 CASES ?= 0
 # What must also hold on the oldest Transformers, and on the newest of everything: there what a user meets first, too.
 OLDEST_TESTS ?= tests/parity tests/equality
-LATEST_TESTS ?= $(OLDEST_TESTS) tests/docs/test_readme.py \
+LATEST_TESTS ?= $(OLDEST_TESTS) tests/docs/test_readme.py::test_python_examples_run \
   tests/pair/test_pair.py::test_the_demo_command_compares_and_succeeds \
   tests/training/test_trainer.py::test_a_run_leaves_records_checkpoints_and_the_target_as_it_was
 # What is about our own step alone, and the same on every Transformers.
@@ -119,7 +119,7 @@ test-oldest: $(VENV_OLDEST)/.stamp-test  ## the equality tests on the oldest sup
 	@$(VENV_OLDEST)/bin/python .ci/versions.py
 	$(VENV_OLDEST)/bin/python -m pytest $(OLDEST_TESTS) $(RELEASE_SKIPS) $(CPU) $(PARALLEL) $(PYTEST_ARGS)
 
-test-latest: $(VENV_LATEST)/.stamp-$(TODAY)  ## the same, README's examples, demo and training, on the newest of everything
+test-latest: $(VENV_LATEST)/.stamp-$(TODAY)  ## the same, examples, demo and training, on the newest of everything
 	$(call need,$(LATEST_TESTS))
 	@$(VENV_LATEST)/bin/python .ci/versions.py
 	$(VENV_LATEST)/bin/python -m pytest $(LATEST_TESTS) $(RELEASE_SKIPS) $(CPU) $(PARALLEL) $(PYTEST_ARGS)
