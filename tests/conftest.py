@@ -1,5 +1,6 @@
-"""What every test runs under: offline, one torch thread, `gpu` tests only where there is a GPU, engines of its own,
-no deprecated call of ours, and no kernel given up unseen, whose reference would be compared with itself.
+"""What every test runs under: offline, one torch thread, a steady clock, `gpu` tests only where there is a GPU,
+engines of its own, no deprecated call of ours, and no kernel given up unseen, whose reference would be compared with
+itself.
 """
 
 import functools
@@ -59,10 +60,20 @@ def commands_built_once() -> Generator[None]:
 
 
 @pytest.fixture(autouse=True)
-def whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verifies whole blocks where a test does not say how wide: by default that follows the clock of the machine."""
-    monkeypatch.setattr("dflash_hf.generation.widths.WidthChooser.by_default", False)
-    monkeypatch.setattr("dflash_hf.tree.TreeBuilder.by_default", False)
+def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has what a run chooses not depend on the machine: trees and their widths are chosen as ever, by equal times."""
+    from helpers.widths import SteadyWidths
+
+    monkeypatch.setattr("dflash_hf.generation.prefill.WidthChooser", SteadyWidths)
+
+
+@pytest.fixture
+def whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has every verify be as wide as it may: by default it is as wide as pays.
+
+    For tests that count or compare the steps of trees; those of chains have `helpers.whole_blocks`.
+    """
+    monkeypatch.setattr("dflash_hf.generation.prefill._chooser", lambda generator, state, keeps_buffers: None)
 
 
 @pytest.fixture(autouse=True)
