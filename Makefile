@@ -30,7 +30,7 @@ LATEST_TESTS ?= $(OLDEST_TESTS) tests/docs/test_readme.py::test_python_examples_
 # What is about our own step alone, and the same on every Transformers.
 RELEASE_SKIPS ?= $(addprefix --ignore=tests/equality/,test_widths.py test_compiled.py test_static_step.py test_together.py \
   test_interrupts.py test_growing_buffers.py test_sampling.py test_ranks.py test_trees.py test_own_vocabulary.py \
-  test_iterate.py test_draft_context.py)
+  test_iterate.py test_draft_context.py test_dropped_rows.py)
 
 # The newest torch that the index has a build for CPUs of: a bare `torch` is a CUDA build of 6.6 GB.
 LATEST_TORCH ?= torch==2.13.0
