@@ -7,6 +7,7 @@
 PYTHON ?= python3
 VENV := .venv
 VENV_OLDEST := .venv-oldest
+VENV_LATEST := .venv-latest
 BIN := $(VENV)/bin
 # Two processes of one torch thread each (tests/conftest.py): on models this small, threads only get in each other's way.
 PYTEST_JOBS ?= 2
@@ -21,23 +22,36 @@ SECONDS ?= 120
 SEED ?=
 KIND ?= text,images,interrupts,hostile
 CASES ?= 0
-# Folders whose tests must also hold on the oldest Transformers.
+# What must also hold on the oldest Transformers, and on the newest of everything: there what a user meets first, too.
 OLDEST_TESTS ?= tests/parity tests/equality
+LATEST_TESTS ?= $(OLDEST_TESTS) tests/docs/test_readme.py::test_python_examples_run \
+  tests/pair/test_pair.py::test_the_demo_command_compares_and_succeeds \
+  tests/training/test_trainer.py::test_a_run_leaves_records_checkpoints_and_the_target_as_it_was
 # What is about our own step alone, and the same on every Transformers.
-OLDEST_SKIPS ?= $(addprefix --ignore=tests/equality/,test_widths.py test_compiled.py test_static_step.py test_together.py \
+RELEASE_SKIPS ?= $(addprefix --ignore=tests/equality/,test_widths.py test_compiled.py test_static_step.py test_together.py \
   test_interrupts.py test_growing_buffers.py test_sampling.py test_ranks.py test_trees.py test_own_vocabulary.py \
-  test_iterate.py test_draft_context.py)
+  test_iterate.py test_draft_context.py test_dropped_rows.py)
+
+# The newest torch that the index has a build for CPUs of: a bare `torch` is a CUDA build of 6.6 GB.
+LATEST_TORCH ?= torch==2.13.0
+# An environment without constraints that is never renewed is a pinned one: its stamp is good for a day.
+TODAY := $(shell date +%F)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PARALLEL := -n $(PYTEST_JOBS) --dist worksteal
 CPU := -m "not gpu and not slow"
 
+# Ends the recipe unless these files exist: with several processes pytest leaves out what does not.
+need = @for path in $(1); do test -e "$${path%%::*}" || { \
+  echo "expected the tests of this target to exist, got no $$path; write it, or name other ones" >&2; exit 1; }; done
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help demo chat setup test lint format types architecture test-cpu test-browser chromium screenshots
-.PHONY: fuzz docs release-check test-kernels test-docs test-oldest toy toy-vision toy-hybrid real real-draft bench clean
+.PHONY: fuzz docs release-check test-kernels test-docs test-oldest test-latest versions
+.PHONY: toy toy-vision toy-hybrid real real-draft bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -50,7 +64,7 @@ chat: $(VENV)/.stamp-dev  ## a web page, on this machine only: SmolLM2 after mak
 
 setup: $(VENV)/.stamp-dev  ## make or update .venv with everything the targets below need
 
-test: lint types test-cpu test-browser test-kernels test-oldest  ## all checks, in the order in which they are cheap
+test: lint types test-cpu test-browser test-kernels test-oldest test-latest  ## all checks, cheap ones first
 
 lint: $(VENV)/.stamp-dev  ## ruff, rules and layout
 	$(BIN)/ruff check .
@@ -67,6 +81,7 @@ architecture: $(VENV)/.stamp-dev  ## the import order and the other budgets (a p
 	$(BIN)/python -m pytest tests/test_architecture.py tests/test_imports.py $(PYTEST_ARGS)
 
 test-cpu: $(VENV)/.stamp-dev  ## the CPU suite: architecture and documentation included, kernels and browser not
+	@$(BIN)/python .ci/versions.py
 	$(BIN)/python -m pytest tests --ignore=tests/kernels --ignore=tests/browser $(CPU) $(PARALLEL) $(PYTEST_ARGS)
 
 test-browser: $(VENV)/.stamp-dev chromium  ## the chat in a real browser; one process: its servers are shared
@@ -100,9 +115,20 @@ release-check: $(BIN)/python  ## build; install and use the wheel as a user does
 	$(BIN)/python .ci/release_check.py
 
 test-oldest: $(VENV_OLDEST)/.stamp-test  ## the equality tests on the oldest supported Transformers
-	@for path in $(OLDEST_TESTS); do test -e "$$path" || { \
-	  echo "expected the tests of OLDEST_TESTS to exist, got no $$path; write it, or name other ones" >&2; exit 1; }; done
-	$(VENV_OLDEST)/bin/python -m pytest $(OLDEST_TESTS) $(OLDEST_SKIPS) $(CPU) $(PARALLEL) $(PYTEST_ARGS)
+	$(call need,$(OLDEST_TESTS))
+	@$(VENV_OLDEST)/bin/python .ci/versions.py
+	$(VENV_OLDEST)/bin/python -m pytest $(OLDEST_TESTS) $(RELEASE_SKIPS) $(CPU) $(PARALLEL) $(PYTEST_ARGS)
+
+test-latest: $(VENV_LATEST)/.stamp-$(TODAY)  ## the same, examples, demo and training, on the newest of everything
+	$(call need,$(LATEST_TESTS))
+	@$(VENV_LATEST)/bin/python .ci/versions.py
+	$(VENV_LATEST)/bin/python -m pytest $(LATEST_TESTS) $(RELEASE_SKIPS) $(CPU) $(PARALLEL) $(PYTEST_ARGS)
+
+versions:  ## run the tests of all three environments, then write into docs/engines.md with which versions they passed
+	$(MAKE) test-cpu test-oldest test-latest PYTEST_ARGS=
+	$(BIN)/python .ci/versions.py --passed constraints.txt
+	$(VENV_OLDEST)/bin/python .ci/versions.py --passed constraints-oldest.txt
+	$(VENV_LATEST)/bin/python .ci/versions.py --passed 'make test-latest'
 
 toy: $(VENV)/.stamp-dev  ## train a pair like the bundled one from nothing, into build/toy (up to two hours)
 	$(BIN)/python demos/toy/train_target.py --out build/toy/target
@@ -139,7 +165,7 @@ bench: $(VENV)/.stamp-dev  ## time the bundled pairs on this machine, next to th
 	$(BIN)/python benchmarks/decode.py --pair vision
 
 clean:  ## remove the environments and what tools left behind
-	rm -rf $(VENV) $(VENV_OLDEST) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_LATEST) build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than what it was installed from. Two for .venv, so that `make demo` need not install the type checker.
@@ -153,6 +179,12 @@ $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV_OLDEST)/.stamp-test: pyproject.toml constraints-oldest.txt | $(VENV_OLDEST)/bin/python
 	$(VENV_OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[test]'
+	@touch $@
+
+$(VENV_LATEST)/.stamp-$(TODAY): pyproject.toml | $(VENV_LATEST)/bin/python
+	$(VENV_LATEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager $(LATEST_TORCH) \
+	  --editable '.[bench,kernels,test,vlm]'
+	@rm -f $(VENV_LATEST)/.stamp-*
 	@touch $@
 
 %/bin/python:

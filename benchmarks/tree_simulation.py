@@ -27,7 +27,7 @@ from harness.report import show
 
 from dflash_hf import DFlashDraftModel, load_draft
 from dflash_hf.bench.sets import load_questions
-from dflash_hf.generation.widths import WidthChooser
+from dflash_hf.generation import prefill
 from dflash_hf.target.parts import Target, find_target
 from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import collate
@@ -89,7 +89,6 @@ def main(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
-    WidthChooser.by_default = False
     model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     tokenizer, parts = AutoTokenizer.from_pretrained(target), find_target(model)
     drafter = load_draft(draft, dtype=torch.float32).eval()
@@ -97,6 +96,7 @@ def main(
         raise typer.BadParameter(
             "expected a draft whose positions are independent, got DFlash 2; use --generate's number"
         )
+    prefill._chooser = lambda generator, state, keeps_buffers: None  # whole trees: what is simulated has no clock
     sizes, rows = [int(num) for num in nodes.split(",")], list[dict[str, Any]]()
     for name in data.split(","):
         committed: dict[int, list[int]] = {size: [] for size in sizes}
@@ -117,7 +117,7 @@ def main(
                     accepted[index] = num_accepted(level, size, text[index + 1 :])
                 committed[size] += walk(accepted, first, len(text) - 1)
                 if is_generated:
-                    drafter.generation_config.num_tree_nodes = size or None
+                    drafter.generation_config.num_tree_nodes = size
                     drafter.generation_config.max_matching_ngram_size = 0
                     model.generate(**inputs, **settings, assistant_model=drafter)
                     decoded[size] += drafter.last_stats.num_committed[0]

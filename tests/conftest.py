@@ -1,9 +1,11 @@
-"""What every test runs under: offline, one torch thread, `gpu` tests only where there is a GPU, engines of its own,
-and no kernel given up unseen, whose reference would be compared with itself.
+"""What every test runs under: offline, one torch thread, a steady clock, `gpu` tests only where there is a GPU,
+engines of its own, no deprecated call of ours, and no kernel given up unseen, whose reference would be compared with
+itself.
 """
 
 import functools
 import gc
+import logging
 import os
 import sys
 from collections.abc import Generator
@@ -15,6 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+
+from helpers.deprecations import DeprecationLog
 
 # No torch here: the process that only deals the tests out to two others need not load it.
 
@@ -56,10 +60,34 @@ def commands_built_once() -> Generator[None]:
 
 
 @pytest.fixture(autouse=True)
-def whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verifies whole blocks where a test does not say how wide: by default that follows the clock of the machine."""
-    monkeypatch.setattr("dflash_hf.generation.widths.WidthChooser.by_default", False)
-    monkeypatch.setattr("dflash_hf.tree.TreeBuilder.by_default", False)
+def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has what a run chooses not depend on the machine: trees and their widths are chosen as ever, by equal times."""
+    from helpers.widths import SteadyWidths
+
+    monkeypatch.setattr("dflash_hf.generation.prefill.WidthChooser", SteadyWidths)
+
+
+@pytest.fixture
+def whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has every verify be as wide as it may: by default it is as wide as pays.
+
+    For tests that count or compare the steps of trees; those of chains have `helpers.whole_blocks`.
+    """
+    monkeypatch.setattr("dflash_hf.generation.prefill._chooser", lambda generator, state, keeps_buffers: None)
+
+
+@pytest.fixture(autouse=True)
+def deprecations() -> Generator[DeprecationLog]:
+    """Fails a test in which this package called what Transformers' log says is deprecated."""
+    upstream: Any = sys.modules.get("transformers.utils.logging")
+    if upstream is not None:
+        upstream.warning_once.cache_clear()  # what was said once in an earlier test is said again
+    log = DeprecationLog("dflash_hf")
+    logger = logging.getLogger("transformers")
+    logger.addHandler(log)
+    yield log
+    logger.removeHandler(log)
+    assert not log.messages
 
 
 @pytest.fixture(autouse=True)

@@ -36,6 +36,7 @@ LEVELS = {
     "dflash_hf.layer_configs": 1,
     "dflash_hf.generation_config": 2,
     "dflash_hf.positions": 1,
+    "dflash_hf.tested": 1,
     "dflash_hf.tree": 2,
     "dflash_hf.scopes": 0,
     "dflash_hf.processing_qwen3_vl": 1,

@@ -2,12 +2,14 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import types
 from dataclasses import dataclass
 
-from helpers.source_tree import ROOT
+from helpers.source_tree import ROOT, imports, read_modules
 
 NOT_LOADED_BY_IMPORT = ("torch", "transformers", "gradio", "uvicorn", "datasets", "matplotlib", "pandas")
 
@@ -49,6 +51,33 @@ def loaded_by(code: str, names: tuple[str, ...]) -> list[str]:
 def test_import_loads_nothing_heavy() -> None:
     assert loaded_by("import json", ("json", "gradio")) == ["json"]
     assert not (loaded := loaded_by("import dflash_hf", NOT_LOADED_BY_IMPORT)), f"import dflash_hf loads {loaded}"
+
+
+# What is imported under another name than it is installed by, or is there for sure with another package.
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "markupsafe": "jinja2",
+    "math_verify": "math-verify",
+    "starlette": "gradio",
+    "uvicorn": "transformers[serving]",
+    "yaml": "pyyaml",
+}
+
+
+def test_packages_that_are_imported_are_declared() -> None:
+    """Those of others bring them today: a release of theirs that does without them would take them away."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    declared = {re.split(r"[<>=; ]", line)[0].replace("-", "_") for line in [*project["dependencies"], *extras]}
+    missing = set[str]()
+    for module in read_modules():
+        for _, name in imports(module):
+            package = name.partition(".")[0]
+            is_known = package in sys.stdlib_module_names or package.startswith("dflash")
+            if module.name.startswith("dflash") and not is_known:
+                missing |= {package} - declared if package not in DISTRIBUTIONS else set()
+    assert not missing
+    assert {name.replace("-", "_") for name in DISTRIBUTIONS.values()} <= declared
 
 
 COMMANDS = ("generate", "demo", "chat", "convert", "doctor", "inspect", "drafts", "push", "serve", "train")

@@ -15,7 +15,6 @@ Source: DDTree, arXiv 2604.12989.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -94,10 +93,6 @@ class TreeBuilder:
     Raises:
         ValueError: If there are not so many paths.
     """
-
-    # Whether a run whose `num_tree_nodes` is left out verifies trees where it may. Tests see to it that it verifies
-    # chains: what they look at is said of those.
-    by_default: ClassVar[bool] = True
 
     def __init__(self, num_nodes: int, depth: int, vocab_size: int, device: torch.device) -> None:
         if num_nodes > (most := ops.num_paths(depth, vocab_size) + 1):

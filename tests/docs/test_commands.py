@@ -73,6 +73,13 @@ def test_commands_of_a_page_exist(page: Path) -> None:
     assert not bad, "\n".join(bad)
 
 
+def test_single_tests_that_the_makefile_names_exist() -> None:
+    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert named
+    missing = [name for path, name in named if f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8")]
+    assert not missing
+
+
 def test_what_is_not_there_is_found() -> None:
     page = (
         "`dflash-hf chat --nowhere`\n\n"

@@ -1,12 +1,27 @@
-"""The table of versions that the project was tested with says what the constraints say."""
+"""The table of versions that the project was tested with says what the constraints say, and is written by a script."""
 
+import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from dflash_hf.tested import NEWEST_TRANSFORMERS
+
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8").partition("### With which versions")[2]
+PAGE = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """The script that prints the versions and writes the table."""
+    spec = importlib.util.spec_from_file_location("versions", ROOT / ".ci" / "versions.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def pinned(file: str) -> dict[str, str]:
@@ -14,12 +29,56 @@ def pinned(file: str) -> dict[str, str]:
     return dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE))
 
 
+def row_of(script: ModuleType, page: str, name: str) -> dict[str, str]:
+    """The row of the table that has a name, by column."""
+    table = page.partition(script.HEADING)[2]
+    rows = [script.cells(line) for line in table.splitlines() if line.startswith("|")]
+    [row] = [row for row in rows if row[0] == f"`{name}`"]
+    return dict(zip(rows[0], row, strict=True))
+
+
 @pytest.mark.parametrize("file", ["constraints.txt", "constraints-oldest.txt"])
-def test_table_says_what_is_pinned(file: str) -> None:
-    row = re.search(rf"^\| `{file}` \|(.*)\|$", TABLE, re.MULTILINE)
-    assert row, f"no row for {file}"
-    _, torch, transformers, triton, _ = (cell.strip() for cell in row[1].split("|"))
+def test_table_says_what_is_pinned(script: ModuleType, file: str) -> None:
+    row = row_of(script, PAGE, file)
     pins = pinned(file)
-    assert torch == f"{pins['torch']}+cpu"
-    assert transformers == pins["transformers"]
-    assert triton == pins.get("triton", "")
+    assert row["torch"] == f"{pins['torch']}+cpu"
+    others = {column: package for column, package in script.PACKAGES.items() if column != "torch"}
+    assert {column: row[column] for column in others} == {
+        column: pins.get(package, "") for column, package in others.items()
+    }
+
+
+def test_the_newest_tested_transformers_is_the_one_of_the_constraints() -> None:
+    assert pinned("constraints.txt")["transformers"] == NEWEST_TRANSFORMERS
+
+
+def test_what_passed_is_written_into_its_row_alone(script: ModuleType) -> None:
+    values = {"Python": "3.99.0", "torch": "9.9.9", "passed": "2000-01-01"}
+    page = script.written(PAGE, "constraints-oldest.txt", values)
+    before = row_of(script, PAGE, "constraints-oldest.txt")
+    assert row_of(script, page, "constraints-oldest.txt") == before | values
+    changed = [old for old, new in zip(PAGE.splitlines(), page.splitlines(), strict=True) if old != new]
+    assert len(changed) == 1
+
+
+def test_installed_versions_have_their_columns(script: ModuleType) -> None:
+    row = row_of(script, PAGE, "constraints.txt")
+    versions = script.installed()
+    assert set(versions) < set(row)
+    assert all(versions[column] for column in ("Python", "torch", "Transformers"))
+
+
+@pytest.mark.parametrize(
+    ("page", "name", "values", "words"),
+    [
+        (PAGE, "nowhere.txt", {}, "expected a row `nowhere.txt`"),
+        ("# Nothing\n", "constraints.txt", {}, "expected a row `constraints.txt`"),
+        (PAGE, "constraints.txt", {"jax": "1"}, r"with the columns \['jax'\]"),
+    ],
+    ids=["row", "table", "column"],
+)
+def test_a_table_without_the_place_is_refused(
+    script: ModuleType, page: str, name: str, values: dict[str, str], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        script.written(page, name, values)

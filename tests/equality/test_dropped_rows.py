@@ -17,6 +17,7 @@ from fuzz.targets import Oracle
 from helpers.half import pairs
 from helpers.static import set_engine, tensor_oracle
 from helpers.vision import vision_prompts, vision_target
+from helpers.whole_blocks import use_whole_blocks
 from tiny import DFLASH2, draft_config, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 SETTINGS: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": [9, 33, 40, 41, 42], "pad_token_id": 0}
@@ -69,9 +70,11 @@ def test_chains(family: str, sizes: list[int]) -> None:
     for seed in range(3):
         inputs = prompts(LENGTHS[: 5 - seed], seed)
         draft = oracle_draft(target, [], seed, 6)
+        use_whole_blocks(draft)
         check(target, draft, inputs, sizes, do_sample=False, **SETTINGS)
 
 
+@pytest.mark.usefixtures("whole_trees")
 def test_trees(sizes: list[int]) -> None:
     target, inputs = tiny_target("qwen3-sliding"), prompts(LENGTHS, 1)
     draft: Any = Oracle(draft_config(target, 8)).to(target.dtype).eval()
@@ -86,9 +89,11 @@ def test_pictures(sizes: list[int]) -> None:
     ref = target.generate(**inputs, do_sample=False, max_new_tokens=30)
     ends = [int(row[inputs["input_ids"].shape[1] + 4 + 6 * index]) for index, row in enumerate(ref[:2])]
     draft = oracle_draft(target, [], 0, 6)
+    use_whole_blocks(draft)
     check(target, draft, inputs, sizes, do_sample=False, **SETTINGS | {"eos_token_id": ends})
 
 
+@pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize(
     ("rule", "options", "nodes"),
     pairs(["argmax", "shared_noise", "sample"], {"dflash": {}, "dflash2": DFLASH2}, [0, 12]),
@@ -198,4 +203,6 @@ def test_rows_are_dropped_behind_a_call_that_asked_for_hidden_states(sizes: list
     inputs = prompts(LENGTHS, 0)
     target(**inputs, output_hidden_states=True)
     assert any(layer._forward_hooks for layer in target.model.layers)
-    check(target, oracle_draft(target, [], 0, 6), inputs, sizes, do_sample=False, **SETTINGS)
+    draft = oracle_draft(target, [], 0, 6)
+    use_whole_blocks(draft)
+    check(target, draft, inputs, sizes, do_sample=False, **SETTINGS)

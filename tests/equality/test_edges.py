@@ -18,6 +18,7 @@ from transformers import (
 from transformers.generation import BaseStreamer
 
 from dflash_hf.ops import exponential_noise
+from helpers.deprecations import DeprecationLog
 from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
@@ -111,7 +112,7 @@ def test_a_forward_keyword_of_the_callers_reaches_every_verify(monkeypatch: pyte
     assert torch.equal(out, ref)
 
 
-def test_stop_strings_on_the_model_can_be_overridden_and_reach_the_loop() -> None:
+def test_stop_strings_on_the_model_can_be_overridden_and_reach_the_loop(deprecations: DeprecationLog) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained("demos/toy/target")
@@ -120,14 +121,19 @@ def test_stop_strings_on_the_model_can_be_overridden_and_reach_the_loop() -> Non
     free = target.generate(**inputs, **GREEDY)
     stop = tokenizer.decode(free[0, 15])
     ref = target.generate(**inputs, **GREEDY, stop_strings=[stop], tokenizer=tokenizer)
-    target.generation_config.stop_strings = [stop]
     draft = oracle_draft(target, truth_of(inputs, free), 1)
-    assert torch.equal(target.generate(**inputs, **GREEDY, tokenizer=tokenizer, assistant_model=draft), ref)
-    assert target.generation_config.stop_strings == [stop]
     config = GenerationConfig(**GREEDY, stop_strings=[stop])
     out = target.generate(**inputs, generation_config=config, tokenizer=tokenizer, assistant_model=draft)
     assert torch.equal(out, ref)
+    assert not deprecations.messages
+    target.generation_config.stop_strings = [stop]
+    assert torch.equal(target.generate(**inputs, **GREEDY, tokenizer=tokenizer, assistant_model=draft), ref)
+    assert target.generation_config.stop_strings == [stop]
+    out = target.generate(**inputs, generation_config=config, tokenizer=tokenizer, assistant_model=draft)
+    assert torch.equal(out, ref)
     assert config.stop_strings == [stop]
+    # Only an argument beside the config keeps the model's own strings from being filled in again.
+    deprecations.messages.clear()
 
 
 def test_autocast() -> None:

@@ -157,7 +157,6 @@ def test_steps_over_fixed_buffers(family: str, engine: Any, seed: int, monkeypat
 @pytest.mark.parametrize("family", ["qwen3-sliding", "qwen3-next"])
 def test_a_tree_is_the_default_where_it_may_be(family: str, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_tapes(monkeypatch, smallest_bucket=16)
-    monkeypatch.setattr(TreeBuilder, "by_default", True)
     target = target_of(family)
     inputs = prompts([4, 11, 7], 5)
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)

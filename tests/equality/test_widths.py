@@ -400,7 +400,6 @@ def follows(target: Any, draft: Any, inputs: dict[str, Tensor], **settings: Any)
 
 def test_it_is_the_default_where_the_text_cannot_follow_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     use_random_widths(monkeypatch, 1)
-    monkeypatch.setattr(RandomWidths, "by_default", True)
     target, inputs = target_of("qwen3"), prompts([4, 11, 7], 0)
     draft = tiny_draft(target, 8)
     set_engine(draft, "eager")

@@ -1,14 +1,29 @@
-"""Verify widths that change at random from step to step, in place of chosen ones."""
+"""Choosers of verify widths: one whose clock is steady, and one that draws at random from step to step."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from dflash_hf.generation import prefill
 from dflash_hf.generation.widths import CHAIN, WidthChooser
+
+
+class SteadyWidths(WidthChooser):
+    """The package's own, on a machine where every step takes as long as every other one."""
+
+    def observe(
+        self,
+        width: int,
+        accepted: Sequence[int],
+        clock: float,
+        nodes: Sequence[Sequence[int]] | None = None,
+        chains: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Takes in what a step did; `clock` is not looked at."""
+        super().observe(width, accepted, self._clock + 1.0, nodes, chains)
 
 
 class RandomWidths(WidthChooser):

@@ -41,7 +41,6 @@ from dflash_hf.generation.host_reads import HostReadError
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.step import StaticStep
 from dflash_hf.target.parts import Target, find_target
-from dflash_hf.tree import TreeBuilder
 from helpers.kernel_checks import TREES
 from helpers.pretended_gpu import Step, begin, build_draft, build_target, captured_step
 
@@ -262,9 +261,8 @@ def test_a_tree_needs_no_host(case: Case) -> None:
     assert all(step.num(f"::{name}") == 1 for name in TREES)
 
 
-def test_without_kernels_no_captured_step_has_a_tree_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_no_captured_step_has_a_tree_by_default() -> None:
     """They are built on the host then."""
-    monkeypatch.setattr(TreeBuilder, "by_default", True)
     for kernels in (None, False):
         with ops.kernels(kernels):
             assert (run_of(Case(target=SHORT)).state.nodes is None) == (kernels is False)

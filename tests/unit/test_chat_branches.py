@@ -66,6 +66,7 @@ def continuations(step: Any) -> list[tuple[int, list[int]]]:
     return [(shared, rest) for _, _, shared, rest in sorted(found) if shared < len(step.committed[0])]
 
 
+@pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("longest_match", [0, 4])
 def test_branches_are_those_of_the_trees_that_iterate_shows(
     longest_match: int, monkeypatch: pytest.MonkeyPatch
@@ -86,6 +87,7 @@ def test_branches_are_those_of_the_trees_that_iterate_shows(
     assert any(one.from_text for run in tried for one in run.branches) == bool(longest_match)
 
 
+@pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("longest_match", [0, 4])
 def test_accepted_tokens_are_counted_by_where_they_came_from(longest_match: int) -> None:
     answer, steps, _ = answered(longest_match)
@@ -108,6 +110,7 @@ def test_accepted_tokens_are_counted_by_where_they_came_from(longest_match: int)
     assert 0 < answer.accepted_from[1] < first
 
 
+@pytest.mark.usefixtures("whole_trees")
 def test_nothing_is_beside_what_was_cut_off() -> None:
     for length in range(2, 12):
         answer, [*_, last], _ = answered(0, length)

@@ -8,6 +8,7 @@ loop. Here, and in `StaticStep`, the host reads what a step has done; the steps 
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import time
@@ -40,6 +41,7 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target.fused import runs_whole, short_layers
 from dflash_hf.target.parts import find_target
 from dflash_hf.target.support import changing_ropes, check_pair, check_target
+from dflash_hf.tested import warn_if_newer
 
 _signature = functools.cache(inspect.signature)
 
@@ -88,6 +90,7 @@ def answer_with(
     `model.generate`, or what it was, and `arguments` are what else the user passed to it, by name.
     """
     started, ranks, arguments = time.perf_counter(), Ranks(model), dict(arguments)
+    warn_if_newer()
     with ranks.together():
         arguments.pop("assistant_model", None)
         # Pipelines pass one on where they cannot see that a draft reads and writes the target's tokens.
@@ -144,12 +147,30 @@ def _use_tokenizer(model: Any, settings: Settings, arguments: dict[str, Any]) ->
         name = "inputs" if arguments.get("inputs") is not None else "input_ids"
         has_both = tokenizer is not None and arguments.get(name) is not None
         require(has_both, "input_ids and tokenizer= with token_healing", None, do)
-        arguments |= {name: model.heal_tokens(arguments[name], tokenizer), "token_healing": False}
+        arguments[name] = model.heal_tokens(arguments[name], tokenizer)
+        _outweigh(model, arguments, "token_healing", False)
     if stop_strings is not None:
         require(tokenizer is not None, "tokenizer= with stop_strings", None, do)
         own = StopStringCriteria(cast(Any, tokenizer), stop_strings)
         criteria = [*(arguments.get("stopping_criteria") or []), own]
-        arguments |= {"stopping_criteria": StoppingCriteriaList(criteria), "stop_strings": None}
+        arguments["stopping_criteria"] = StoppingCriteriaList(criteria)
+        _outweigh(model, arguments, "stop_strings", None)
+
+
+def _outweigh(model: Any, arguments: dict[str, Any], name: str, value: Any) -> None:
+    """Sets an option, which counts whatever the given config and the model's own say.
+
+    In a copy of a given config, because arguments beside one are deprecated; not where the model's own value would
+    fill in for `None` there.
+    """
+    config = arguments.get("generation_config")
+    is_filled_in = value is None and getattr(model.generation_config, name, None) is not None
+    if config is None or name in arguments or is_filled_in:
+        arguments[name] = value
+        return
+    config = copy.deepcopy(config)
+    setattr(config, name, value)
+    arguments["generation_config"] = config
 
 
 def decode(call: Call) -> DFlashGenerateOutput | torch.LongTensor:

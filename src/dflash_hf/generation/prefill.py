@@ -32,7 +32,6 @@ from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
 from dflash_hf.target.reentry import outermost
 from dflash_hf.target.support import check_length
-from dflash_hf.tree import TreeBuilder
 
 _PREPARE = cast(Any, GenerationMixin).prepare_inputs_for_generation
 # Times as many nodes as a chain has tokens, at most, where the run chooses how many.
@@ -224,7 +223,7 @@ def _resolved(call: Call, keeps_buffers: bool, is_looked_at: bool) -> tuple[int,
         # What is drawn is tested node by node, hundreds of launches; without kernels the host of a GPU builds trees.
         is_unfit = is_drawn or (call.input_ids.is_cuda and not ops.accepts(call.input_ids))
         is_chain = is_looked_at or (keeps_buffers and is_unfit) or isinstance(options.verify_width, int)
-        is_chain = is_chain or bool(target.recurrences) or width == 1 or not TreeBuilder.by_default
+        is_chain = is_chain or bool(target.recurrences) or width == 1
         nodes = 0 if is_chain else min(width, ops.MAX_NODES)
     elif nodes == "auto":
         nodes = min(MOST_NODES * width, ops.num_paths(width - 1, num_choices(target, draft)) + 1, ops.MAX_NODES)
@@ -243,7 +242,7 @@ def _chooser(generator: DFlashCandidateGenerator, state: DecodeState, keeps_buff
     target, draft, width = generator.target, generator.draft, generator.verify_width
     options = draft.generation_config
     asked = "auto" if options.num_tree_nodes == "auto" else options.verify_width
-    if asked is None and WidthChooser.by_default and not keeps_buffers:
+    if asked is None and not keeps_buffers:
         weight: Any = target.embedding.weight
         is_half = weight.dtype.itemsize < 4 or torch.is_autocast_enabled(target.device.type)
         asked = None if is_half or (state.key is not None and generator.rule == "sample") else "auto"

@@ -17,7 +17,6 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 from torch import nn
 
@@ -161,10 +160,6 @@ class WidthChooser:
     Without costs from outside it times the steps themselves. What it has seen it keeps for the next run of the same
     pair and number of rows ([`take_chooser`]): answers may be a few steps long.
     """
-
-    # Whether a run whose `verify_width` is left out has one where it may. Tests see to it that it has none: what they
-    # look at would depend on the machine.
-    by_default: ClassVar[bool] = True
 
     def __init__(self, widest: int, is_tree: bool = False, first: int | None = None, chain: int | None = None) -> None:
         self.is_tree = is_tree  # whether trees are verified, whose nodes are no proposals one behind the other
