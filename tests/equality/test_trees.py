@@ -41,6 +41,7 @@ def branching(target: PreTrainedModel, truth: list[list[int]], seed: int, nodes:
     return draft
 
 
+@pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_plain_generate(family: str) -> None:
     target, is_branched = target_of(family), False
@@ -133,6 +134,7 @@ def test_a_sampled_text_is_that_of_block_size_one(kind: str, rule: str, warpers:
         assert draft.last_stats.acceptance_length > 1
 
 
+@pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize(
     ("family", "engine", "seed"), pairs(["qwen3-sliding", "gemma3"], ["static", "cuda_graph"], [0, 1, 2])
 )
@@ -172,6 +174,7 @@ def test_a_tree_is_the_default_where_it_may_be(family: str, engine: Any, monkeyp
     assert len(draft.last_stats.num_accepted_by_node) == (5 if is_tree and engine == "eager" else 0)
 
 
+@pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("engine", ["static", "cuda_graph"])
 def test_how_far_back_is_looked_may_change_between_calls(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_tapes(monkeypatch, smallest_bucket=16)
@@ -378,6 +381,7 @@ def test_steps_that_are_looked_at_show_the_path() -> None:
         assert int(step.tokens[0, num]) not in [ids[i] for i in range(1, 8) if parents[i] == node]
 
 
+@pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("engine", ["eager", "static", "cuda_graph"])
 def test_a_streamer_that_wants_trees_gets_those_that_iterate_shows(
     engine: Any, monkeypatch: pytest.MonkeyPatch

@@ -31,6 +31,7 @@ from dflash_hf.evaluation.probe import Measurement, Probe, variant
 from dflash_hf.evaluation.prompt_files import image_names, read_prompts
 from dflash_hf.target.parts import find_target
 from dflash_hf.training.data import Example
+from helpers.whole_blocks import use_whole_blocks
 
 TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
 NEW = 80
@@ -119,6 +120,7 @@ def test_what_is_measured_is_what_generate_does() -> None:
     ]
     for fields in changes:
         changed = variant(draft, fields)
+        use_whole_blocks(changed)
         committed: list[int] = []
         for row in inputs:
             target.generate(**row, max_new_tokens=40, do_sample=False, assistant_model=changed)

@@ -15,6 +15,7 @@ from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.cli.demo import read_prompts
 from helpers.half import half
 from helpers.static import set_engine, use_tapes
+from helpers.whole_blocks import use_whole_blocks
 
 TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
 
@@ -23,11 +24,9 @@ TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
 def pair() -> tuple[PreTrainedModel, DFlashDraftModel, PreTrainedTokenizerBase]:
     """In float64, so that a longer sum of zeros changes no proposal."""
     target = AutoModelForCausalLM.from_pretrained(TOY / "target").double()
-    return (
-        target,
-        DFlashDraftModel.from_pretrained(TOY / "draft").double(),
-        AutoTokenizer.from_pretrained(TOY / "target"),
-    )
+    draft = DFlashDraftModel.from_pretrained(TOY / "draft").double()
+    use_whole_blocks(draft)
+    return target, draft, AutoTokenizer.from_pretrained(TOY / "target")
 
 
 def batch_of(num_rows: int) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from dflash_hf.cli.demo import read_prompts
 from dflash_hf.evaluation.harness import encode_prompt
 from dflash_hf.target.parts import find_target
 from dflash_hf.training import Example, walked_acceptance
+from helpers.whole_blocks import use_whole_blocks
 
 HYBRID = Path(__file__).resolve().parents[2] / "demos" / "toy" / "hybrid"
 GREEDY: dict[str, Any] = {"max_new_tokens": 256, "do_sample": False}
@@ -37,6 +38,7 @@ KIND_FLOOR = 4.8
 def pair() -> tuple[PreTrainedModel, DFlashDraftModel, PreTrainedTokenizerBase]:
     target = AutoModelForCausalLM.from_pretrained(HYBRID / "target", dtype=torch.float64)
     draft = DFlashDraftModel.from_pretrained(HYBRID / "draft", dtype=torch.float64)
+    use_whole_blocks(draft)
     return target, draft, AutoTokenizer.from_pretrained(HYBRID / "target")
 
 

@@ -19,6 +19,7 @@ from dflash_hf.cli.demo import read_prompts
 from dflash_hf.cli.main import app
 from dflash_hf.evaluation.harness import encode_prompt
 from dflash_hf.evaluation.prompt_files import image_names
+from helpers.whole_blocks import use_whole_blocks
 
 TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
 GREEDY: dict[str, Any] = {"max_new_tokens": 320, "do_sample": False}
@@ -27,7 +28,9 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 320, "do_sample": False}
 @cache
 def pair() -> tuple[PreTrainedModel, DFlashDraftModel, PreTrainedTokenizerBase]:
     target = AutoModelForCausalLM.from_pretrained(TOY / "target")
-    return target, DFlashDraftModel.from_pretrained(TOY / "draft"), AutoTokenizer.from_pretrained(TOY / "target")
+    draft = DFlashDraftModel.from_pretrained(TOY / "draft")
+    use_whole_blocks(draft)
+    return target, draft, AutoTokenizer.from_pretrained(TOY / "target")
 
 
 def prompts(per_kind: int) -> list[dict[str, Any]]:
@@ -104,25 +107,15 @@ def test_batches_accept_what_the_rows_accept_alone() -> None:
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_sampled_texts_are_the_same_at_block_sizes_1_4_and_16(temperature: float) -> None:
-    target, draft, _ = pair()
+    target, _, _ = pair()
+    draft = DFlashDraftModel.from_pretrained(TOY / "draft")
     inputs = batch_of(prompts(1))
+    settings: dict[str, Any] = {"max_new_tokens": 120, "do_sample": True, "temperature": temperature, "top_k": 0}
     texts = []
-    try:
-        for block_size in (1, 4, 16):
-            draft.generation_config.block_size = block_size
-            torch.manual_seed(3)
-            texts.append(
-                target.generate(
-                    **inputs,
-                    max_new_tokens=120,
-                    do_sample=True,
-                    temperature=temperature,
-                    top_k=0,
-                    assistant_model=draft,
-                )
-            )
-    finally:
-        draft.generation_config.block_size = None
+    for block_size in (1, 4, 16):
+        draft.generation_config.block_size = block_size
+        torch.manual_seed(3)
+        texts.append(target.generate(**inputs, **settings, assistant_model=draft))
     assert torch.equal(texts[0], texts[1])
     assert torch.equal(texts[0], texts[2])
     assert draft.last_stats.acceptance_length > 2

@@ -20,11 +20,12 @@ from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import load_pair
 from dflash_hf.evaluation.diagnosis import diagnose, write_answers
 from dflash_hf.evaluation.harness import answer, compare_with_plain, encode_prompt
-from dflash_hf.evaluation.probe import Probe
+from dflash_hf.evaluation.probe import Probe, variant
 from dflash_hf.evaluation.prompt_files import image_names
 from dflash_hf.evaluation.prompt_files import read_prompts as read_doctor_prompts
 from dflash_hf.target.parts import find_target
 from helpers.vision_pair import KINDS, write_vision_pair
+from helpers.whole_blocks import use_whole_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT / "demos" / "toy"
@@ -169,14 +170,16 @@ def test_pictures_that_cannot_be_used_are_one_sentence(folder: Path) -> None:
 
 def test_the_doctor_measures_on_pictures_what_generate_does(folder: Path) -> None:
     target, draft, processor = loaded(folder)
+    chained = variant(draft, {})
+    use_whole_blocks(chained)
     prompts = read_doctor_prompts(folder / "held_out.jsonl")[1:8]
     lengths: set[float] = set()
     for prompt in prompts:
         inputs = encode_prompt(processor, prompt, target.device)
-        target.generate(**inputs, max_new_tokens=40, do_sample=False, assistant_model=draft)
-        lengths.add(draft.last_stats.acceptance_length)
+        target.generate(**inputs, max_new_tokens=40, do_sample=False, assistant_model=chained)
+        lengths.add(chained.last_stats.acceptance_length)
         probe = Probe(find_target(target), draft, write_answers(target, [inputs], 40))
-        assert probe.walked({}) == pytest.approx(draft.last_stats.acceptance_length), prompt
+        assert probe.walked({}) == pytest.approx(chained.last_stats.acceptance_length), prompt
     assert len(lengths) > 4, "all prompts accept the same: the case shows nothing"
     diagnosis = diagnose(target, draft, processor, prompts[:3], max_new_tokens=24)
     status = {check.name: check.status for check in diagnosis.checks}

@@ -25,6 +25,7 @@ from dflash_hf.cli.pair import load_pair
 from dflash_hf.evaluation.diagnosis import diagnose
 from dflash_hf.evaluation.harness import encode_prompt
 from dflash_hf.evaluation.prompt_files import image_names
+from helpers.whole_blocks import use_whole_blocks
 
 VISION = Path(__file__).resolve().parents[2] / "demos" / "toy" / "vision"
 GREEDY: dict[str, Any] = {"max_new_tokens": 192, "do_sample": False}
@@ -35,7 +36,9 @@ Row = dict[str, Any]
 
 @cache
 def pair() -> tuple[Any, DFlashDraftModel, Any]:
-    return load_pair(str(VISION / "target"), str(VISION / "draft"))
+    target, draft, processor = load_pair(str(VISION / "target"), str(VISION / "draft"))
+    use_whole_blocks(draft)
+    return target, draft, processor
 
 
 def prompts(per_kind: int) -> list[Row]:

@@ -16,6 +16,7 @@ from dflash_hf.training.forward import run_blocks, target_features
 from dflash_hf.training.loss import block_labels, block_loss, decay_weights
 from dflash_hf.training.regenerate import regenerate_answers
 from dflash_hf.training.walking import accepted_at_anchors, walk, walked_acceptance
+from helpers.whole_blocks import use_whole_blocks
 from tiny import DFLASH2
 
 MakeDraft = Callable[..., DFlashDraftModel]
@@ -125,6 +126,8 @@ def check_walk(draft: DFlashDraftModel, target: Target, block: int, width: int |
     assert {len(answer) for answer in answers} > {21}, "no answer ends before the limit: a case is not covered"
     walked = walked_acceptance(draft, target, examples, block_size=block, verify_width=width)
     draft.generation_config = DFlashGenerationConfig(block_size=block, verify_width=width)
+    if width is None:
+        use_whole_blocks(draft)
     ids = torch.tensor([[0] * (8 - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (8 - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     target.model.generate(input_ids=ids, attention_mask=mask, do_sample=False, assistant_model=draft, **options)

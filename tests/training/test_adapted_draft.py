@@ -14,6 +14,7 @@ from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import collate
 from dflash_hf.training.forward import run_blocks, target_features
 from dflash_hf.training.loss import block_labels, block_loss, decay_weights
+from helpers.whole_blocks import use_whole_blocks
 
 # PEFT's own use of a property that Transformers renamed.
 pytestmark = pytest.mark.filterwarnings("default:`is_gradient_checkpointing`:FutureWarning")
@@ -70,6 +71,7 @@ def test_a_lora_follows_a_fine_tuned_target(target: Qwen3ForCausalLM, tmp_path: 
     plain = target.generate(**inputs)
     walked = walked_acceptance(draft, find_target(target), examples)
     assert walked.acceptance_length > 1.1, "the draft is never right: the case shows nothing"
+    use_whole_blocks(draft)
     for given in (draft, wrapped):
         assert torch.equal(target.generate(**inputs, assistant_model=given), plain)
         assert given.last_stats.num_committed == walked.committed
@@ -87,6 +89,7 @@ def test_a_lora_follows_a_fine_tuned_target(target: Qwen3ForCausalLM, tmp_path: 
     assert merged.state_dict().keys() == published.keys()
     states = [run(part, target, examples) for part in (draft, merged)]
     torch.testing.assert_close(states[0], states[1], rtol=1e-10, atol=1e-10)
+    use_whole_blocks(merged)
     assert torch.equal(target.generate(**inputs, assistant_model=merged), plain)
     assert merged.last_stats.num_committed == walked.committed
     merged.save_pretrained(tmp_path / "merged")

@@ -27,6 +27,7 @@ from dflash_hf.training.collators import collate
 from dflash_hf.training.forward import forward_inputs
 from helpers.processors import TEMPLATE, picture, published_folder, qwen_tokenizer
 from helpers.vision import vision_target
+from helpers.whole_blocks import use_whole_blocks
 from tiny import tiny_draft
 
 IMAGE = {"type": "image"}
@@ -316,6 +317,7 @@ def test_from_rows_to_the_walk_of_the_targets_own_answers(tmp_path: Path) -> Non
     answers = regenerate_answers(target, prompts, **options, batch_size=3)
     examples = ChatDataset(rows, processor, answers=answers)
     walked = walked_acceptance(draft, find_target(target), examples, batch_size=3)
+    use_whole_blocks(draft)
     for at, answer in enumerate(answers):
         messages = prepare_multimodal_messages(rows[at]["messages"][:1], rows[at]["images"] or [])
         inputs = processor.apply_chat_template(

@@ -18,6 +18,7 @@ from dflash_hf.training.collators import collate
 from dflash_hf.training.forward import batch_loss
 from dflash_hf.training.loss import decay_weights
 from dflash_hf.training.walking import accepted_at_anchors
+from helpers.whole_blocks import use_whole_blocks
 from tiny import DFLASH2
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 21, "eos_token_id": 3, "pad_token_id": 0}
@@ -71,6 +72,7 @@ def test_a_fresh_draft_learns_what_decoding_then_accepts(kind: str, target: Qwen
         counted = batch_loss(draft, found, batch, anchors, weights)
     assert int(counted.accepted) == int(accepted_at_anchors(draft, found, collate(examples)).sum()) > 10
     walked = walked_acceptance(draft, found, examples)
+    use_whole_blocks(draft)
     ids = torch.tensor([[0] * (8 - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (8 - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "do_sample": False, **OPTIONS}

@@ -16,6 +16,7 @@ from dflash_hf.training.collators import collate
 from dflash_hf.training.forward import forward_inputs, target_features
 from helpers.training import records
 from helpers.vision import IMAGE, VISION, Grid, vision_prompts, vision_target
+from helpers.whole_blocks import use_whole_blocks
 from tiny import tiny_draft
 
 # One picture, none, several of different sizes, one of another size.
@@ -130,6 +131,7 @@ def test_the_walk_is_that_of_generate(name: str) -> None:
     answers = regenerate_answers(target, prompts, **options)
     examples = [prompt.with_answer(answer) for prompt, answer in zip(prompts, answers, strict=True)]
     walked = walked_acceptance(draft, find_target(target), examples)
+    use_whole_blocks(draft)
     for prompt, committed in zip(prompts, walked.committed, strict=True):
         single = collate([prompt])
         target.generate(**forward_inputs(target, single), do_sample=False, assistant_model=draft, **options)
