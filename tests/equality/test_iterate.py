@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import dflash_hf
 from helpers.half import pairs
+from helpers.whole_blocks import use_whole_blocks
 from tiny import OracleDraft, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 NEW = 30
@@ -205,6 +206,7 @@ def test_sampling_is_that_of_generate_under_the_same_seed(proposal: str) -> None
     target, inputs = target_of("qwen3"), prompts([8, 5], 4)
     draft = tiny_draft(target)
     draft.generation_config.proposal = proposal
+    use_whole_blocks(draft)  # what is looked at is a chain, and rejection would draw another text of trees
     kwargs = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.8, "top_k": 20}
     torch.manual_seed(1)
     out = target.generate(**inputs, **kwargs, assistant_model=draft)

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation import user_cache
 from helpers.turns import GREEDY, NEW, answer_mask, arm, check_caches, first_turn, next_turn, recording_draft, turn
+from helpers.whole_blocks import use_whole_blocks
 from tiny import prompts, tiny_draft, tiny_target
 
 
@@ -195,6 +196,7 @@ def test_a_sampled_turn_says_what_it_says_without_a_cache(proposal: str) -> None
     target = tiny_target("gemma3")
     draft = tiny_draft(target)
     draft.generation_config.proposal = proposal
+    use_whole_blocks(draft)
     inputs = prompts([9, 4], 5)
     cache = DynamicCache(config=target.config)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]

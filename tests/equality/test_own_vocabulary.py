@@ -17,6 +17,7 @@ from torch import Tensor
 from dflash_hf import DFlashDraftModel
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import find_target
+from helpers.whole_blocks import use_whole_blocks
 from tiny import VOCAB, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 KEPT = torch.tensor([3, 4, 5, 8, 11, 12, 17, 20, 21, 22, 30, 31, 33, 40, 47, 52, 53, 60, 62])
@@ -164,6 +165,7 @@ def test_shared_noise_is_the_noise_of_the_position_that_a_slot_proposes(override
     draft = draft_for(target, overrides)
     draft.norm.weight.data.zero_()
     draft.generation_config.proposal = "shared_noise"
+    use_whole_blocks(draft)
     torch.manual_seed(1)
     target.generate(**prompts([5, 8], 2), max_new_tokens=1 + 2 * 9, do_sample=True, top_k=0, assistant_model=draft)
     width = draft.config.num_proposals(8)
@@ -215,6 +217,7 @@ def test_context_of_tap_minus_one_reaches_the_draft() -> None:
     """What `generate` writes as context, in prefill and verify, equals one pass over the finished text."""
     target = tiny_target("gemma3")
     draft = draft_for(target, VARIANTS["deepspec"])
+    use_whole_blocks(draft)
     inputs = prompts([7], 1)
     seen: list[Tensor] = []
 

@@ -20,6 +20,7 @@ from dflash_hf.generation.buffers import kept_buffers
 from helpers.half import pairs
 from helpers.static import Tape, engine_of, set_engine, tensor_oracle, use_tapes
 from helpers.vision import VISION, Grid, vision_prompts, vision_target
+from helpers.whole_blocks import use_whole_blocks
 from tiny import DFLASH2, FAMILIES, prompts, tiny_draft, tiny_target, truth_of
 
 NEW = 20
@@ -173,6 +174,7 @@ def test_a_sampled_text_is_that_of_the_eager_loop(kind: Any, proposal: Any, warp
     inputs = prompts([4, 11, 7], 4)
     draft = tiny_draft(target, 6, **kind)
     draft.generation_config.proposal = proposal
+    use_whole_blocks(draft)  # by default the eager loop draws trees, and captured steps do not
     texts: list[Tensor] = []
     for chosen in ("eager", engine, engine):
         set_engine(draft, chosen)

@@ -117,7 +117,10 @@ def test_pictures_need_a_processor_its_template_and_a_readable_file(folder: Path
 def test_answers_are_compared_and_say_what_they_are_about(folder: Path, known: Path) -> None:
     for place, least in ((folder, 1.0), (known, 5.0)):
         for row in read_prompts(place / "held_out.jsonl", 2):
-            (target, draft, processor), settings = loaded(place), {"max_new_tokens": NEW, "do_sample": False}
+            target, default, processor = loaded(place)
+            draft = variant(default, {})
+            use_whole_blocks(draft)
+            settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
             answered = answer(target, draft, processor, row["messages"], **settings)
             result = compare_with_plain(target, draft, answered, **settings)
             assert result.identical
