@@ -12,10 +12,8 @@ from types import FrameType
 # Whose frames stand between a call and what is logged about it.
 BETWEEN = {"contextlib", "functools", "helpers", "logging", "torch", "transformers"}
 # Functions of this package that hand on calls of `generate` as they are: the caller's arguments, not ours.
-HANDED_ON = {
-    ("dflash_hf.registration", "generate"),
-    ("dflash_hf.generation.generate", "generate_with"),
-}
+SHIM = ("dflash_hf.registration", "generate")
+HANDED_ON = {SHIM, ("dflash_hf.generation.generate", "generate_with")}
 
 
 class DeprecationLog(logging.Handler):
@@ -38,11 +36,22 @@ class DeprecationLog(logging.Handler):
 
 
 def caller(frame: FrameType | None) -> str | None:
-    """Returns the package of the innermost frame that is not only in between, or `None` if all are."""
+    """Returns the package of the innermost frame that is not only in between, or `None` if all are.
+
+    `generate` may be called by Transformers itself, for an assistant model: then that is the caller.
+    """
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
+        function = (module, frame.f_code.co_name)
         package = module.partition(".")[0]
-        if package not in BETWEEN and (module, frame.f_code.co_name) not in HANDED_ON:
+        if package not in BETWEEN and function not in HANDED_ON:
             return package
+        if function == SHIM and _package_of(frame.f_back) == "transformers":
+            return "transformers"
         frame = frame.f_back
     return None
+
+
+def _package_of(frame: FrameType | None) -> str:
+    """The package whose code a frame runs."""
+    return "" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]
