@@ -30,6 +30,32 @@ def conditions_stay_conditions() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verifies chains of whole blocks where a test names neither trees nor a width: launches are counted by step."""
+    from dflash_hf.generation import prefill
+
+    resolve = prefill._resolved
+    choose = prefill._chooser
+
+    def resolved(call: Any, *args: Any) -> Any:
+        options = call.draft.generation_config
+        nodes = options.num_tree_nodes
+        options.num_tree_nodes = 0 if nodes is None else nodes
+        try:
+            return resolve(call, *args)
+        finally:
+            options.num_tree_nodes = nodes
+
+    def chooser(generator: Any, *args: Any) -> Any:
+        options = generator.draft.generation_config
+        is_named = options.verify_width is not None or options.num_tree_nodes is not None
+        return choose(generator, *args) if is_named else None
+
+    monkeypatch.setattr(prefill, "_resolved", resolved)
+    monkeypatch.setattr(prefill, "_chooser", chooser)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def language_named_once() -> Iterator[None]:
     """Once a launch: a quarter of the time of these tests."""
