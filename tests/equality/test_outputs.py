@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +129,7 @@ def test_prompts_as_embeddings(family: str, rows: int, with_ids: bool) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-sliding", "gemma3"])
 def test_embeddings_are_not_cut_into_chunks(family: str) -> None:
-    """Plain `generate` cuts the ids beside them: it fails, or runs the whole prompt once for every chunk of one id."""
+    """Plain `generate` cuts the ids beside them: most releases fail then, so that a draft is refused on all."""
     target, inputs = tiny_target(family), prompts([9, 4], 0)
     embeds = target.get_input_embeddings()(inputs["input_ids"]).detach()
     beside: dict[str, Any] = {**inputs, "inputs_embeds": embeds, "max_new_tokens": 12, "do_sample": False}
@@ -143,10 +142,6 @@ def test_embeddings_are_not_cut_into_chunks(family: str) -> None:
         assert torch.equal(target.generate(**whole, assistant_model=draft), ref)
     forwards: list[None] = []
     target.get_input_embeddings().register_forward_hook(lambda *args: forwards.append(None))
-    for given, size in ((beside, 4), (beside, 8), (alone, 4), (alone, 9), (alone, 20)):
-        with pytest.raises(RuntimeError, match="must match"):
-            target.generate(**given, prefill_chunk_size=size)
-    forwards.clear()
     for given, size in ((beside, 1), (beside, 8), (alone, 4), (alone, 20)):
         with pytest.raises(ValueError, match=f"expected no prefill_chunk_size beside inputs_embeds .*, got {size}"):
             target.generate(**given, prefill_chunk_size=size, assistant_model=draft)
@@ -160,8 +155,6 @@ def test_embeddings_behind_a_cache_are_not_cut_into_chunks() -> None:
     with torch.no_grad():
         target(inputs["input_ids"][:, :5], **{CACHE_NAME: cache})
     given: dict[str, Any] = {**inputs, "inputs_embeds": embeds, CACHE_NAME: cache, "prefill_chunk_size": 20}
-    with pytest.raises(RuntimeError, match="must match"):
-        target.generate(**{**given, CACHE_NAME: copy.deepcopy(cache)})
     with pytest.raises(ValueError, match="expected no prefill_chunk_size beside inputs_embeds"):
         target.generate(**given, assistant_model=tiny_draft(target))
     assert cache.get_seq_length() == 5
