@@ -142,6 +142,16 @@ def test_embeddings_are_not_cut_into_chunks(family: str) -> None:
         assert torch.equal(target.generate(**whole, assistant_model=draft), ref)
     forwards: list[None] = []
     target.get_input_embeddings().register_forward_hook(lambda *args: forwards.append(None))
+    for size in (4, 9, 20):
+        with pytest.raises(RuntimeError):
+            target.generate(**alone, prefill_chunk_size=size)
+    for size in (4, 8):
+        try:
+            text = target.generate(**beside, prefill_chunk_size=size)
+        except RuntimeError:
+            continue
+        assert torch.equal(text, ref)  # Transformers 5.16
+    forwards.clear()
     for given, size in ((beside, 1), (beside, 8), (alone, 4), (alone, 20)):
         with pytest.raises(ValueError, match=f"expected no prefill_chunk_size beside inputs_embeds .*, got {size}"):
             target.generate(**given, prefill_chunk_size=size, assistant_model=draft)
