@@ -34,7 +34,9 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
     They are views of its group's buffers, in which it has the place `slot`.
     """
 
-    is_compileable = False
+    @property
+    def is_compileable(self) -> bool:
+        return False
 
     def __init__(self, group: RecurrentGroup, slot: int) -> None:
         super().__init__()
