@@ -36,6 +36,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
 
     @property
     def is_compileable(self) -> bool:
+        """Says no: what is noted of a block is Python code around the module."""
         return False
 
     def __init__(self, group: RecurrentGroup, slot: int) -> None:
