@@ -22,9 +22,9 @@ SECONDS ?= 120
 SEED ?=
 KIND ?= text,images,interrupts,hostile
 CASES ?= 0
-# What must also hold on the oldest Transformers, and on the newest of everything: there what a user meets first, too.
+# What must also hold on the oldest Transformers and on the newest of everything, and what a user meets first there.
 OLDEST_TESTS ?= tests/parity tests/equality
-LATEST_TESTS ?= $(OLDEST_TESTS) tests/docs/test_readme.py::test_python_examples_run \
+FIRST_TESTS ?= tests/docs/test_readme.py::test_python_examples_run \
   tests/pair/test_pair.py::test_the_demo_command_compares_and_succeeds \
   tests/training/test_trainer.py::test_a_run_leaves_records_checkpoints_and_the_target_as_it_was
 # What is about our own step alone, and the same on every Transformers.
@@ -119,10 +119,13 @@ test-oldest: $(VENV_OLDEST)/.stamp-test  ## the equality tests on the oldest sup
 	@$(VENV_OLDEST)/bin/python .ci/versions.py
 	$(VENV_OLDEST)/bin/python -m pytest $(OLDEST_TESTS) $(RELEASE_SKIPS) $(CPU) $(PARALLEL) $(PYTEST_ARGS)
 
-test-latest: $(VENV_LATEST)/.stamp-$(TODAY)  ## the same, examples, demo and training, on the newest of everything
-	$(call need,$(LATEST_TESTS))
+test-latest: $(VENV_LATEST)/.stamp-$(TODAY) $(VENV)/.stamp-dev  ## on the newest of everything: what a user meets first, and the same tests
+	$(call need,$(FIRST_TESTS) $(OLDEST_TESTS))
 	@$(VENV_LATEST)/bin/python .ci/versions.py
-	$(VENV_LATEST)/bin/python -m pytest $(LATEST_TESTS) $(RELEASE_SKIPS) $(CPU) $(PARALLEL) $(PYTEST_ARGS)
+	$(VENV_LATEST)/bin/python -m pytest $(FIRST_TESTS) $(CPU) $(PARALLEL) $(PYTEST_ARGS)
+	@if $(VENV_LATEST)/bin/python .ci/versions.py --same-as $(BIN)/python; then \
+	  echo "the newest releases are those of constraints.txt, with which test-cpu runs $(OLDEST_TESTS)"; else \
+	  set -x; $(VENV_LATEST)/bin/python -m pytest $(OLDEST_TESTS) $(RELEASE_SKIPS) $(CPU) $(PARALLEL) $(PYTEST_ARGS); fi
 
 versions:  ## run the tests of all three environments, then write into docs/engines.md with which versions they passed
 	$(MAKE) test-cpu test-oldest test-latest PYTEST_ARGS=

@@ -2,6 +2,7 @@
 
     python .ci/versions.py                             one line
     python .ci/versions.py --passed constraints.txt    into the row of that name in the table of docs/engines.md
+    python .ci/versions.py --same-as .venv/bin/python  exit status 0 if the tests of texts would run with the same ones
 
 The table is written by `make versions` alone, once the tests of all its environments have passed. Which row, and what
 was run there, are its first and last column; the columns between are found by what is in the header.
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import json
 import platform
+import subprocess
 import sys
 from pathlib import Path
 
@@ -28,6 +31,8 @@ PACKAGES = {
     "accelerate": "accelerate",
     "numpy": "numpy",
 }
+# What a text on a CPU is computed with; kernels run in `make test-kernels` alone.
+OF_TEXTS = ("Python", "torch", "Transformers", "huggingface_hub", "tokenizers", "accelerate", "numpy")
 
 
 def installed() -> dict[str, str]:
@@ -69,12 +74,28 @@ def written(page: str, name: str, values: dict[str, str]) -> str:
     return "".join(lines)
 
 
+def is_same(mine: dict[str, str], other_python: str) -> bool:
+    """Returns True if another Python has the same versions of all that a text is computed with."""
+    shown = subprocess.run([other_python, __file__, "--json"], check=True, capture_output=True, text=True).stdout
+    others: dict[str, str] = json.loads(shown)
+    return all(mine[name] == others[name] for name in OF_TEXTS)
+
+
 def main() -> None:
-    """Prints the versions, and writes them where that is asked for."""
+    """Prints the versions, and compares or writes them where that is asked for."""
     parser = argparse.ArgumentParser(description="Say with which versions this Python runs.")
     parser.add_argument("--passed", metavar="ROW", help="write them into this row of the table in docs/engines.md")
-    row = parser.parse_args().passed
-    versions = installed()
+    parser.add_argument(
+        "--same-as", metavar="PYTHON", help="say by the exit status whether this one has the same ones"
+    )
+    parser.add_argument("--json", action="store_true", help="print them as JSON")
+    options = parser.parse_args()
+    row, versions = options.passed, installed()
+    if options.json:
+        print(json.dumps(versions))
+        return
+    if options.same_as:
+        sys.exit(0 if is_same(versions, options.same_as) else 1)
     print("versions:", ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items()), flush=True)
     if row is None:
         return

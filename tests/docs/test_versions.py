@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -50,6 +51,13 @@ def test_table_says_what_is_pinned(script: ModuleType, file: str) -> None:
 
 def test_the_newest_tested_transformers_is_the_one_of_the_constraints() -> None:
     assert pinned("constraints.txt")["transformers"] == NEWEST_TRANSFORMERS
+
+
+def test_versions_are_compared_with_those_of_another_python(script: ModuleType) -> None:
+    mine = script.installed()
+    assert script.is_same(mine, sys.executable)
+    assert script.is_same(mine | {"Triton": "0"}, sys.executable), "no text on a CPU goes through it"
+    assert not script.is_same(mine | {"Transformers": "0"}, sys.executable)
 
 
 def test_what_passed_is_written_into_its_row_alone(script: ModuleType) -> None:
