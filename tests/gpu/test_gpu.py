@@ -7,8 +7,7 @@ with an ordinary eager forward of the same width, and runs on the GPU only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from dflash_hf.attention import RaggedBlock, attend, mask_repeats
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation import generate
-from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.run import Run, tapped
 from dflash_hf.generation.step import finish, forwards, settle
 from dflash_hf.positions import slot_positions, visible
@@ -35,6 +33,7 @@ from dflash_hf.training.collators import Batch, collate
 from dflash_hf.training.data import Example
 from dflash_hf.training.forward import batch_loss, run_blocks, target_features
 from dflash_hf.training.loss import decay_weights
+from helpers.host_reads import no_host_reads
 from helpers.whole_blocks import use_whole_blocks
 from tiny import DFLASH2, FAMILIES, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
@@ -208,21 +207,6 @@ def test_verify_equals_an_eager_forward_of_the_same_width(device: str, dtype: to
 
 
 # ---- steps wait for nothing
-
-
-@contextmanager
-def no_host_reads(device: str) -> Iterator[None]:
-    """Makes anything that waits for the device an error."""
-    if device == CPU:
-        with NoHostReads():
-            yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,4 +1,7 @@
-"""What only a GPU can show of the kernels: they wait for nothing, and a captured launch follows the lengths."""
+"""What only a GPU can show of the kernels: they wait for nothing, and a captured launch follows the lengths.
+
+The same calls run on the CPU, by the kernels' definitions: a mistake in a call is found there.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,25 +12,22 @@ from torch import Tensor
 
 from dflash_kernels import block_attention
 from dflash_kernels.accept_and_prepare import NUM_FIGURES
+from helpers.host_reads import no_host_reads
 from helpers.kernel_checks import OPERATIONS, POINTWISE, TREES
 
-pytestmark = pytest.mark.gpu
 BATCH, WIDTH, HEADS, GROUPS, SIZE, RING = 2, 16, 32, 8, 128, 4112
 
 
-def normal(*shape: int) -> Tensor:
-    """bfloat16 on the GPU."""
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-
-
-def counts(*shape: int) -> Tensor:
-    """Zeros."""
-    return torch.zeros(shape, device="cuda", dtype=torch.long)
-
-
-def calls() -> dict[str, Callable[[], Any]]:
-    """One call of each operation, at the shapes of Qwen3-8B."""
+def calls(device: str) -> dict[str, Callable[[], Any]]:
+    """One call of each operation, at the shapes of Qwen3-8B, in bfloat16."""
     ops = torch.ops.dflash_kernels
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+    def counts(*shape: int) -> Tensor:
+        return torch.zeros(shape, device=device, dtype=torch.long)
+
     query, lengths = normal(BATCH, HEADS, WIDTH, SIZE), counts(BATCH) + 100
     keys, values = ([normal(BATCH, RING, GROUPS, SIZE) for _ in range(3)] for _ in range(2))
     heads = [normal(BATCH, WIDTH, n, SIZE) for n in (HEADS, GROUPS, GROUPS)]
@@ -40,7 +40,7 @@ def calls() -> dict[str, Callable[[], Any]]:
     logits, states, weight = normal(BATCH, WIDTH, 151936), normal(BATCH, WIDTH, 4096), normal(4096)
     cache = [t.transpose(1, 2) for t in (keys[0], values[0])]
     best, order = normal(BATCH, WIDTH - 1, 1, 15).float(), counts(BATCH, WIDTH - 1, 1, 15)
-    text = [counts(BATCH, 300), counts(BATCH) + 290, torch.zeros(2, 5, device="cuda")]
+    text = [counts(BATCH, 300), counts(BATCH) + 290, torch.zeros(2, 5, device=device)]
     tree, block_of = counts(4, BATCH, WIDTH), [counts(BATCH, WIDTH) for _ in range(4)]
     return {
         "block_attention": lambda: block_attention(query, *cache, lengths, scaling=0.1, causal=True),
@@ -50,6 +50,7 @@ def calls() -> dict[str, Callable[[], Any]]:
         "add_norm": lambda: ops.add_norm(states, states, weight, 1e-6),
         "silu_mul": lambda: ops.silu_mul(states, states),
         "argmax": lambda: ops.argmax(logits),
+        "gumbel_argmax": lambda: ops.gumbel_argmax(logits, counts(1)[0], counts(BATCH, WIDTH), None, 0.6, 0),
         "top_tokens": lambda: ops.top_tokens(logits[:, 1:, None], 15),
         "build_tree": lambda: ops.build_tree(best, order, tree, block_of[0], None, *text),
         "follow_tree": lambda: ops.follow_tree(*tree[:3], *block_of),
@@ -58,22 +59,30 @@ def calls() -> dict[str, Callable[[], Any]]:
     }
 
 
+def test_every_operation_is_called() -> None:
+    assert sorted(calls("meta")) == sorted([*OPERATIONS, *POINTWISE, *TREES])
+
+
+@pytest.mark.parametrize("name", [*OPERATIONS, *POINTWISE, *TREES])
+def test_a_call_is_one_that_its_definition_takes(name: str) -> None:
+    calls("cpu")[name]()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", [*OPERATIONS, *POINTWISE, *TREES])
 def test_an_operation_waits_for_nothing(name: str) -> None:
-    call = calls()[name]
+    call = calls("cuda")[name]
     call()
     torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_reads("cuda"):
         call()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
+@pytest.mark.gpu
 def test_a_captured_launch_follows_the_lengths() -> None:
-    query, keys, values = normal(BATCH, HEADS, WIDTH, SIZE), *(normal(BATCH, GROUPS, RING, SIZE) for _ in range(2))
-    lengths = counts(BATCH)
+    query = torch.randn(BATCH, HEADS, WIDTH, SIZE, device="cuda", dtype=torch.bfloat16)
+    keys, values = (torch.randn(BATCH, GROUPS, RING, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    lengths = torch.zeros(BATCH, device="cuda", dtype=torch.long)
 
     def attend() -> Tensor:
         return block_attention(query, keys, values, lengths, scaling=SIZE**-0.5, causal=True)
