@@ -34,6 +34,7 @@ LEVELS = {
     "dflash_hf.figures": 1,
     "dflash_hf.formats": 1,
     "dflash_hf.layer_configs": 1,
+    "dflash_hf.norm_and_rope": 2,
     "dflash_hf.generation_config": 2,
     "dflash_hf.positions": 1,
     "dflash_hf.tested": 1,

@@ -18,7 +18,6 @@ from transformers import Cache
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflash_hf import ops
 from dflash_hf.attention import RaggedMask, additive_mask, attend, mask_repeats
@@ -32,66 +31,12 @@ from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig
 from dflash_hf.devices import execution_device, raw_embeddings
 from dflash_hf.dflash2 import CandidateSelector, GroupedDynamicConvolution, follow_path
 from dflash_hf.generation_config import DFlashGenerationConfig
+from dflash_hf.norm_and_rope import CosSin, DFlashRMSNorm, DFlashRotaryEmbedding, rotate
 from dflash_hf.positions import visible
 
 Mask = Tensor | BlockMask | RaggedMask
-CosSin = tuple[Tensor, Tensor]
 # What a block attends with and to: queries [B, K, H, E], keys and values [B, G, R, E], and the mask.
 Attended = tuple[Tensor, Tensor, Tensor, Mask | None]
-
-
-class DFlashRMSNorm(nn.Module):
-    """`weight * x / sqrt(mean(x^2) + eps)`, the mean in float32 as in Qwen3."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalises the last dimension."""
-        if ops.fuses(hidden_states, self.weight):
-            return ops.rms_norm(hidden_states, self.weight, self.eps)
-        if hidden_states.dtype == self.weight.dtype == torch.float32:
-            return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
-        states = nn.functional.rms_norm(hidden_states.to(torch.float32), self.weight.shape, None, self.eps)
-        return self.weight * states.to(hidden_states.dtype)
-
-
-class DFlashRotaryEmbedding(nn.Module):
-    """Cosines and sines of the draft's own RoPE over plain indices."""
-
-    inv_freq: Tensor
-
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        self.config = config
-        inv_freq, self.attention_scaling = self.frequencies(config)
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
-
-    @staticmethod
-    def frequencies(config: DFlashConfig) -> tuple[Tensor, float]:
-        """Returns the inverse frequencies `[E/2]` and the factor on cosines and sines (Transformers' rope utils)."""
-        if config.rope_parameters["rope_type"] != "default":
-            inv_freq, scaling = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config)
-            return inv_freq, float(scaling)
-        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
-        return 1.0 / (config.rope_parameters["rope_theta"] ** exponent), 1.0
-
-    @torch.no_grad()
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
-        """Returns cosines and sines `[..., 1, E]` for `positions` `[...]`, computed in float32."""
-        freqs = positions[..., None].float() * self.inv_freq.float()
-        angles = torch.cat((freqs, freqs), dim=-1)[..., None, :]
-        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
-        return cos.to(dtype), sin.to(dtype)
-
-
-def rotate(states_BKHE: Tensor, cos_sin: CosSin) -> Tensor:
-    """Applies RoPE (half-split form) to `[B, K, H, E]`."""
-    cos, sin = cos_sin
-    first, second = states_BKHE.chunk(2, dim=-1)
-    return states_BKHE * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class DFlashMLP(nn.Module):
@@ -188,17 +133,35 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
             sizes = (config.hidden_size, config.conv_kernel_size, config.conv_group_size)
             self.attention_conv, self.mlp_conv = GroupedDynamicConvolution(*sizes), GroupedDynamicConvolution(*sizes)
 
-    def forward(self, hidden_states: Tensor, attended: Attending, block_size: int) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, residual: Tensor | None, attended: Attending, block_size: int
+    ) -> tuple[Tensor, Tensor]:
         """Runs the layer on the states `[B, K, D]` of one block, or of several of `block_size` slots each.
 
         Convolutions touch the block's states only: the context's keys and values are projected from features that no
         layer changes.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `[B, K, D]`): What the layer before gave, or the embeddings.
+            residual (`torch.Tensor`, *optional*): What that is still to be added to; `None` in the first layer.
+            attended (callable): Makes queries, keys and values of normed states.
+            block_size (`int`): Slots of a block.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: What the MLP gives, and the residual that it is still to be added to:
+            the next norm takes both, in one kernel where there is one.
         """
+        if residual is None:
+            normed, residual = self.input_layernorm(hidden_states), hidden_states
+        else:
+            normed, residual = self.input_layernorm(hidden_states, residual)
         attention = functools.partial(self.self_attn, attended=attended)
-        conv, normed = self.attention_conv, self.input_layernorm(hidden_states)
-        hidden_states = hidden_states + (attention(normed) if conv is None else conv(normed, attention, block_size))
-        conv, normed = self.mlp_conv, self.post_attention_layernorm(hidden_states)
-        return hidden_states + (self.mlp(normed) if conv is None else conv(normed, self.mlp, block_size))
+        conv = self.attention_conv
+        hidden_states = attention(normed) if conv is None else conv(normed, attention, block_size)
+        normed, residual = self.post_attention_layernorm(hidden_states, residual)
+        conv = self.mlp_conv
+        hidden_states = self.mlp(normed) if conv is None else conv(normed, self.mlp, block_size)
+        return hidden_states, residual
 
 
 class DFlashDraftModel(DFlashPreTrainedModel):
@@ -476,6 +439,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return [layer.self_attn for layer in self.layers if isinstance(layer, DFlashDecoderLayer)]
 
     def _run_layers(self, hidden_states: Tensor, attended: Attending, block_size: int) -> Tensor:
+        """Runs all layers and the final norm on embeddings `[B, K, D]`."""
+        residual: Tensor | None = None
         for layer in self.layers:
-            hidden_states = layer(hidden_states, attended, block_size)
-        return self.norm(hidden_states)
+            hidden_states, residual = layer(hidden_states, residual, attended, block_size)
+        normed, _ = self.norm(hidden_states, residual)
+        return normed

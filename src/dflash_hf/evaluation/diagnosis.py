@@ -21,7 +21,8 @@ from dflash_hf.evaluation.probe import Measurement, Probe, Setup
 from dflash_hf.evaluation.prompt_files import Prompt, image_names
 from dflash_hf.fresh import rope_of
 from dflash_hf.layer_configs import layer_values
-from dflash_hf.modeling_dflash import DFlashDraftModel, DFlashRMSNorm
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.norm_and_rope import DFlashRMSNorm
 from dflash_hf.target.parts import Target, find_target
 from dflash_hf.target.support import check_pair, check_target
 from dflash_hf.training.data import Example

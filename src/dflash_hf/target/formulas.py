@@ -78,8 +78,13 @@ def is_untouched(parts: Inventory) -> bool:
     if not {*map(type, parts.weights)} <= {nn.Parameter, type(None)}:
         return False
     model = parts.modules[0]
-    is_own = "prepare_inputs_for_generation" in vars(model) or not _is_theirs(type(model).__module__)
+    is_own = "prepare_inputs_for_generation" in vars(model) or not is_theirs(type(model).__module__)
     return not is_own and all(map(_has_published_forward, set(map(type, parts.modules))))
+
+
+def is_harmless(hook: Any) -> bool:
+    """Returns True for hooks that change nothing: Transformers' own record what was asked for, ours listen."""
+    return getattr(hook, "__module__", None) in ("transformers.utils.output_capturing", "dflash_hf.scopes")
 
 
 def _records(hook: Any) -> bool:
@@ -139,10 +144,10 @@ def is_published(module: Any) -> bool:
 
 def _has_published_forward(kind: type) -> bool:
     functions = with_wrapped(getattr(kind, "forward", None))
-    return all(_is_theirs(str(getattr(function, "__globals__", {}).get("__name__"))) for function in functions)
+    return all(is_theirs(str(getattr(function, "__globals__", {}).get("__name__"))) for function in functions)
 
 
-def _is_theirs(name: str) -> bool:
+def is_theirs(name: str) -> bool:
     """Returns True for the name of a module of torch's or Transformers'."""
     return name.partition(".")[0] in ("torch", "transformers")
 

@@ -1,6 +1,6 @@
 """Parts of the target in fewer operations during a verify: norms, gated activations, residual sums, attention.
 
-Where kernels run (`ops.fuses`) by our own: a layer of Qwen3 that launches 55 kernels launches 14 then. On a CPU
+Where kernels run (`ops.fuses`) by our own: a layer of Qwen3 that launches 55 kernels launches 13 then. On a CPU
 (`ops.shortens`) by fewer operations of torch's own and fewer calls (`short_forwards.py`).
 
 Which modules compute what, `formulas.py` finds out. One that is not known runs as it is; so does one that has a
@@ -44,6 +44,8 @@ from dflash_hf.target.formulas import (
     gated_like,
     head_norms,
     is_bare,
+    is_harmless,
+    is_theirs,
     is_untouched,
     norm_eps,
 )
@@ -63,12 +65,33 @@ from dflash_hf.target.short_forwards import (
 COMPILED = "_dflash_compiled"
 
 
+class FollowingNorm(NamedTuple):
+    """A norm whose input is a layer's output."""
+
+    norm: Any
+    eps: float
+    # The layer that it is the first part of; `None` is the norm behind all layers.
+    layer: nn.Module | None
+
+
+class NormedAhead(NamedTuple):
+    """The norm of a layer's output, computed with the sum that makes the output."""
+
+    norm: nn.Module
+    total: Tensor
+    normed: Tensor
+
+
 class _Here(threading.local):
     """The model that this thread runs in fewer operations, if it does, its layers, and whether for a whole run."""
 
     model: PreTrainedModel | None = None
     layers: Mapping[nn.Module, PreparedLayer] = MappingProxyType({})
     is_whole_run: bool = False
+    # By layer, the norm that its output goes into, as far as that is known.
+    following: Mapping[nn.Module, FollowingNorm] = MappingProxyType({})
+    # What the last layer has normed for the norm behind it.
+    normed: NormedAhead | None = None
 
 
 class _Plan(NamedTuple):
@@ -80,6 +103,7 @@ class _Plan(NamedTuple):
     classes: list[Callable[[], bool]]  # say of each class of module whether it computes by what it did
     forwards: list[tuple[weakref.ref[nn.Module], Forward]]  # modules and their forwards
     layers: list[tuple[weakref.ref[nn.Module], ShortLayer]]  # those of them that have to be prepared
+    hands_on: bool  # whether the decoder gives each layer what the one before has returned
 
 
 _here = _Here()
@@ -104,10 +128,11 @@ def fused_modules(target: Target, takes_prompts: bool = False) -> Generator[None
         yield
         return
     plan, user = _plan(target, weight.dtype, is_kernels), object()
-    before = _here.model, _here.layers, _here.is_whole_run
+    before = _here.model, _here.layers, _here.is_whole_run, _here.following
 
     def put_back() -> None:
-        _here.model, _here.layers, _here.is_whole_run = before
+        _here.model, _here.layers, _here.is_whole_run, _here.following = before
+        _here.normed = None
         with _patching:
             users = _users.setdefault(target.model, {})
             users.pop(user, None)
@@ -136,6 +161,7 @@ def fused_modules(target: Target, takes_prompts: bool = False) -> Generator[None
             if (module := weak()) is not None and (layer := short.prepared(module, config, takes_prompts)) is not None:
                 layers[module] = layer
         _here.model, _here.layers, _here.is_whole_run = target.model, layers, takes_prompts
+        _here.following = _following_norms(target, weight.dtype) if plan.hands_on else {}
         yield
 
 
@@ -185,9 +211,26 @@ def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
             # Kernels' layers call their parts, short ones do what these would.
             within |= set() if is_kernels else set(module.modules())
         classes = [computes_by(kind) for kind in {type(module) for module in target.parts.modules}]
-        plan = _Plan(target.facts, *kind, classes, found, layers)
+        # Code that is not Transformers' own may change between two layers what one hands to the next.
+        hands_on = is_kernels and is_theirs(type(target.decoder).__module__)
+        plan = _Plan(target.facts, *kind, classes, found, layers, hands_on)
         _plans[target.model] = plan
     return plan
+
+
+def _following_norms(target: Target, dtype: torch.dtype) -> dict[nn.Module, FollowingNorm]:
+    """Returns, by layer, the norm that takes its output: the next layer's first one, or the one behind all layers."""
+    found = dict[nn.Module, FollowingNorm]()
+    behind: list[nn.Module | None] = [*target.layers[1:], None]
+    for layer, following in zip(target.layers, behind, strict=True):
+        if following is None:
+            norm = getattr(target.decoder, "norm", None)
+        else:
+            norm = following._modules.get("input_layernorm") if following._modules.keys() == LAYER else None
+        eps = None if norm is None else norm_eps(norm, dtype)
+        if eps is not None:
+            found[layer] = FollowingNorm(norm, eps, following)
+    return found
 
 
 def _switched(fused: Forward) -> Forward:
@@ -230,6 +273,9 @@ def _forward_of(module: Any, dtype: torch.dtype) -> Forward | None:
 def _norm_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs: Any) -> Any:
     if len(args) != 1 or kwargs or not ops.fuses(args[0], module.weight):
         return plain(module, *args, **kwargs)
+    ahead, _here.normed = _here.normed, None
+    if ahead is not None and ahead.norm is module and ahead.total is args[0]:
+        return ahead.normed
     return ops.rms_norm(args[0], module.weight, eps)
 
 
@@ -275,16 +321,32 @@ def _layer_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs
     norm = module.post_attention_layernorm
     if len(args) != 1 or not is_bare(norm) or not ops.fuses(args[0], norm.weight):
         return plain(module, *args, **kwargs)
-    return _residuals(module, eps, args[0], kwargs, ops.add_norm)
+    hidden, update = _residuals(module, eps, args[0], kwargs, ops.add_norm)
+    behind = _here.following.get(module)
+    if behind is None or not _is_handed_on(module, behind) or not ops.fuses(hidden, update, behind.norm.weight):
+        return hidden + update
+    total, normed = ops.add_norm(hidden, update, behind.norm.weight, behind.eps).unbind()
+    _here.normed = NormedAhead(behind.norm, total, normed)
+    return total
+
+
+def _is_handed_on(module: nn.Module, behind: FollowingNorm) -> bool:
+    """Returns True if no hook comes between a layer's output and the norm, that may change the output in place."""
+    hooks = [*module._forward_hooks.values()]
+    hooks += [] if behind.layer is None else behind.layer._forward_pre_hooks.values()
+    return is_bare(behind.norm) and all(map(is_harmless, hooks))
 
 
 def _residuals(
     module: Any, eps: float, hidden: Tensor, kwargs: dict[str, Any], add_norm: Callable[..., Tensor]
-) -> Tensor:
-    """A layer with pre-norms, its first sum and second norm by `add_norm` or its reference."""
+) -> tuple[Tensor, Tensor]:
+    """A layer with pre-norms, its first sum and second norm by `add_norm` or its reference.
+
+    Returns the two whose sum is the layer's output.
+    """
     attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden), **kwargs)
     total, normed = add_norm(hidden, attended, module.post_attention_layernorm.weight, eps).unbind()
-    return total + module.mlp(normed)
+    return total, module.mlp(normed)
 
 
 def _is_gated(module: Any, dtype: torch.dtype) -> bool:
@@ -313,8 +375,8 @@ def _is_layer(module: Any, eps: float, dtype: torch.dtype) -> bool:
         handed: dict[str, Any] = {"attention_mask": None, "position_embeddings": 1, "position_ids": 2}
         handed |= {CACHE_NAME: 3, "use_cache": 4, KEYWORD: 5}
         plain = type(module).forward(clone, hidden, **handed)
-        ours = _residuals(clone, eps, hidden, handed, ops.add_norm.reference)
-        return (plain, given[0]), (ours, given[1])
+        total, update = _residuals(clone, eps, hidden, handed, ops.add_norm.reference)
+        return (plain, given[0]), (total + update, given[1])
 
     if norm_eps(module.input_layernorm, dtype) is None:
         return False

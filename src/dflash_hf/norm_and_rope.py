@@ -1,0 +1,89 @@
+"""The draft's norms and positions. Shapes: `B` rows, `K` tokens of a block, `H` heads, `D` hidden, `E` head size."""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from dflash_hf import ops
+from dflash_hf.configuration_dflash import DFlashConfig
+
+# Cosines and sines [..., 1, E].
+CosSin = tuple[Tensor, Tensor]
+
+
+class DFlashRMSNorm(nn.Module):
+    """`weight * x / sqrt(mean(x^2) + eps)`, the mean in float32 as in Qwen3."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    @overload
+    def forward(self, hidden_states: Tensor) -> Tensor: ...
+
+    @overload
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalises the last dimension.
+
+        Returns:
+            `torch.Tensor` of the same shape; with a `residual` it is added first, and the sum comes along as a second
+            result, as in vLLM's `RMSNorm`.
+        """
+        if residual is None:
+            return self._normed(hidden_states)
+        if ops.fuses(residual, hidden_states, self.weight):
+            total, normed = ops.add_norm(residual, hidden_states, self.weight, self.eps).unbind()
+            return normed, total
+        total = residual + hidden_states
+        return self._normed(total), total
+
+    def _normed(self, hidden_states: Tensor) -> Tensor:
+        if ops.fuses(hidden_states, self.weight):
+            return ops.rms_norm(hidden_states, self.weight, self.eps)
+        if hidden_states.dtype == self.weight.dtype == torch.float32:
+            return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+        states = nn.functional.rms_norm(hidden_states.to(torch.float32), self.weight.shape, None, self.eps)
+        return self.weight * states.to(hidden_states.dtype)
+
+
+class DFlashRotaryEmbedding(nn.Module):
+    """Cosines and sines of the draft's own RoPE over plain indices."""
+
+    inv_freq: Tensor
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config = config
+        inv_freq, self.attention_scaling = self.frequencies(config)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+
+    @staticmethod
+    def frequencies(config: DFlashConfig) -> tuple[Tensor, float]:
+        """Returns the inverse frequencies `[E/2]` and the factor on cosines and sines (Transformers' rope utils)."""
+        if config.rope_parameters["rope_type"] != "default":
+            inv_freq, scaling = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config)
+            return inv_freq, float(scaling)
+        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
+        return 1.0 / (config.rope_parameters["rope_theta"] ** exponent), 1.0
+
+    @torch.no_grad()
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
+        """Returns cosines and sines `[..., 1, E]` for `positions` `[...]`, computed in float32."""
+        freqs = positions[..., None].float() * self.inv_freq.float()
+        angles = torch.cat((freqs, freqs), dim=-1)[..., None, :]
+        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return cos.to(dtype), sin.to(dtype)
+
+
+def rotate(states_BKHE: Tensor, cos_sin: CosSin) -> Tensor:
+    """Applies RoPE (half-split form) to `[B, K, H, E]`."""
+    cos, sin = cos_sin
+    first, second = states_BKHE.chunk(2, dim=-1)
+    return states_BKHE * cos + torch.cat((-second, first), dim=-1) * sin
