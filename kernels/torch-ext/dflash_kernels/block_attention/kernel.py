@@ -25,7 +25,19 @@ from ..operation import Given, run_kernel
 LOG2_E = tl.constexpr(math.log2(math.e))
 # A program that reads less than this many tiles is not worth its part of the reduction.
 MIN_TILES_PER_SPLIT = 2
+MIN_TILES = tl.constexpr(MIN_TILES_PER_SPLIT)
 MAX_SPLITS = 128
+
+
+@triton.jit
+def _slots_of_share(num_slots, splits, BLOCK_N: tl.constexpr):
+    """How many of a row's slots a program reads.
+
+    A row may be far shorter than its buffer, for which `splits` was chosen. Then fewer shares than that have any: they
+    are as quick, and less is left for the reduction.
+    """
+    num_tiles = tl.cdiv(num_slots, BLOCK_N)
+    return tl.maximum(tl.cdiv(num_tiles, splits), MIN_TILES) * BLOCK_N
 
 
 @triton.jit
@@ -212,9 +224,9 @@ def _block_attention_kernel(
     if WINDOW is not None:
         # Before it nothing is seen, as long as slots are indices; and everything else is near an edge.
         lowest, num_plain = tl.where(length + width <= ring, tl.maximum(length - WINDOW, 0), 0), 0
-    num_tiles = tl.cdiv(num_filled - lowest, BLOCK_N)
-    begin = lowest + split * tl.cdiv(num_tiles, splits) * BLOCK_N
-    end = tl.minimum(begin + tl.cdiv(num_tiles, splits) * BLOCK_N, num_filled)
+    share = _slots_of_share(num_filled - lowest, splits, BLOCK_N)
+    begin = lowest + split * share
+    end = tl.minimum(begin + share, num_filled)
     # Whole tiles that every query of the block sees: up to the anchor, in a row that has not wrapped.
     num_plain = tl.where((length + width <= ring) & (length >= 0), num_plain, 0)
     middle = begin + tl.maximum(tl.minimum(end, num_plain) - begin, 0) // BLOCK_N * BLOCK_N
