@@ -5,7 +5,7 @@ memory. Its operations are counted by the rule in harness/launch_count.py, an up
 after a change. No time follows from it.
 
     python benchmarks/launches.py --shape qwen3-8b --batch 1 --context 2048 --num-tree-nodes 0
-    python benchmarks/launches.py --shape qwen3-8b --batch 32 --context 2048 --sample --top-k 50
+    python benchmarks/launches.py --shape qwen3-8b --batch 32 --context 2048 --top-k 20 --top-p 0.95
 
 Prints a table per operation; the last line is a JSON object:
 
@@ -45,7 +45,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.generation import cuda_graph, prefill, step
@@ -232,6 +232,7 @@ def main(
     context: Annotated[int, typer.Option(help="Tokens of context per row.")] = 2048,
     sample: Annotated[bool, typer.Option("--sample", help=f"Sample at temperature {TEMPERATURE}.")] = False,
     top_k: Annotated[int | None, typer.Option(help="Sample among the best so many tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="And among those that make up so much of them.")] = None,
     num_tree_nodes: Annotated[int | None, typer.Option(help="Verify a tree of so many tokens; 0 is a chain.")] = None,
     is_tiny: Annotated[bool, typer.Option("--tiny", help="A double with all sizes small: to try the script.")] = False,
     out: Annotated[Path | None, typer.Option(help="A record to add the case to.")] = None,
@@ -239,14 +240,16 @@ def main(
     """Counts the launches of one step."""
     if shape not in SHAPES:
         raise typer.BadParameter(f"expected one of {', '.join(SHAPES)}, got {shape}; name one of them")
-    warpers: list[Any] = [TemperatureLogitsWarper(TEMPERATURE)] if sample or top_k else []
+    warpers: list[Any] = [TemperatureLogitsWarper(TEMPERATURE)] if sample or top_k or top_p else []
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p else []
     sizes = tiny(SHAPES[shape]) if is_tiny else SHAPES[shape]
     found, rows = measure(sizes, batch, context, warpers, num_tree_nodes)
     case = {"shape": shape, "is_tiny": is_tiny, "batch": batch, "context": context, "sample": bool(warpers)}
     record = {
         **case,
         "top_k": top_k,
+        "top_p": top_p,
         "num_tree_nodes": num_tree_nodes,
         **found,
         "provenance": provenance(torch.device("cpu")),

@@ -41,6 +41,7 @@ from dflash_kernels.block_attention import covers
 from dflash_kernels.build_tree import MAX_NODES, num_paths
 from dflash_kernels.gumbel_argmax import ROW_BITS, exponential_noise
 from dflash_kernels.rotary import norm_and_rotate
+from dflash_kernels.top_tokens import MAX_NUM
 
 logger = logging.getLogger(__name__)
 # What kernels are for by themselves, where they sum or round: float32 keeps torch's own results.
@@ -123,6 +124,12 @@ def accepts(counts: Tensor) -> bool:
     return _uses_kernels(counts)
 
 
+def builds_trees(counts: Tensor) -> bool:
+    """Returns True if kernels are to build and follow trees on this tensor's device, as far as is known."""
+    operations = (top_tokens, build_tree, follow_tree, keep_path)
+    return accepts(counts) and all(counts.device not in operation.failures for operation in operations)
+
+
 def either(operation: Any, counts: Tensor) -> Any:
     """Returns an operation that ends a step, or moves a tree's path: the kernel, or torch's definition of it."""
     return operation if accepts(counts) else operation.reference
@@ -168,5 +175,10 @@ def _can_launch(device: torch.device) -> bool:
     if not has_triton():  # on a GPU one expects the kernels
         logger.warning("decoding steps run in torch alone: Triton is not installed; pip install triton")
         return False
-    argmax(torch.zeros(1, device=device))
+    try:
+        argmax(torch.zeros(1, device=device))
+    except Exception as error:  # whatever a Triton raises that nobody has tried
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        logger.warning("decoding steps run in torch alone: no kernel can be launched on %s (%s)", device, reason)
+        return False
     return device not in argmax.failures

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from dflash_hf import ops
-from dflash_hf.generation.sampling import BlockProcessors, choose, choose_from_logits
+from dflash_hf.generation.sampling import BlockProcessors, Draw, choose, draw_from_logits
 from dflash_kernels import gumbel_argmax
 from dflash_kernels._dispatch import runs_kernel
 from dflash_kernels.gumbel_argmax import exponential_noise
@@ -90,17 +98,25 @@ def test_small_noise_keeps_its_digits(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("top_k", [None, 1, 7, 10_000])
-def test_it_is_the_choice_from_processed_scores(top_k: int | None, device: str) -> None:
-    logits, seed, positions = inputs(3, 5, 900, torch.float32, device)
-    warpers = [TemperatureLogitsWarper(0.8), *([] if top_k is None else [TopKLogitsWarper(top_k)])]
-    processors = BlockProcessors(LogitsProcessorList(warpers))
-    assert processors.temperature_and_top_k == (0.8, top_k)
+@pytest.mark.parametrize("min_p", [None, 0.1])
+@pytest.mark.parametrize("top_p", [None, 0.5, 0.95])
+@pytest.mark.parametrize("top_k", [None, 1, 7, 20, 10_000])
+def test_it_is_the_choice_from_processed_scores(
+    top_k: int | None, top_p: float | None, min_p: float | None, device: str
+) -> None:
+    _, seed, positions = inputs(3, 5, 900, torch.float32, device)
+    # No two are alike: which of equal ones a top-p leaves follows from how they are sorted.
+    logits = torch.randn(3, 5, 900, generator=torch.Generator().manual_seed(1)).to(device) * 2
+    filters = [(TopKLogitsWarper, top_k), (TopPLogitsWarper, top_p), (MinPLogitsWarper, min_p)]
+    warpers: list[Any] = [kind(value) for kind, value in filters if value is not None]
+    processors = BlockProcessors(LogitsProcessorList([TemperatureLogitsWarper(0.8), *warpers]))
+    is_known = top_p is None or top_k is not None
+    assert processors.draw == (Draw(0.8, top_k, top_p or 1.0, min_p or 0.0) if is_known else None)
     with ops.kernels(True):
-        found = choose_from_logits(logits, processors, seed, positions)
+        found = draw_from_logits(logits, processors, seed, positions)
     assert torch.equal(found, choose(processors.warp(logits), seed, positions))
     with ops.kernels(False):
-        assert torch.equal(found, choose_from_logits(logits, processors, seed, positions))
+        assert torch.equal(found, draw_from_logits(logits, processors, seed, positions))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -31,8 +31,9 @@ from dflash_hf.generation.sampling import (
     accept_drawn,
     accept_rejection,
     choose,
-    choose_from_logits,
+    draw_from_logits,
     ends_row,
+    likeliest_from_logits,
 )
 from dflash_hf.generation.state import NUM_REPORTED, DecodeState
 from dflash_hf.tree import along
@@ -85,8 +86,11 @@ def decide_at_once(
         )
         state.tokens.copy_(tokens)
         return num_accepted
-    positions = state.decided_positions if tree is None else state.positions_behind(tree)
-    state.tokens.copy_(choose_from_logits(logits_BWV, processors, state.key, positions))
+    if state.key is None:
+        state.tokens.copy_(likeliest_from_logits(logits_BWV, processors))
+    else:
+        positions = state.decided_positions if tree is None else state.positions_behind(tree)
+        state.tokens.copy_(draw_from_logits(logits_BWV, processors, state.key, positions))
     if tree is not None:
         state.follow(tree)
     if accept is None:

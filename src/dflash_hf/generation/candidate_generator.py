@@ -17,7 +17,7 @@ from dflash_hf.generation.sampling import (
     TARGET_STREAM,
     BlockProcessors,
     choose,
-    choose_from_logits,
+    draw_from_logits,
     draw_tree,
     with_noise,
 )
@@ -166,14 +166,17 @@ class DFlashCandidateGenerator:
             states = hidden.to(device, dtype)
         logits = draft.compute_logits(states, self.target.head).to(device)
         self.logits = logits if self.keeps_logits else None
-        positions = state.keyed(block.positions[:, slots] + self.ahead)
         if is_tree:
-            self._propose_tree(state, hidden, logits, positions)
+            self._propose_tree(state, hidden, logits, block.positions[:, slots])
         else:
-            state.proposals.copy_(self._chain(state, hidden, logits, positions))
+            state.proposals.copy_(self._chain(state, hidden, logits, block.positions[:, slots]))
 
-    def _chain(self, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor) -> Tensor:
-        """Returns proposals `[B, W - 1]` that follow each other.
+    def _drawn_positions(self, state: DecodeState, slots_BD: Tensor) -> Tensor:
+        """Returns what noise is keyed by for the tokens that the slots at these positions `[B, D]` propose."""
+        return state.keyed(slots_BD + self.ahead)
+
+    def _chain(self, state: DecodeState, hidden: Tensor, logits: Tensor, slots: Tensor) -> Tensor:
+        """Returns proposals `[B, W - 1]` that follow each other; `slots`, of the same shape, are where they are made.
 
         Of a selector, the noise goes over all transitions at once, whatever path they lead to, and a path uses that of
         a token once. So the distribution of a token is the softmax over the candidates behind those drawn before it.
@@ -182,9 +185,9 @@ class DFlashCandidateGenerator:
             return self.rule_of_user(logits, state.anchor)
         if state.key is None or self.rule == "argmax":
             return self.draft.best_path(hidden, logits, state.anchor)
-        is_drawn = self.rule == "sample"
+        is_drawn, positions = self.rule == "sample", self._drawn_positions(state, slots)
         if self.draft.candidate_selector is None and not is_drawn:
-            return choose_from_logits(logits, self.processors, state.key, positions)
+            return draw_from_logits(logits, self.processors, state.key, positions)
         candidates, scores = self._scores(state, hidden, logits)
         if candidates is None:
             state.draft_probs = torch.softmax(scores, dim=-1)
@@ -205,16 +208,19 @@ class DFlashCandidateGenerator:
             scores = self.processors.warp(scores.flatten(1, -2)).view_as(scores)
         return candidates, scores
 
-    def _propose_tree(self, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor) -> None:
-        """Proposes a tree; under `shared_noise` of the scores that the target's own noise makes likely."""
+    def _propose_tree(self, state: DecodeState, hidden: Tensor, logits: Tensor, slots: Tensor) -> None:
+        """Proposes a tree by the slots at these positions `[B, D]`.
+
+        Under `shared_noise` it is of the scores that the target's own noise makes likely.
+        """
         trees, (candidates, scores) = self.trees, self._scores(state, hidden, logits)
         assert trees is not None
         assert state.nodes is not None
         if state.key is not None and self.rule == "sample":  # nothing stands in it but what is drawn
-            draw_tree(trees, state, scores, positions, logits.shape[-1], candidates)
+            draw_tree(trees, state, scores, self._drawn_positions(state, slots), logits.shape[-1], candidates)
             return
         if state.key is not None and self.rule != "argmax":
-            scores = with_noise(scores, state.key, positions, candidates)
+            scores = with_noise(scores, state.key, self._drawn_positions(state, slots), candidates)
         longest = self.draft.generation_config.max_matching_ngram_size
         follows = trees.follows if longest is None else trees.follows[:, : longest + 1]
         text = (state.ids, state.cursor, follows) if follows.shape[1] > 1 else ()

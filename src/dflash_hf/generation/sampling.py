@@ -13,7 +13,7 @@ Shapes: `B` rows, `W` verified tokens (anchor first), `V` vocabulary; of trees `
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,19 +51,73 @@ STATELESS = (
 TARGET_STREAM, DRAFT_STREAM, REJECT_STREAM, RESIDUAL_STREAM = 0, 1, 2, 3
 # How much of a draft's distribution its most likely token takes over from the others, where trees are to branch by it.
 TRUST = 0.2
+# Tokens that equal the k-th may all be drawn: so many of them are looked for.
+MAX_TIES = 8
 # Below this float32 has no room for a ratio.
 TINY = 1e-30
 
 
-def _temperature_and_top_k(warpers: LogitsProcessorList) -> tuple[float, int | None] | None:
-    """Returns what a temperature and a top-k are set to, in this order, if there are no other warpers."""
+class Draw(NamedTuple):
+    """What a temperature, a top-k, a top-p and a min-p are set to, applied in this order; the defaults do nothing."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether there are tokens that may not be drawn."""
+        return self.top_k is not None or self.min_p > 0.0
+
+    def num_values(self, vocab_size: int) -> int:
+        """Returns how many of the greatest logits of a position say which tokens may be drawn."""
+        return 1 if self.top_k is None else min(self.top_k + MAX_TIES, vocab_size)
+
+    def least(self, values_BKC: Tensor) -> Tensor:
+        """Returns the lowest logit `[B, K]` that may be drawn: all that equal it may be, too.
+
+        `values_BKC` are the greatest [`num_values`] logits of each position, falling, float32. No host sync.
+        """
+        least = torch.full_like(values_BKC[..., 0], -math.inf)
+        if self.top_k is not None:
+            least = values_BKC[..., min(self.top_k, values_BKC.shape[-1]) - 1]
+            if self.top_p < 1.0:
+                among = values_BKC.masked_fill(values_BKC < least[..., None], -math.inf)
+                probs = torch.softmax(among / self.temperature, dim=-1)
+                likelier = probs.cumsum(dim=-1) - probs
+                # Of falling values the first ones are kept, and the very first always.
+                num_kept = (likelier < self.top_p).sum(dim=-1, keepdim=True).clamp_min(1)
+                least = torch.maximum(least, values_BKC.gather(-1, num_kept - 1)[..., 0])
+        if self.min_p > 0.0:
+            least = torch.maximum(least, values_BKC[..., 0] + self.temperature * math.log(self.min_p))
+        return least
+
+
+def _draw_of(warpers: LogitsProcessorList) -> Draw | None:
+    """Returns what the warpers are set to where they are of [`Draw`], in its order, else `None`.
+
+    A top-p without a top-k before it looks at the whole vocabulary. That, and warpers that fill in another value than
+    -inf or keep more than one token in any case, are none of these.
+    """
     rest: list[Any] = list(warpers)
-    temperature, top_k = 1.0, None
-    if rest and type(rest[0]) is TemperatureLogitsWarper:
-        temperature = float(rest.pop(0).temperature)
-    if rest and type(rest[0]) is TopKLogitsWarper and rest[0].filter_value == -math.inf:
-        top_k = int(rest.pop(0).top_k)
-    return None if rest else (temperature, top_k)
+
+    def taken(kind: type) -> Any:
+        is_next = bool(rest) and type(rest[0]) is kind
+        return rest.pop(0) if is_next else None
+
+    temperature, top_k = taken(TemperatureLogitsWarper), taken(TopKLogitsWarper)
+    top_p, min_p = taken(TopPLogitsWarper), taken(MinPLogitsWarper)
+    filters = [warper for warper in (top_k, top_p, min_p) if warper is not None]
+    is_usual = all(warper.filter_value == -math.inf and warper.min_tokens_to_keep == 1 for warper in filters)
+    if rest or not is_usual or (top_p is not None and top_k is None):
+        return None
+    return Draw(
+        temperature=1.0 if temperature is None else float(temperature.temperature),
+        top_k=None if top_k is None else int(top_k.top_k),
+        top_p=1.0 if top_p is None else float(top_p.top_p),
+        min_p=0.0 if min_p is None else float(min_p.min_p),
+    )
 
 
 class BlockProcessors:
@@ -75,8 +129,8 @@ class BlockProcessors:
         # Exact types: a subclass may look at anything.
         self.warpers: Any = LogitsProcessorList([p for p in processors if type(p) in STATELESS])
         self.is_stateless = len(self.warpers) == len(processors)
-        # Where there is no more than these two, in this order; without a top-k it is None.
-        self.temperature_and_top_k = _temperature_and_top_k(self.warpers) if self.is_stateless else None
+        # Where there are no others than those of `Draw`.
+        self.draw = _draw_of(self.warpers) if self.is_stateless else None
 
     def settings(self) -> tuple[object, ...]:
         """Returns the kinds and numbers of the stateless warpers: what a captured step has of them. Reads tensors."""
@@ -146,22 +200,42 @@ def choose(scores_BKV: Tensor, key: Tensor | None, positions_BK: Tensor, stream:
     return ops.best(scores_BKV if key is None else with_noise(scores_BKV, key, positions_BK, stream=stream))
 
 
-def choose_from_logits(
-    logits_BKV: Tensor, processors: BlockProcessors, key: Tensor | None, positions_BK: Tensor
-) -> Tensor:
-    """Chooses tokens as [`choose`] does from the scores that stateless processors make of logits.
+def likeliest_from_logits(logits_BKV: Tensor, processors: BlockProcessors) -> Tensor:
+    """Chooses the tokens `[B, K]` with the greatest scores that stateless processors make of logits."""
+    # As float32 a half's scores are in the same order, those of a double need not be.
+    is_plain = not processors.warpers and logits_BKV.dtype.itemsize <= 4
+    return ops.best(logits_BKV if is_plain else processors.warp(logits_BKV))
 
-    By one kernel, which makes neither scores nor noise, where there is one and the processors are a temperature and a
-    top-k at most. What is below the k-th logit is not drawn; all that equal it may be.
+
+def draw_from_logits(logits_BKV: Tensor, processors: BlockProcessors, key: Tensor, positions_BK: Tensor) -> Tensor:
+    """Draws tokens as [`choose`] does from the scores that stateless processors make of logits.
+
+    Where the processors are those of [`Draw`], neither scores nor noise are made of the whole vocabulary: the kernel
+    makes none, and without it they are made of the tokens that a top-k leaves.
     """
-    warp = processors.temperature_and_top_k
-    if key is None or warp is None or not ops.picks(logits_BKV):
-        # As float32 a half's scores are in the same order, those of a double need not be.
-        is_plain = not processors.warpers and key is None and logits_BKV.dtype.itemsize <= 4
-        return choose(logits_BKV if is_plain else processors.warp(logits_BKV), key, positions_BK)
-    temperature, top_k = warp
-    least = None if top_k is None else logits_BKV.topk(min(top_k, logits_BKV.shape[-1])).values[..., -1].float()
-    return ops.gumbel_argmax(logits_BKV, key, positions_BK, least, temperature, TARGET_STREAM)
+    draw, picks = processors.draw, ops.picks(logits_BKV)
+    # In half precision more tokens may equal the k-th than are looked for; the kernel finds them all.
+    if draw is None or not (picks or (draw.top_k is not None and logits_BKV.dtype.itemsize >= 4)):
+        return choose(processors.warp(logits_BKV), key, positions_BK)
+    if not draw.leaves_out:
+        return ops.gumbel_argmax(logits_BKV, key, positions_BK, None, draw.temperature, TARGET_STREAM)
+    values, tokens = _greatest(logits_BKV, draw.num_values(logits_BKV.shape[-1]))
+    least = draw.least(values)
+    if picks:
+        return ops.gumbel_argmax(logits_BKV, key, positions_BK, least, draw.temperature, TARGET_STREAM)
+    scores = (values / draw.temperature).masked_fill(values < least[..., None], -math.inf)
+    noisy = scores + gumbel_noise(key, positions_BK, tokens)
+    return tokens.gather(-1, noisy.argmax(dim=-1, keepdim=True))[..., 0]
+
+
+def _greatest(logits_BKV: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """Returns the greatest logits of each position, falling, and their tokens: `[B, K, num]`, float32 and int64."""
+    if num > ops.MAX_NUM:
+        values, tokens = logits_BKV.topk(num, dim=-1)
+        return values.float(), tokens
+    likeliest = ops.top_tokens if ops.picks(logits_BKV) else ops.top_tokens.reference
+    tokens = likeliest(logits_BKV[:, :, None], num)[1][:, :, 0]
+    return logits_BKV.gather(-1, tokens).float(), tokens
 
 
 def accept_rejection(
