@@ -49,6 +49,11 @@ _NAMES: dict[tuple[type, ...], tuple[str, ...]] = {
 TYPES = {name: kinds for kinds, names in _NAMES.items() for name in names}
 
 
+def _number(rows: object) -> object:
+    """Returns what a key of a table stands for: of text the number, if it is one."""
+    return int(rows) if isinstance(rows, str) and rows.isdecimal() else rows
+
+
 class DFlashGenerationConfig(GenerationConfig):
     r"""
     Options of the draft, carried the way Transformers carries an assistant's: on `draft.generation_config`.
@@ -56,18 +61,21 @@ class DFlashGenerationConfig(GenerationConfig):
     Args:
         block_size (`int`, *optional*): Tokens per block, the anchor included; at most the checkpoint's, which is the
             default. Smaller blocks draft fewer tokens.
-        verify_width (`int` or `"auto"`, *optional*): How many tokens of the block the target checks in one forward,
-            the anchor included; at most `block_size` (one more for a draft that samples from the anchor); 1 is plain
-            decoding. Exact at any width. `"auto"` chooses anew before each step, by what was accepted so far and by
-            what steps of each width take, down to decoding without the draft while it does not pay. Left out, that is
-            what happens where it cannot change a text: not under `"sample"`, in half precision, in captured steps and
-            in [`~dflash_hf.iterate`], where the whole block is verified.
+        verify_width (`int`, `"auto"` or `dict[int, int]`, *optional*): How many tokens of the block the target checks
+            in one forward, the anchor included; at most `block_size` (one more for a draft that samples from the
+            anchor); 1 is plain decoding. Exact at any width. `"auto"` chooses anew before each step, by what was
+            accepted so far and by what steps of each width take, down to decoding without the draft while it does not
+            pay. A table goes by the rows of the call: `{8: 16, 32: 8}` is 16 tokens for up to 8 rows and 8 for more.
+            Left out, it is `"auto"` where that cannot change a text: not under `"sample"`, in half precision and in
+            [`~dflash_hf.iterate`], where the whole block is verified, nor in captured steps, which go by a table of
+            their own (docs/engines.md): many rows of a whole block make a GPU compute more than it reads.
         num_tree_nodes (`int` or `"auto"`, *optional*): Verify a tree of so many tokens, the anchor included, at most
             64: the draft's most likely paths, branching where it is unsure, and what followed the last few tokens
             earlier in the text. 0 is a chain, the draft's first choice alone. Exact under every rule; under `"sample"`
             all of it is drawn, and nothing is of the text. `verify_width` left out or `"auto"` then chooses how many
             of the nodes to verify. `"auto"` has it choose among up to four times as many as the chain has tokens, in
-            half precision and in captured steps too. Left out, it is a tree of as many tokens as the chain has, where
+            half precision and in captured steps too. Left out, it is a tree of as many tokens as the chain has (as
+            `verify_width` says where that is a table), where
             the target has attention layers alone, `verify_width` is no number, not in [`~dflash_hf.iterate`], and not
             in captured steps whose proposals are drawn (`"sample"`). Without a number, eager steps whose width follows
             the run verify the chain instead while that pays more.
@@ -99,7 +107,10 @@ class DFlashGenerationConfig(GenerationConfig):
 
     def __init__(self, /, **kwargs: Any) -> None:
         self.block_size: int | None = kwargs.pop("block_size", None)
-        self.verify_width: int | Literal["auto"] | None = kwargs.pop("verify_width", None)
+        self.verify_width: int | Literal["auto"] | dict[int, int] | None = kwargs.pop("verify_width", None)
+        if isinstance(self.verify_width, dict):
+            # JSON knows no other keys than text.
+            self.verify_width = {_number(rows): width for rows, width in self.verify_width.items()}
         self.num_tree_nodes: int | Literal["auto"] | None = kwargs.pop("num_tree_nodes", None)
         self.engine: Engine = kwargs.pop("engine", "auto")
         self.proposal: Proposal = kwargs.pop("proposal", "auto")
@@ -152,14 +163,20 @@ class DFlashGenerationConfig(GenerationConfig):
         require(fits, f"max_matching_ngram_size between 0 and {MAX_MATCHING}", longest, "leave it out")
         if width is None or width == "auto":
             return
-        require(not nodes, "verify_width left out or 'auto' beside num_tree_nodes", width, "leave one of them out")
-        require(is_a(width, int) and width >= 1, f"{count} or 'auto' as verify_width", width, "leave it out")
+        beside = "verify_width left out or 'auto' beside num_tree_nodes"
+        require(not nodes, beside, width, "leave one of them out")
+        table = width if isinstance(width, dict) else {1: width}
+        what = "a table of verify_width by rows, {rows: tokens}, of whole numbers from 1"
+        is_table = bool(table) and all(is_a(rows, int) and rows >= 1 for rows in table)
+        require(is_table, what, width, "leave it out")
         block_size = max_block_size if size is None else size
-        if block_size is not None:
-            # What the draft can do is known only with its checkpoint; without it, a width of one more is let through.
-            widest = block_size + (sample_from_anchor or max_block_size is None)
-            what = f"verify_width between 1 and {widest} (block size {shown(block_size)})"
-            require(width <= widest, what, width, "leave it out: the target can only check tokens that were proposed")
+        for one in table.values():
+            require(is_a(one, int) and one >= 1, f"{count} or 'auto' as verify_width", one, "leave it out")
+            if block_size is not None:
+                # What the draft can do is known only with its checkpoint; without it, one more is let through.
+                widest = block_size + (sample_from_anchor or max_block_size is None)
+                what = f"verify_width between 1 and {widest} (block size {shown(block_size)})"
+                require(one <= widest, what, one, "leave it out: the target can only check tokens that were proposed")
 
     def validate_knobs(self, max_block_size: int | None = None, sample_from_anchor: bool = False) -> None:
         """The name that [`validate_options`] had, for one release."""

@@ -316,3 +316,17 @@ def test_a_conversation_over_a_kept_cache_goes_on(family: str, engine: Any) -> N
     for layer, other in zip(plain.layers, ours.layers, strict=True):
         torch.testing.assert_close(layer.keys[1], other.keys[1], rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(layer.values[1], other.values[1], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["static", "cuda_graph", "eager"])
+def test_captured_steps_of_many_rows_verify_fewer_tokens_of_each(engine: str) -> None:
+    target, inputs = target_of("qwen3"), prompts([*range(3, 13)], 0)
+    ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = tensor_oracle(target, truth_of(inputs, ref), 3, 16)
+    set_engine(draft, engine)
+    assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
+    assert draft.last_stats.engine == engine
+    assert draft.last_stats.num_proposed == (15 if engine == "eager" else 9)
+    draft.generation_config.verify_width = {4: 16, 9: 5, 20: 3}
+    assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
+    assert set(draft.last_stats.verify_widths) == {3}

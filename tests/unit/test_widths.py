@@ -8,11 +8,15 @@ import math
 import random
 import statistics
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
 
+from dflash_hf import DFlashGenerationConfig
 from dflash_hf.generation.widths import (
+    CAPTURED_WIDTHS,
     CHAIN,
     FIRST_HOLD,
     MIN_SAVING,
@@ -26,6 +30,7 @@ from dflash_hf.generation.widths import (
     give_chooser,
     take_chooser,
     useful_widths,
+    width_of_rows,
 )
 
 
@@ -67,6 +72,58 @@ def test_candidates_are_few_and_close() -> None:
     assert candidate_widths(17) == [17, 16, 12, 8, 6, 4, 3, 2, 1]
     assert candidate_widths(8) == [8, 6, 4, 3, 2, 1]
     assert [candidate_widths(width) for width in (1, 2, 3, 5)] == [[1], [2, 1], [3, 2, 1], [5, 4, 3, 2, 1]]
+
+
+def test_a_table_goes_by_the_rows_of_a_call() -> None:
+    table = {32: 2, 1: 9, 8: 6}
+    assert [width_of_rows(table, rows) for rows in (1, 2, 8, 9, 32, 33, 500)] == [9, 6, 6, 2, 2, 2, 2]
+    widths = [width_of_rows(CAPTURED_WIDTHS, rows) for rows in range(1, 200)]
+    assert widths == sorted(widths, reverse=True)
+    assert (widths[0], widths[7], widths[31]) == (16, 16, 8)
+
+
+def modelled_gain(rows: int, width: int) -> float:
+    """Tokens per second of captured steps, whole blocks of 16 being 1, by the model in docs/engines.md."""
+    whole = 16
+    shares = [next(p / 1000 for p in range(1000) if expected_tokens([p / 1000] * 15)[whole] >= 6.3)] * 15
+
+    def rate(verified: int) -> float:
+        weights_ms, token_ms, row_ms, rest_ms = 4.2, 0.029, 0.1, 1.5
+        step_ms = max(weights_ms, token_ms * rows * verified) + row_ms * rows + rest_ms
+        return rows * expected_tokens(shares)[verified] / step_ms
+
+    return rate(width) / rate(whole)
+
+
+@pytest.mark.parametrize(("rows", "gain"), [(1, 1.0), (8, 1.0), (16, 1.17), (32, 1.26), (64, 1.31)])
+def test_the_table_of_captured_steps_is_within_a_few_per_cent_of_the_models_best(rows: int, gain: float) -> None:
+    found = modelled_gain(rows, width_of_rows(CAPTURED_WIDTHS, rows))
+    assert found == pytest.approx(gain, abs=0.01)
+    assert found >= 0.98 * max(modelled_gain(rows, width) for width in range(1, 17))
+
+
+def test_a_table_survives_its_file(tmp_path: Path) -> None:
+    config = DFlashGenerationConfig(verify_width={8: 6, 32: 2})
+    config.save_pretrained(tmp_path)
+    assert DFlashGenerationConfig.from_pretrained(tmp_path).verify_width == {8: 6, 32: 2}
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ({}, "a table"),
+        ({0: 4}, "a table"),
+        ({"few": 4}, "a table"),
+        ({8: 0}, "a number of tokens, at least 1,"),
+        ({8: "auto"}, "a number of tokens, at least 1,"),
+        ({8: 16, 32: 17}, "verify_width between 1 and 16"),
+    ],
+)
+def test_a_table_that_does_not_fit_the_block_is_refused(table: dict[Any, Any], expected: str) -> None:
+    config = DFlashGenerationConfig()
+    config.verify_width = table
+    with pytest.raises(ValueError, match=f"expected .*{expected}.*, got .*; leave it out"):
+        config.validate_options(max_block_size=16)
 
 
 def test_widths_that_save_nothing_are_dropped() -> None:

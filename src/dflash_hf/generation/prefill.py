@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from dflash_hf.generation.state import NUM_REPORTED, BufferShape, DecodeState
 from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.step import settle, take_note
 from dflash_hf.generation.user_cache import UserCache
-from dflash_hf.generation.widths import WidthChooser, take_chooser
+from dflash_hf.generation.widths import CAPTURED_WIDTHS, WidthChooser, take_chooser, width_of_rows
 from dflash_hf.target.fused import runs_whole
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
@@ -213,7 +214,7 @@ def _resolved(call: Call, keeps_buffers: bool, is_looked_at: bool) -> tuple[int,
     target, draft, options, processors = call.target, call.draft, call.draft.generation_config, call.processors
     block_size = options.block_size or draft.config.block_size
     widest = draft.config.num_proposals(block_size) + 1
-    width = widest if options.verify_width in (None, "auto") else int(options.verify_width)
+    width = _widest_verify(options.verify_width, widest, len(call.input_ids), keeps_buffers and not is_looked_at)
     rule: Rule = "argmax" if options.proposal == "auto" else options.proposal
     what = "only temperature, top-k, top-p and other warpers of single scores under proposal='sample'"
     is_drawn, nodes = call.config.do_sample and rule == "sample", options.num_tree_nodes
@@ -221,7 +222,7 @@ def _resolved(call: Call, keeps_buffers: bool, is_looked_at: bool) -> tuple[int,
     require(is_fit, what, [type(p).__name__ for p in processors.processors], "use proposal='shared_noise'")
     if nodes is None:
         # What is drawn is tested node by node, hundreds of launches; without kernels the host of a GPU builds trees.
-        is_unfit = is_drawn or (call.input_ids.is_cuda and not ops.accepts(call.input_ids))
+        is_unfit = is_drawn or (call.input_ids.is_cuda and not ops.builds_trees(call.input_ids))
         is_chain = is_looked_at or (keeps_buffers and is_unfit) or isinstance(options.verify_width, int)
         is_chain = is_chain or bool(target.recurrences) or width == 1
         nodes = 0 if is_chain else min(width, ops.MAX_NODES)
@@ -231,6 +232,17 @@ def _resolved(call: Call, keeps_buffers: bool, is_looked_at: bool) -> tuple[int,
     is_fit = not (nodes and target.recurrences)
     require(is_fit, what, got, "recurrent states follow one path, leave num_tree_nodes out")
     return block_size, nodes or width, nodes > 0, rule
+
+
+def _widest_verify(asked: int | str | Mapping[int, int] | None, widest: int, num_rows: int, is_captured: bool) -> int:
+    """Returns how many tokens of a block of `widest` are verified at most."""
+    if isinstance(asked, int):
+        return asked
+    if isinstance(asked, Mapping):
+        return width_of_rows(asked, num_rows)
+    if asked is None and is_captured:
+        return min(width_of_rows(CAPTURED_WIDTHS, num_rows), widest)
+    return widest
 
 
 def _chooser(generator: DFlashCandidateGenerator, state: DecodeState, keeps_buffers: bool) -> WidthChooser | None:

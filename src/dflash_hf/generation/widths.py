@@ -41,8 +41,22 @@ TRYING, OPTIMISM = 0.005, 0.5
 MIN_SAVING = 0.05
 # Steps with a draft that show whether it pays.
 ENOUGH_DRAFTED = 3
+# What captured steps verify where nothing else is said: tokens of each row, for up to so many rows. A GPU reads the
+# weights in the time in which it computes some hundred tokens; what a verify has beyond that, it waits for. Modelled
+# for Qwen3-8B on an H200 at an acceptance length of 6.3 (docs/engines.md), not measured yet.
+CAPTURED_WIDTHS = {8: 16, 16: 10, 32: 8, 64: 6}
 # Among widths: not a tree, but the chain of all proposals; as `num_tree_nodes=0` says it.
 CHAIN = 0
+
+
+def width_of_rows(table: Mapping[int, int], num_rows: int) -> int:
+    """Returns the tokens of each row that a table `{most rows: tokens}` says for so many rows.
+
+    For more rows than are in the table it is what the table says for the most.
+    """
+    entries = sorted(table.items())
+    fitting = [width for most_rows, width in entries if num_rows <= most_rows]
+    return fitting[0] if fitting else entries[-1][1]
 
 
 def candidate_widths(widest: int) -> list[int]:
