@@ -271,6 +271,10 @@ def test_steps_run_uncaptured_for_one_draft_within_a_block(monkeypatch: pytest.M
         target.generate(**inputs, **GREEDY, assistant_model=draft)
 
 
+class Quantised(Tensor):
+    """Stands for what torchao and bitsandbytes put in a weight's place."""
+
+
 def test_reasons_are_found_before_a_step_runs() -> None:
     target, draft, inputs, _ = pair("cuda_graph")
     found = find_target(target)
@@ -284,6 +288,11 @@ def test_reasons_are_found_before_a_step_runs() -> None:
         assert why_not(found, draft) is None, "another thread's run"
     with torch.autocast("cpu"):
         assert "autocast" in str(why_not(found, draft))
+    draft.generation_config.engine = "auto"
+    target.model.norm.weight = nn.Parameter(target.model.norm.weight.data.as_subclass(Quantised), requires_grad=False)
+    assert "no plain tensors" in str(why_not(find_target(target), draft))
+    draft.generation_config.engine = "cuda_graph"
+    assert why_not(find_target(target), draft) is None, "asked for by name"
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     dynamic = tiny_target("llama", rope_parameters=rope)
     assert "dynamic" in str(why_not(find_target(dynamic), tiny_draft(dynamic)))

@@ -64,6 +64,7 @@ class FixedBuffers:
     cache: RaggedCache | None = None  # the target's; known after the first prefill
     graphs: Any = None  # what has been captured over these buffers
     idle: torch.cuda.Event | None = None  # when the last call's work is done: the next may be on another stream
+    stream: torch.cuda.Stream | None = None  # of the call that allocated them, once it has ended
 
     @classmethod
     @torch.inference_mode(False)
@@ -231,8 +232,15 @@ def else_freed(draft: DFlashDraftModel, make: Callable[[int], T], length: int, l
 def give_buffers(draft: DFlashDraftModel, target: Target, buffers: FixedBuffers) -> None:
     """Keeps buffers for the next call of their shape, instead of the least recently used ones if they are too many."""
     if buffers.shape.device.type == "cuda":
+        current = torch.cuda.current_stream(buffers.shape.device)
         buffers.idle = torch.cuda.Event()
-        buffers.idle.record(torch.cuda.current_stream(buffers.shape.device))
+        buffers.idle.record(current)
+        if buffers.stream is None:
+            buffers.stream = current
+        if current != buffers.stream:
+            # Once freed, their memory is for others on the stream they were made on, which knows nothing of this one.
+            for tensor in buffers.owned():
+                tensor.record_stream(current)
     total = total_memory(buffers.shape.device)
     with _keeping:
         kept = _kept_of(draft, target)

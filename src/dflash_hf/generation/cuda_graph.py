@@ -17,12 +17,13 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
@@ -36,6 +37,7 @@ from dflash_hf.generation.widths import useful_widths
 from dflash_hf.generation_config import Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.scopes import held
+from dflash_hf.target.formulas import is_harmless
 from dflash_hf.target.parts import Target
 from dflash_hf.target.support import changing_ropes
 
@@ -56,8 +58,6 @@ _refused: list[Any] = []
 _uncaptured: weakref.WeakSet[DFlashDraftModel] = weakref.WeakSet()
 # Of experts that torch itself multiplies; those of quantised ones have functions of their own.
 _GROUPED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Transformers' own hooks do nothing unless a forward is asked for hidden states, ours listen to their thread's run.
-_HARMLESS = ("transformers.utils.output_capturing", "dflash_hf.scopes")
 
 
 class NotCapturableError(RuntimeError):
@@ -72,7 +72,7 @@ class Captured(NamedTuple):
 
     graph: Any
     outputs: CausalLMOutputWithPast | None
-    draft_probs: torch.Tensor | None
+    draft_probs: Tensor | None
 
 
 class Kept(dict[Size, Captured]):
@@ -136,8 +136,9 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str | None:
         return "weights that are offloaded"
     if len({device for part in (*parts, draft) for device in execution_devices(Inventory.of(part))}) > 1:
         return "parts on several devices"
-    if not target.takes_inference_mode:
-        return "weights that are no plain tensors (quantised or sharded)"
+    is_asked_for = draft.generation_config.engine == "cuda_graph"
+    if not target.takes_inference_mode and not is_asked_for:
+        return "weights that are no plain tensors (quantised or sharded); engine='cuda_graph' tries it"
     if rope:
         return f"a RoPE of type {rope[0].kind}, which looks at positions on the host"
     if torch.is_autocast_enabled(target.device.type):
@@ -146,7 +147,7 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str | None:
         return f"{counted}; 'batched_mm' does not count (target.set_experts_implementation)"
     for name, module in itertools.chain(model.named_modules(), draft.named_modules()):
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if any(getattr(hook, "__module__", None) not in _HARMLESS for hook in hooks):
+        if not all(map(is_harmless, hooks)):
             return f"a forward hook on {name or type(model).__name__}, which a replay would not call"
     return None
 
@@ -175,7 +176,7 @@ class GraphStep(StaticStep):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.settings = _settings(run, self.decides)
-        fingerprint = _fingerprint(run.call.target, run.generator.draft)
+        fingerprint = _fingerprint(run.call.target, (run.call.target.parts, run.call.draft_parts))
         if run.buffers.graphs is None or run.buffers.graphs.fingerprint != fingerprint:
             run.buffers.graphs = Graphs(fingerprint)
         self.graphs: Graphs = run.buffers.graphs
@@ -295,18 +296,33 @@ def _settings(run: Run, decides: bool) -> Settings:
     )
 
 
-def _fingerprint(target: Target, draft: DFlashDraftModel) -> int:
-    """A number that changes when weights move or are replaced, or modules are switched."""
-    parts: list[object] = [getattr(target.config, "_experts_implementation", None)]
-    for module in itertools.chain(target.model.modules(), draft.modules()):
-        parts.append((id(type(module)), module.training))
-        tensors = (*module._parameters.values(), *module._buffers.values())
-        parts.extend((t.data_ptr(), t.dtype, t.shape) for t in tensors if t is not None)
-        if hasattr(module, "active_adapters") and hasattr(module, "scaling"):  # a layer of PEFT's
-            layer: Any = module
-            active, merged = layer.active_adapters, getattr(layer, "merged_adapters", ())
-            parts.append((str(active), str(merged), getattr(layer, "disable_adapters", False), str(layer.scaling)))
-    return hash(tuple(parts))
+def _fingerprint(target: Target, parts: Sequence[Inventory]) -> int:
+    """A number that changes when weights move or are replaced, or modules are switched.
+
+    `parts` are those of the target and of the draft.
+    """
+    found: list[object] = [getattr(target.config, "_experts_implementation", None)]
+    for inventory in parts:
+        found.extend(_address(tensor) for tensor in (*inventory.weights, *inventory.buffers))
+        kinds = list(map(type, inventory.modules))
+        found.append(tuple(kinds))
+        found.extend(module.training for module in inventory.modules)
+        adapting = {kind for kind in set(kinds) if hasattr(kind, "active_adapters")}  # layers of PEFT's
+        for module in inventory.modules if adapting else ():
+            if type(module) in adapting:
+                layer: Any = module
+                active, merged = layer.active_adapters, getattr(layer, "merged_adapters", ())
+                is_off, scaling = getattr(layer, "disable_adapters", False), getattr(layer, "scaling", None)
+                found.append((str(active), str(merged), is_off, str(scaling)))
+    return hash(tuple(found))
+
+
+def _address(tensor: Tensor | None) -> tuple[object, ...]:
+    """Says where a tensor's numbers are, and of which type: of a quantised one, which has several, which one it is."""
+    if tensor is None:
+        return ()
+    is_plain = type(tensor) in (Tensor, nn.Parameter)
+    return tensor.data_ptr() if is_plain else id(tensor), tensor.dtype
 
 
 def _counted_experts(target: Target) -> str | None:
@@ -353,7 +369,7 @@ def capture(
         # The outer context puts the stream back also where `torch.cuda.graph` fails to: after a refused capture.
         with (
             torch.cuda.stream(torch.cuda.current_stream(device)),
-            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+            _capturing_on(graph, stream, pool),
         ):
             return graph, body()
     except torch.OutOfMemoryError:
@@ -394,11 +410,24 @@ def _end_refused(graph: torch.cuda.CUDAGraph, device: torch.device, stream: torc
     graph.reset()
     # The generator's flag falls at the end of a capture that works, whatever is captured.
     number, trivial = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
-    with (
-        torch.cuda.stream(torch.cuda.current_stream(device)),
-        torch.cuda.graph(trivial, stream=stream, capture_error_mode="thread_local"),
-    ):
+    with torch.cuda.stream(torch.cuda.current_stream(device)), _capturing_on(trivial, stream):
         number.add_(1)
+
+
+@contextmanager
+def _capturing_on(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> Generator[None]:
+    """Captures on a stream, begun and ended outside inference mode.
+
+    The first capture makes the tensors of the device's generator, which stay as long as any graph lives. Made in
+    inference mode, they could not be changed by captures of others outside of it (pytorch #166792).
+    """
+    is_inference = torch.is_inference_mode_enabled()
+    with (
+        torch.inference_mode(False),
+        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        torch.inference_mode(is_inference),
+    ):
+        yield
 
 
 @functools.cache

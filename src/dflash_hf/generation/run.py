@@ -137,6 +137,13 @@ class Run:
         """What the steps change."""
         return self.buffers.state
 
+    @property
+    def ends_at_next(self) -> bool:
+        """Whether every row ends with the step behind the last one that was read: each commits a token at least."""
+        _, _, _, done, filled = self.reported
+        last = self.state.columns + self.state.limit - 1
+        return all(has_ended or length >= last for has_ended, length in zip(done, filled, strict=True))
+
     def note_longest(self) -> None:
         """Notes what follows from `reported`."""
         self.longest, self.num_new = max(self.reported[2]), max(self.reported[4]) - self.state.columns

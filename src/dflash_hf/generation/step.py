@@ -196,8 +196,9 @@ class StaticStep:
     """A step over a run's fixed buffers, uncaptured: on any device, as tests and benchmarks have it run.
 
     Where nothing of the user's has to look at a step, the host stays one step behind: it starts step `n + 1`, then
-    reads what step `n` has reported. A row that has finished is frozen, so the one step too many at the end changes
-    nothing. Elsewhere only the two forwards are launched from here, and the host settles the step.
+    reads what step `n` has reported. A row that has finished is frozen, so one step too many at the end changes
+    nothing; where the limit says that step `n` is the last, there is none. Elsewhere only the two forwards are
+    launched from here, and the host settles the step.
     """
 
     name = "static"
@@ -226,7 +227,7 @@ class StaticStep:
         """Runs steps that decide by themselves, the host one step behind."""
         run, begun = self.run, deque([self._begin(0)])
         while begun and not run.finished:
-            if has_room(run, 1):
+            if has_room(run, 1) and not run.ends_at_next:
                 begun.append(self._begin(1))
             outcome, arrived, width = begun.popleft()
             if arrived is not None:
