@@ -19,11 +19,13 @@ def main(folder: Path) -> None:
         facts = record["provenance"]
         state = "" if facts.get("is_complete", True) else ", INCOMPLETE"
         print(f"{name}: {facts['machine']['gpu'] or 'CPU'}{', tiny' if facts.get('is_tiny') else ''}{state}")
-        print("\n".join(lines_of(record)))
+        for line in lines_of(record):
+            print(line)
     steps = [record for record in records.values() if record["provenance"].get("benchmark") == "step"]
     if len(steps) > 1:
         print("floors over all cells:")
-        print("\n".join(floor_lines(floors_together(steps))))
+        for line in floor_lines(floors_together(steps)):
+            print(line)
 
 
 def lines_of(record: Record) -> list[str]:
