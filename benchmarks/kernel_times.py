@@ -5,8 +5,8 @@ Not called `kernels.py`: Transformers looks for a package `kernels` (Hugging Fac
     python benchmarks/kernel_times.py            on a GPU; about two minutes
     python benchmarks/kernel_times.py --tiny     anywhere, to try the script; times mean nothing
 
-Definitions are in benchmarks/README.md. A kernel whose result differs from its reference's is not timed, nothing is
-recorded and the exit status is 1.
+Definitions are in benchmarks/README.md. A kernel whose result differs from its reference's, or which raises, is not
+timed: it is a row of `wrong`, and the exit status is 1. The others are timed.
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ COLUMNS: list[Column] = [
     ("GB/s", "gigabytes_per_second"),
     ("of copy", "share_of_copy_bandwidth"),
     ("not slower", "not_slower_than_library"),
+]
+WRONG_COLUMNS: list[Column] = [
+    ("not timed", "kernel"),
+    ("batch", "batch"),
+    ("context", "context"),
+    ("why", "why"),
 ]
 SWEEP_COLUMNS: list[Column] = [
     ("batch", "batch"),
@@ -137,13 +143,28 @@ def floor_rows(rows: list[Row], judged: bool) -> list[Row]:
 
 
 def _failure(case: Case, name: str) -> str | None:
-    """Why a library is left out of a row: what it raised, or how its result is wrong."""
+    """Why a way of computing a case is left out: what it raised, or how its result is wrong."""
     try:
-        return difference(case, name)
+        why = difference(case, name)
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        print(f"left out: {name} for {case.kernel}, batch {case.batch}: {text[:300]}", file=sys.stderr)
-        return text
+        why = f"{type(error).__name__}: {error}"
+    if why is not None:
+        print(f"left out: {name} for {case.kernel}, batch {case.batch}: {why[:300]}", file=sys.stderr)
+    return why
+
+
+def row_or_reason(case: Case, bandwidth: float, device: torch.device, calls: int) -> tuple[Row | None, str | None]:
+    """Returns the row of a case, or why there is none: the kernel is wrong, or something raised while it was timed."""
+    why = _failure(case, "kernel")
+    if why is not None:
+        return None, why
+    try:
+        row = measure(case, bandwidth, device, calls)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        print(f"not timed: {case.kernel}, batch {case.batch}: {why[:300]}", file=sys.stderr)
+        return None, why
+    return row, None
 
 
 def main(
@@ -167,18 +188,16 @@ def main(
     facts: dict[str, Any] = {"benchmark": "kernels", "dtype": str(dtype).removeprefix("torch."), "is_tiny": tiny}
     facts |= {"interpreted": os.environ.get("TRITON_INTERPRET") == "1", **provenance(device)}
     rows: list[Row] = []
-    record: dict[str, Any] = {"provenance": facts, "rows": rows, "floors": [], "sweep": []}
+    wrong: list[Row] = []
+    record: dict[str, Any] = {"provenance": facts, "rows": rows, "wrong": wrong, "floors": [], "sweep": []}
     with torch.inference_mode():
-        wrong = {
-            f"{c.kernel}, batch {c.batch}, context {c.context}": why for c in cases if (why := difference(c, "kernel"))
-        }
-        if wrong:
-            for name, why in wrong.items():
-                print(f"not measured: {name}: {why}", file=sys.stderr)
-            raise typer.Exit(1)
         facts["copy_bytes_per_second"] = bandwidth = copy_bandwidth(device, 2**16 if tiny else 2**30)
         for case in cases:
-            rows.append(measure(case, bandwidth, device, 2 if tiny else CALLS))
+            row, why = row_or_reason(case, bandwidth, device, 2 if tiny else CALLS)
+            if row is None:
+                wrong.append({"kernel": case.kernel, "batch": case.batch, "context": case.context, "why": why})
+            else:
+                rows.append(row)
             if may_write(path, quiet=not tiny):
                 write(record, path)  # a borrowed machine may be gone before the end
         record["sweep"] = sweep(sizes, cells, dtype, device)
@@ -186,9 +205,13 @@ def main(
     show("Attention under other tiles", record["sweep"], SWEEP_COLUMNS)
     floors = floor_rows(rows, judged=device.type == "cuda" and not tiny)
     show("Floors: one H200", floors, FLOOR_COLUMNS)
+    if wrong:
+        show("Wrong, or not to be had", wrong, WRONG_COLUMNS)
     # Tiny shapes are never a record.
     record["floors"] = floors
     finish(record, path, quiet=not tiny)
+    if wrong:
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

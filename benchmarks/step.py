@@ -8,14 +8,17 @@ that belongs to it, see `decode.py`), of its parts, and against the bytes that i
     python benchmarks/step.py --models all --cells grid         # everything; hours
     python benchmarks/step.py --tiny                            # the same code on a CPU, in seconds, for tests
 
+    python benchmarks/step.py --methods none --widths 16,8,4    # the parts of a step only, at these widths
+    python benchmarks/step.py --experiments all --methods none  # changed steps beside the step as it is
+
 Writes `step.json` to `$OUT`, else to benchmarks/results, after every cell, and prints
 the record as the last line; `plot.py` draws it. With `--tiny` it is written only to `$OUT` or `--out`.
+A method that raises, whatever it is, becomes a row of `not_run`, and the others go on.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import os
 import sys
@@ -28,85 +31,63 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import typer
+from harness.experiments import EXPERIMENTS
 from harness.machine import RESULTS, LoadWatch, provenance
 from harness.methods import (
-    OURS_COMPILED,
-    OURS_EAGER,
-    OURS_SAMPLED,
+    OURS_DEFAULT,
+    OURS_QWEN3,
     PLAIN,
+    PLAIN_QWEN3,
     PLAIN_STATIC,
     STOCK,
     Method,
     Settings,
     measure,
+    ours_as_chain,
     ours_at,
+    sampled,
 )
 from harness.pair import Pair
 from harness.rates import copy_bandwidth, product_rate
-from harness.report import Column, finish, may_write, show, write
+from harness.report import finish, may_write, show, write
 from harness.roofline import memory_needed
 from harness.rows import Group, Row
 from harness.shapes import SHAPES, build_pair, tiny
 from harness.stages import measure_stages
-from harness.step_rows import LONG, SHORT, floor_rows, method_row, stage_row
+from harness.step_options import (
+    CELLS,
+    EXPERIMENT_COLUMNS,
+    FLOOR_COLUMNS,
+    METHOD_COLUMNS,
+    NOT_RUN_COLUMNS,
+    STAGE_COLUMNS,
+    Cell,
+    parse_cells,
+    parse_names,
+)
+from harness.step_rows import SHORT, floor_rows, method_row, stage_row
 from harness.zlab import zlab_method
 
 from dflash_hf import free_buffers
 from dflash_hf.devices import total_memory
 
-Cell = tuple[int, int]
-CELLS = [(1, SHORT), (8, SHORT), (32, SHORT), (1, LONG)]
-GRID = list(itertools.product((1, 2, 4, 8, 16, 32), (1024, 2048, 4096, 8192, 16384, 32768)))
-METHODS = ("ours", "plain", "zlab", "stock", "ours/eager", "ours/sampled", "ours/compiled", "plain/static")
+METHODS = (
+    "ours/default",
+    "ours",
+    "plain",
+    "zlab",
+    "stock",
+    "ours/eager",
+    "ours/sampled",
+    "ours/qwen3-sampling",
+    "plain/qwen3-sampling",
+    "ours/compiled",
+    "plain/static",
+)
+COMPILING = ("ours/compiled", "plain/static")
 # Share of a device's memory that may be planned with; the rest is the allocator's and the driver's.
 USABLE = 0.92
 WITHOUT_PICTURES = "it takes no vision target"
-METHOD_COLUMNS: list[Column] = [
-    ("model", "model"),
-    ("method", "method"),
-    ("batch", "batch"),
-    ("context", "context"),
-    ("engine", "engine"),
-    ("ms/step p20", "step_ms.p20"),
-    ("p50", "step_ms.p50"),
-    ("p80", "step_ms.p80"),
-    ("prefill ms", "prefill_ms"),
-    ("peak MiB", "peak_mib"),
-    ("DERIVED tok/s at 1", "derived_tokens_per_second.at_1"),
-    ("3", "derived_tokens_per_second.at_3"),
-    ("4.5", "derived_tokens_per_second.at_4.5"),
-    ("6.5", "derived_tokens_per_second.at_6.5"),
-]
-STAGE_COLUMNS: list[Column] = [
-    ("model", "model"),
-    ("batch", "batch"),
-    ("context", "context"),
-    ("width", "verify_width"),
-    ("engine", "engine"),
-    ("draft ms", "parts_ms.draft"),
-    ("verify", "parts_ms.verify"),
-    ("accept", "parts_ms.accept"),
-    ("step", "step_ms.p50"),
-    ("floor ms", "floor_ms"),
-    ("step / floor", "step_over_floor"),
-    ("capture s", "capture_seconds"),
-    ("host reads", "host_reads"),
-]
-NOT_RUN_COLUMNS: list[Column] = [
-    ("model", "model"),
-    ("batch", "batch"),
-    ("context", "context"),
-    ("what", "what"),
-    ("bytes needed", "bytes_needed"),
-    ("bytes there are", "bytes_available"),
-    ("why", "why"),
-]
-FLOOR_COLUMNS: list[Column] = [
-    ("asked for", "what"),
-    ("value", "value"),
-    ("required", "required"),
-    ("verdict", "verdict"),
-]
 logger = logging.getLogger(__name__)
 
 
@@ -119,12 +100,14 @@ class Bench:
         cells: Batches and contexts.
         methods: Names among `METHODS`.
         widths: Tokens verified per row, or `None` to choose by the batch ([`widths_for`]).
-        new_tokens, repeats, samples (`int`): Length of a run, runs of a method, samples of a step's parts.
+        new_tokens, ours_tokens (`int`): Length of a run, and of one of ours, whose steps are shorter.
+        repeats, samples (`int`): Runs of a method, samples of a step's parts.
         block_size (`int`, *optional*): Instead of the shapes'.
         compile_cells: Where plain with a static cache is run.
         memory (`int`, *optional*): Bytes that may be used; `None` if nobody knows.
         deadline (`float`): Nothing is begun after this `time.monotonic()`.
         bandwidth (`float`): Bytes per second of a copy, measured.
+        experiments: Names among `EXPERIMENTS`.
     """
 
     device: torch.device
@@ -134,6 +117,7 @@ class Bench:
     methods: list[str]
     widths: list[int] | None
     new_tokens: int
+    ours_tokens: int
     repeats: int
     samples: int
     block_size: int | None
@@ -141,8 +125,10 @@ class Bench:
     memory: int | None
     deadline: float
     bandwidth: float
+    experiments: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     stages: list[Row] = field(default_factory=list)
+    experiment_rows: list[Row] = field(default_factory=list)
     not_run: list[Row] = field(default_factory=list)
     weights: dict[str, int] = field(default_factory=dict)
     graph_memory: dict[str, Row] = field(default_factory=dict)
@@ -191,22 +177,23 @@ def run_model(bench: Bench, model: str, save: Any) -> None:
     needed = sum(w.numel() * w.element_size() for part in (plan.target, plan.draft) for w in part.parameters())
     if bench.refuses(model, None, "weights", needed):
         return
+    longest = max(bench.new_tokens, bench.ours_tokens)
     fitting = [
-        cell
-        for cell in bench.cells
-        if not bench.refuses(model, cell, "all", memory_needed(plan, *cell, bench.new_tokens))
+        cell for cell in bench.cells if not bench.refuses(model, cell, "all", memory_needed(plan, *cell, longest))
     ]
     if not fitting:
         return
     pair = build_pair(model, shape, bench.dtype, bench.device, block_size=bench.block_size)
     bench.weights[model], bench.draft_sources[model] = needed, shape.draft_source
     zlab = zlab_method(pair) if "zlab" in bench.methods and not shape.takes_pictures else None
-    for index, cell in enumerate(fitting):
+    for cell in fitting:
         batch, context = cell
         pair.random_lengths = (context if batch == 1 else context - context // 16, context)
         run_methods(bench, model, pair, cell, methods_for(bench, model, pair, cell, zlab))
         run_stages(bench, model, pair, cell)
-        if index == 0 and bench.device.type == "cuda" and not bench.is_late():
+        run_experiments(bench, model, pair, cell)
+        # The floor is asked of this cell, and each cell may be a process of its own.
+        if cell == (1, SHORT) and bench.device.type == "cuda" and bench.methods and not bench.is_late():
             bench.graph_memory[model] = graph_memory(pair, pair.inputs("random", context, batch), bench.new_tokens)
         release(pair)
         save()
@@ -218,11 +205,15 @@ def methods_for(
     """Returns the methods of a cell, each with the tokens it verifies per row; the rest is recorded as not run."""
     block = pair.block_size
     widths = bench.widths or widths_for(cell[0], block)
+    chain = ours_at(block, block)
     known: dict[str, list[tuple[Method, int | None]]] = {
+        "ours/default": [(OURS_DEFAULT, block)],
         "ours": [(ours_at(width, block), width) for width in widths],
-        "ours/eager": [(OURS_EAGER, block)],
-        "ours/sampled": [(OURS_SAMPLED, block)],
-        "ours/compiled": [(OURS_COMPILED, block)],
+        "ours/eager": [(ours_as_chain("ours/eager", block, engine="eager"), block)],
+        "ours/sampled": [(sampled("ours/sampled", chain, temperature=1.0), block)],
+        "ours/qwen3-sampling": [(OURS_QWEN3, block)],
+        "plain/qwen3-sampling": [(PLAIN_QWEN3, None)],
+        "ours/compiled": [(ours_as_chain("ours/compiled", block, compile_layers=True), block)],
         "plain": [(PLAIN, None)],
         "stock": [(STOCK, block)],
         "zlab": [] if zlab is None else [(zlab, block)],
@@ -237,7 +228,7 @@ def methods_for(
             why = "it takes one prompt at a time"
         elif not known[name]:
             why = "z-lab's package is not installed (pip install --no-deps dflash==0.1.0)"
-        elif name in (PLAIN_STATIC.name, OURS_COMPILED.name) and cell not in bench.compile_cells:
+        elif name in COMPILING and cell not in bench.compile_cells:
             why = "not asked for here (--compile-at)"
         if why is None:
             found += known[name]
@@ -252,11 +243,13 @@ def run_methods(bench: Bench, model: str, pair: Pair, cell: Cell, methods: list[
     One after the other, not in turns: buffers and graphs of several widths at once may be more than are kept between
     calls, and a graph that is captured anew would be in the step's time.
     """
-    inputs, settings = pair.inputs("random", cell[1], cell[0]), Settings(max_new_tokens=bench.new_tokens)
+    inputs = pair.inputs("random", cell[1], cell[0])
     for method, width in methods:
         if bench.is_late():
             bench.skip(model, cell, method.name, "no time left")
             continue
+        is_ours = method.name.startswith("ours")
+        settings = Settings(max_new_tokens=bench.ours_tokens if is_ours else bench.new_tokens)
         free_buffers(pair.draft)
         group = Group()
         try:
@@ -265,28 +258,61 @@ def run_methods(bench: Bench, model: str, pair: Pair, cell: Cell, methods: list[
             measure(pair, method, inputs, settings)
             for _ in range(bench.repeats):
                 group.add(("random", 0), measure(pair, method, inputs, settings), None)
-        except (torch.OutOfMemoryError, RuntimeError, ValueError) as error:
+        except Exception as error:
+            # Whatever it is, of ours at its first contact with a GPU or of another's code: the others are still run.
             bench.fail(model, cell, method.name, error)
             release(pair)
             continue
-        engine = pair.draft.last_stats.engine if method.name.startswith("ours") else None
+        stats = pair.draft.last_stats
+        if is_ours:
+            width = stats.num_proposed + 1  # the defaults' is not known before
+        engine = stats.engine if is_ours else None
         bench.rows.append(method_row(pair, model, method.name, width, cell, group, engine))
 
 
 def run_stages(bench: Bench, model: str, pair: Pair, cell: Cell) -> None:
-    """Times the parts of a step at every width."""
-    inputs, settings = pair.inputs("random", cell[1], cell[0]), Settings(max_new_tokens=bench.new_tokens)
-    for width in bench.widths or widths_for(cell[0], pair.block_size):
+    """Times the parts of a step as users get it, and of chains at every width."""
+    inputs = pair.inputs("random", cell[1], cell[0])
+    settings = Settings(max_new_tokens=bench.new_tokens)
+    widths: list[int | None] = [None, *(bench.widths or widths_for(cell[0], pair.block_size))]
+    for width in widths:
+        what = "parts of the defaults" if width is None else f"parts at width {width}"
         if bench.is_late():
-            bench.skip(model, cell, f"parts at width {width}", "no time left")
+            bench.skip(model, cell, what, "no time left")
             continue
         try:
             stages = measure_stages(pair, inputs, settings, width, bench.samples)
-        except (torch.OutOfMemoryError, RuntimeError, ValueError) as error:
-            bench.fail(model, cell, f"parts at width {width}", error)
+        except Exception as error:
+            bench.fail(model, cell, what, error)
             release(pair)
             continue
-        bench.stages.append(stage_row(pair, model, width, cell, stages, bench.bandwidth))
+        bench.stages.append(stage_row(pair, model, cell, stages, bench.bandwidth, is_default=width is None))
+
+
+def run_experiments(bench: Bench, model: str, pair: Pair, cell: Cell) -> None:
+    """Times a step as users get it under each experiment, and says whether the text is what it is without any."""
+    inputs = pair.inputs("random", cell[1], cell[0])
+    settings = Settings(max_new_tokens=bench.new_tokens)
+    wanted: list[list[int]] | None = None
+    for name in bench.experiments:
+        if bench.is_late():
+            bench.skip(model, cell, f"experiment {name}", "no time left")
+            continue
+        release(pair)  # what has been captured knows nothing of it
+        try:
+            with EXPERIMENTS[name](pair) as changed:
+                answers = measure(pair, OURS_DEFAULT, inputs, settings).answers
+                stages = measure_stages(pair, inputs, settings, None, bench.samples)
+        except Exception as error:
+            bench.fail(model, cell, f"experiment {name}", error)
+            continue
+        finally:
+            release(pair)
+        if wanted is None:
+            wanted = answers
+        row = stage_row(pair, model, cell, stages, bench.bandwidth, is_default=True)
+        found = {"experiment": name, "changed": len(changed), "same_text": answers == wanted}
+        bench.experiment_rows.append({**found, **row})
 
 
 def graph_memory(pair: Pair, inputs: Any, new_tokens: int) -> Row:
@@ -315,33 +341,16 @@ def release(pair: Pair) -> None:
         torch.cuda.empty_cache()
 
 
-def parse_cells(text: str) -> list[Cell]:
-    """Returns batches and contexts from `1x2048,8x2048`, or `grid`.
-
-    Raises:
-        typer.BadParameter: If it is something else.
-    """
-    if text == "grid":
-        return GRID
-    try:
-        cells = [(int(a), int(b)) for a, b in (part.split("x") for part in text.replace(",", " ").split())]
-    except ValueError:
-        cells = []
-    if not cells or min(min(cell) for cell in cells) < 1:
-        raise typer.BadParameter(f"expected cells such as 1x2048,8x2048 (batch x context) or grid, got {text!r}")
-    return cells
-
-
-def parse_names(text: str, known: tuple[str, ...]) -> list[str]:
-    """Returns names separated by commas; `all` is all of them.
+def chosen_experiments(text: str) -> list[str]:
+    """Returns the experiments asked for, behind the step as it is, which they are compared with; none for `none`.
 
     Raises:
         typer.BadParameter: If one is not known.
     """
-    names = list(known) if text == "all" else text.replace(",", " ").split()
-    if not names or (unknown := sorted(set(names) - set(known))):
-        raise typer.BadParameter(f"expected names among {', '.join(known)}, got {unknown or text!r}; choose of those")
-    return names
+    if text == "none":
+        return []
+    names = parse_names(text, tuple(EXPERIMENTS))
+    return ["unchanged", *(name for name in names if name != "unchanged")]
 
 
 def main(
@@ -349,10 +358,12 @@ def main(
     device: Annotated[str | None, typer.Option(help="Where it runs; CUDA if there is any.")] = None,
     models: Annotated[str, typer.Option(help=f"Of {', '.join(SHAPES)}, or all.")] = "qwen3-8b",
     cells: Annotated[str | None, typer.Option(help="BATCHxCONTEXT, separated by commas, or grid.")] = None,
-    methods: Annotated[str, typer.Option(help=f"Of {', '.join(METHODS)}, or all.")] = "all",
+    methods: Annotated[str, typer.Option(help=f"Of {', '.join(METHODS)}, or all, or none.")] = "all",
     widths: Annotated[str | None, typer.Option(help="Tokens verified per row; chosen by the batch.")] = None,
     compile_at: Annotated[str | None, typer.Option(help="Cells of the methods that compile; default all.")] = None,
     new_tokens: Annotated[int | None, typer.Option(min=2, help="Tokens generated per run; 49, tiny 9.")] = None,
+    ours_tokens: Annotated[int | None, typer.Option(min=2, help="The same of ours; 129, tiny the others'.")] = None,
+    experiments: Annotated[str, typer.Option(help=f"Of {', '.join(EXPERIMENTS)}, or all, or none.")] = "none",
     block_size: Annotated[int | None, typer.Option(min=2, help="Tokens per block; default the draft's.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each method.")] = 3,
     samples: Annotated[int, typer.Option(min=1, help="Samples of a step's parts.")] = 21,
@@ -370,14 +381,16 @@ def main(
     chosen = parse_cells(cells) if cells else [(1, 32), (8, 32)] if is_tiny else CELLS
     total = total_memory(place) if memory_gib is None else round(memory_gib * 2**30 / USABLE)
     dtype = torch.float32 if is_tiny else torch.bfloat16
+    length = new_tokens or (9 if is_tiny else 49)
     bench = Bench(
         device=place,
         dtype=dtype,
         is_tiny=is_tiny,
         cells=chosen,
-        methods=parse_names(methods, METHODS),
+        methods=[] if methods == "none" else parse_names(methods, METHODS),
         widths=None if widths is None else [int(part) for part in widths.replace(",", " ").split()],
-        new_tokens=new_tokens or (9 if is_tiny else 49),
+        new_tokens=length,
+        ours_tokens=ours_tokens or (length if is_tiny else 129),
         repeats=repeats,
         samples=samples,
         block_size=block_size,
@@ -385,6 +398,7 @@ def main(
         memory=None if total is None else int(total * USABLE),
         deadline=started + budget,
         bandwidth=copy_bandwidth(place, 2**16 if is_tiny else 2**30),
+        experiments=chosen_experiments(experiments),
     )
     rate = product_rate(place, dtype, 64 if is_tiny else 8192)
     path = out or Path(os.environ.get("OUT", RESULTS)) / "step.json"
@@ -405,8 +419,10 @@ def main(
         METHOD_COLUMNS,
     )
     show("The parts of a step over fixed buffers", record["stages"], STAGE_COLUMNS)
+    if record["experiments"]:
+        show("Experiments: the step of the defaults, changed", record["experiments"], EXPERIMENT_COLUMNS)
     show("Not run", record["not_run"], NOT_RUN_COLUMNS)
-    show("Floors: one H200, Qwen3-8B's shapes, bfloat16", record["floors"], FLOOR_COLUMNS)
+    show("Floors: asked of one H200, Qwen3-8B's shapes, bfloat16", record["floors"], FLOOR_COLUMNS)
     # A tiny pair is never a record.
     finish(record, path, quiet=not is_tiny and watch.is_quiet())
     if bench.has_failed or not is_complete:
@@ -421,6 +437,7 @@ def record_of(bench: Bench, rate: float, watch: LoadWatch, is_complete: bool) ->
         "is_complete": is_complete,
         "dtype": str(bench.dtype).removeprefix("torch."),
         "max_new_tokens": bench.new_tokens,
+        "max_new_tokens_of_ours": bench.ours_tokens,
         "repeats": bench.repeats,
         "copy_bytes_per_second": bench.bandwidth,
         "product_flops_per_second": rate,
@@ -436,6 +453,7 @@ def record_of(bench: Bench, rate: float, watch: LoadWatch, is_complete: bool) ->
         "provenance": facts,
         "rows": bench.rows,
         "stages": bench.stages,
+        "experiments": bench.experiment_rows,
         "not_run": bench.not_run,
         "floors": floors,
     }

@@ -1,4 +1,4 @@
-"""Prints the floors and what was not run, of the records in a folder: the short end of `gpu_check.sh`."""
+"""Prints the floors, what failed and what was not run, of the records in a folder: the short end of `gpu_check.sh`."""
 
 from __future__ import annotations
 
@@ -7,51 +7,111 @@ import sys
 from pathlib import Path
 from typing import Any
 
+Record = dict[str, Any]
+# Rows of products that are printed: those of a step of one sequence.
+FEW_ROWS = 16
 
-def lines_of(record: dict[str, Any]) -> list[str]:
+
+def main(folder: Path) -> None:
+    """Prints what there is, record by record, and floors over all cells together."""
+    records = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    for name, record in records.items():
+        facts = record["provenance"]
+        state = "" if facts.get("is_complete", True) else ", INCOMPLETE"
+        print(f"{name}: {facts['machine']['gpu'] or 'CPU'}{', tiny' if facts.get('is_tiny') else ''}{state}")
+        for line in lines_of(record):
+            print(line)
+    steps = [record for record in records.values() if record["provenance"].get("benchmark") == "step"]
+    if len(steps) > 1:
+        print("floors over all cells:")
+        for line in floor_lines(floors_together(steps)):
+            print(line)
+
+
+def lines_of(record: Record) -> list[str]:
     """Returns a line per floor that something was measured for, and one per thing that broke off or had no room."""
-    lines: list[str] = []
-    for row in record.get("floors", []):
-        if row["value"] is None:
-            continue
-        value = "-" if row["value"] is None else f"{row['value']:.4g}"
-        lines.append(f"  {row['verdict']:10} {row['what']}: {value}, {row['required']}")
+    lines = floor_lines(record.get("floors", []))
     for row in record.get("not_run", []):
         cell = f"{row['batch']}x{row['context']}"
         lines.append(f"  not run    {row['model']} {cell} {row['what']}: {row['why'][:160]}")
+    for row in record.get("wrong", []):
+        lines.append(f"  FAIL       {row['kernel']}, batch {row['batch']}: {row['why'][:160]}")
+    lines += step_lines(record)
+    for row in record["rows"]:
+        lines += row_lines(row)
+    return lines
+
+
+def floor_lines(floors: list[Record]) -> list[str]:
+    """Returns a line for each floor that has a value, with the same by whole calls and of the defaults beside it."""
+    lines: list[str] = []
+    for row in floors:
+        if row["value"] is None:
+            continue
+        beside = {"by calls": row.get("call_value"), "defaults": row.get("default_value")}
+        known = [f"{name} {value:.4g}" for name, value in beside.items() if value is not None]
+        more = f" ({', '.join(known)})" if known else ""
+        lines.append(f"  {row['verdict']:10} {row['what']}: {row['value']:.4g}{more}, {row['required']}")
+    return lines
+
+
+def step_lines(record: Record) -> list[str]:
+    """Returns what is odd about steps that were timed, and what experiments have changed."""
+    lines: list[str] = []
     for row in record.get("stages", []):
         cell = f"{row['batch']}x{row['context']} width {row['verify_width']}"
         found = {key: row[key] for key in ("not_captured", "host_reads") if row[key]}
         lines += [f"  {key:10} {row['model']} {cell}: {why[:160]}" for key, why in found.items()]
-    for row in record["rows"]:
-        if "loss_falls" in row:
-            verdict = "pass" if row["loss_falls"] else "FAIL"
-            losses = f"{row['first_loss']:.3g} to {row['last_loss']:.3g}"
-            lines.append(
-                f"  {verdict:10} {row['model']}: {row['steps']} steps, loss {losses}, {row['step_ms']:.4g} ms"
-            )
-        if "identity_rate" in row:
-            widest = "-" if row["widest_margin"] is None else f"{row['widest_margin']:.3g}"
-            kept = "pass" if row["margins_kept"] and row["as_static"] is not False else "FAIL"
-            lines.append(
-                f"  {kept:10} {row['engine']} ({row['ran_on']}), batch {row['batch']}, {row['dtype']}: "
-                f"{row['num_identical']} of {row['num_texts']} texts identical, widest margin {widest}"
-            )
+    for row in record.get("experiments", []):
+        verdict = "pass" if row["same_text"] else "FAIL"
+        step = row["step_ms"]["p50"]
+        lines.append(f"  {verdict:10} {row['experiment']}: a step of {step:.4g} ms, {row['changed']} changed")
     return lines
 
 
-def main(folder: Path) -> None:
-    """Prints what there is; a record that is missing is named."""
-    for name in ("step", "sampled", "families", "compiled", "train", "kernels", "identity"):
-        path = folder / f"{name}.json"
-        if not path.is_file():
-            print(f"{name}: no record")
-            continue
-        record = json.loads(path.read_text(encoding="utf-8"))
-        facts = record["provenance"]
-        state = "" if facts.get("is_complete", True) else ", INCOMPLETE"
-        print(f"{name}: {facts['machine']['gpu'] or 'CPU'}{', tiny' if facts.get('is_tiny') else ''}{state}")
-        print("\n".join(lines_of(record)))
+def row_lines(row: Record) -> list[str]:
+    """Returns a line for a row of training, of texts, of a check of the smoke test that did not pass, of a product."""
+    if "loss_falls" in row:
+        verdict = "pass" if row["loss_falls"] else "FAIL"
+        losses = f"{row['first_loss']:.3g} to {row['last_loss']:.3g}"
+        return [f"  {verdict:10} {row['model']}: {row['steps']} steps, loss {losses}, {row['step_ms']:.4g} ms"]
+    if "identity_rate" in row:
+        widest = "-" if row["widest_margin"] is None else f"{row['widest_margin']:.3g}"
+        kept = "pass" if row["margins_kept"] and row["as_static"] is not False else "FAIL"
+        return [
+            f"  {kept:10} {row['engine']} ({row['ran_on']}), batch {row['batch']}, {row['dtype']}: "
+            f"{row['num_identical']} of {row['num_texts']} texts identical, widest margin {widest}"
+        ]
+    if "check" in row:
+        verdict = {True: "pass", False: "FAIL", None: "not run"}[row["passed"]]
+        return [f"  {verdict:10} {row['check']}: {row['why'][:160]}"] if row["why"] else []
+    if "weight" in row:
+        if row["error"] is not None:
+            return [f"  FAIL       {row['weight']}, {row['rows']} rows: {row['error'][:160]}"]
+        if row["rows"] == FEW_ROWS:
+            share = row["share_of_copy_bandwidth"]
+            return [
+                f"  {row['weight']}, {FEW_ROWS} rows: {row['gigabytes_per_second']:.4g} GB/s, {share:.3g} of a copy"
+            ]
+    return []
+
+
+def floors_together(records: list[Record]) -> list[Record]:
+    """Returns the floors of `step.py` over all cells, each of which a process of its own has measured."""
+    # It imports torch, which nothing else here needs; run as a script, this file's own folder is where imports begin.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from harness.step_rows import floor_rows
+
+    facts = [record["provenance"] for record in records]
+    memory: Record = {}
+    weights: Record = {}
+    for fact in facts:
+        memory |= fact["graph_memory_bytes"]
+        weights |= fact["weight_bytes"]
+    judged = all(fact["machine"]["gpu"] is not None and not fact["is_tiny"] for fact in facts)
+    rows = [row for record in records for row in record["rows"]]
+    stages = [row for record in records for row in record["stages"]]
+    return floor_rows(rows, stages, memory, weights, judged)
 
 
 if __name__ == "__main__":

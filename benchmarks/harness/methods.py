@@ -17,6 +17,8 @@ from .clock import StepClock, synchronize
 from .pair import Inputs, Pair
 
 LOOKUP_TOKENS = 15
+# What Qwen3 publishes with its weights, for answers that think: fields of `Settings`.
+QWEN3_SAMPLING: dict[str, Any] = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +27,16 @@ class Settings:
 
     Args:
         max_new_tokens (`int`): Length limit of an answer.
-        temperature (`float`, *optional*): Samples at this temperature and from the whole vocabulary; `None` is greedy.
+        temperature (`float`, *optional*): Samples at this temperature; `None` is greedy.
+        top_k (`int`), top_p (`float`): What is sampled from; as they are, the whole vocabulary.
         seed (`int`): Set before the run.
         on_token (callable, *optional*): Called behind every forward and its tokens, by the methods that say so.
     """
 
     max_new_tokens: int
     temperature: float | None = None
+    top_k: int = 0
+    top_p: float = 1.0
     seed: int = 0
     on_token: Callable[[], None] | None = None
 
@@ -43,8 +48,8 @@ class Settings:
             "max_new_tokens": self.max_new_tokens,
             "do_sample": True,
             "temperature": self.temperature,
-            "top_k": 0,
-            "top_p": 1.0,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
         }
 
 
@@ -247,22 +252,33 @@ def ours_on(engine: str) -> Method:
     return replace(captured, run=run)
 
 
+def ours_as_chain(name: str, width: int, **options: Any) -> Method:
+    """Returns our way of decoding over chains, never trees, that verifies no more than `width` tokens of a block."""
+    return ours_with(name, verify_width=width, num_tree_nodes=0, **options)
+
+
 def ours_at(width: int, block: int, **options: Any) -> Method:
-    """Returns our way of decoding that verifies no more than `width` tokens of a block."""
-    return ours_with("ours" if width == block else f"ours/w{width}", verify_width=width, **options)
+    """Returns [`ours_as_chain`] by the name that rows have for a width: `ours` is a whole block."""
+    return ours_as_chain("ours" if width == block else f"ours/w{width}", width, **options)
 
 
-def ours_sampled(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
-    """Samples with a draft at temperature 1, from the whole vocabulary."""
-    return ours(pair, inputs, replace(settings, temperature=1.0))
+def sampled(name: str, method: Method, **sampling: Any) -> Method:
+    """Returns a way of decoding that samples, by these fields of `Settings`, whatever it is asked for."""
+
+    def run(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
+        return method.run(pair, inputs, replace(settings, **sampling))
+
+    return replace(method, name=name, run=run)
 
 
 PLAIN = Method(name="plain", run=plain, batches=True)
 PLAIN_STATIC = Method(name="plain/static", run=plain_static, batches=True, marks_tokens=True)
 OURS = Method(name="ours", run=ours, batches=True, tells=True)
 OURS_EAGER = ours_on("eager")
-OURS_COMPILED = ours_with("ours/compiled", compile_layers=True)
-OURS_SAMPLED = Method(name="ours/sampled", run=ours_sampled, batches=True, tells=True)
+# As users get it: neither a width nor a number of nodes is set.
+OURS_DEFAULT = replace(OURS, name="ours/default")
+OURS_QWEN3 = sampled("ours/qwen3-sampling", OURS, **QWEN3_SAMPLING)
+PLAIN_QWEN3 = sampled("plain/qwen3-sampling", PLAIN, **QWEN3_SAMPLING)
 STOCK = Method(name="stock", run=stock, batches=False)
 STOCK_STATIC = Method(name="stock/static", run=stock_static, batches=False, marks_tokens=True)
 LOOKUP = Method(name="lookup", run=lookup, batches=False)
@@ -288,7 +304,7 @@ def measure(pair: Pair, method: Method, inputs: Inputs, settings: Settings) -> O
     new = sum(len(answer) for answer in answers)
     if raw.verified is not None:
         committed, verifies = raw.verified
-    elif method.name in (PLAIN.name, PLAIN_STATIC.name):
+    elif method.name.startswith(PLAIN.name):
         committed = verifies = new - len(answers)
     else:
         committed, verifies = new - raw.first, clock.num_forwards - 1

@@ -27,6 +27,7 @@ from dflash_hf.generation.step import StaticStep
 from dflash_hf.scopes import held
 
 from .clock import Marks, synchronize
+from .gaps import gaps_between, spans_of
 from .methods import Settings
 from .pair import Inputs, Pair
 
@@ -97,6 +98,10 @@ class Stages:
         capture_seconds (`float`, *optional*): What capturing the step took, its kernels compiled already.
         kernels (`list[dict]`): Of one step, what took longest: `name`, `calls` and `microseconds` of each kernel (on a
             CPU: operation).
+        gaps (`dict`, *optional*): Of the same step, how long the device was idle between kernels, by
+            [`gaps.gaps_between`]; `None` on a CPU.
+        width (`int`): Tokens verified per row.
+        is_tree (`bool`): Whether they were a tree's.
     """
 
     prefill_ms: float
@@ -107,20 +112,33 @@ class Stages:
     host_reads: str | None
     capture_seconds: float | None
     kernels: list[dict[str, Any]]
+    gaps: dict[str, Any] | None
+    width: int
+    is_tree: bool
 
 
-def measure_stages(pair: Pair, inputs: Inputs, settings: Settings, width: int, samples: int) -> Stages:
-    """Times the parts of a step behind a batch of prompts, with `width` tokens verified per row."""
+def measure_stages(pair: Pair, inputs: Inputs, settings: Settings, width: int | None, samples: int) -> Stages:
+    """Times the parts of a step behind a batch of prompts.
+
+    Args:
+        pair, inputs, settings: What is decoded, and how.
+        width (`int`, *optional*): Tokens of a chain that are verified per row; `None` for what users get, who set
+            neither a width nor a number of nodes.
+        samples (`int`): Of each part.
+    """
     found: list[Stages] = []
     options = pair.draft.generation_config
-    before = options.engine, options.verify_width
-    options.engine, options.verify_width = "cuda_graph", width
+    before = options.engine, options.verify_width, options.num_tree_nodes
+    options.engine = "cuda_graph"
+    if width is not None:
+        options.verify_width = width
+        options.num_tree_nodes = 0
     captures = nullcontext() if pair.device.type == "cuda" else uncaptured(pair.draft)
     try:
         with captures, _at_first_step(lambda run: found.append(_time(run, samples))):
             pair.target.generate(**inputs, **settings.arguments(), assistant_model=pair.draft)
     finally:
-        options.engine, options.verify_width = before
+        options.engine, options.verify_width, options.num_tree_nodes = before
     return found[0]
 
 
@@ -173,7 +191,7 @@ def _timed(run: Run, step: _GraphPart | _PlainPart, samples: int, prefill: float
             until[name] = _samples(launch, run.call.target.device, samples)
         step.part = None
         reads = _host_reads(launches["step"], run)
-        kernels = _profile(launches["step"], run.call.target.device)
+        kernels, gaps = _profile(launches["step"], run.call.target.device)
     return Stages(
         prefill_ms=prefill,
         until_ms=until,
@@ -183,6 +201,9 @@ def _timed(run: Run, step: _GraphPart | _PlainPart, samples: int, prefill: float
         host_reads=reads,
         capture_seconds=seconds if isinstance(step, _GraphPart) else None,
         kernels=kernels,
+        gaps=gaps,
+        width=run.state.width,
+        is_tree=run.generator.trees is not None,
     )
 
 
@@ -212,18 +233,26 @@ def _samples(launch: Callable[[], Any], device: torch.device, samples: int) -> l
     return marks.intervals()
 
 
-def _profile(launch: Callable[[], Any], device: torch.device) -> list[dict[str, Any]]:
-    """Returns the kernels of one launch that take longest, by torch's profiler."""
+def _profile(launch: Callable[[], Any], device: torch.device) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """Returns the kernels of one launch that take longest, by torch's profiler, and on CUDA the gaps between them."""
+    is_cuda = device.type == "cuda"
+    kind = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
     synchronize(device)
-    kind = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    if is_cuda:
+        # A profiler's first use sets it up, which would stand between kernels.
+        with profile(activities=[kind]):
+            launch()
+            synchronize(device)
     with profile(activities=[kind]) as profiler:
         launch()
         synchronize(device)
     found: list[dict[str, Any]] = []
     for event in profiler.key_averages():
-        total = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+        total = event.self_device_time_total if is_cuda else event.self_cpu_time_total
         found.append({"name": event.key[:120], "calls": event.count, "microseconds": round(total, 1)})
-    return sorted(found, key=lambda row: row["microseconds"], reverse=True)[:NUM_KERNELS]
+    longest = sorted(found, key=lambda row: row["microseconds"], reverse=True)[:NUM_KERNELS]
+    gaps = gaps_between(spans_of(profiler)) if is_cuda else None
+    return longest, gaps
 
 
 def _host_reads(launch: Callable[[], Any], run: Run) -> str | None:

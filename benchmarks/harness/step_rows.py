@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
-from .methods import PLAIN, PLAIN_STATIC
+from .methods import OURS_DEFAULT, PLAIN_STATIC
 from .pair import Pair
 from .roofline import REFERENCE_WIDTH, derived_speeds, forward_work, length_at, step_work, verdict
 from .rows import Group, Row, decode_row, percentiles
@@ -14,7 +14,8 @@ from .stages import Stages
 FLOOR_MODEL = "qwen3-8b"
 FLOOR_LENGTH = 4.5  # mean acceptance of verifies of 16
 SHORT, LONG = 2048, 32768
-PLAIN_METHODS = (PLAIN.name, PLAIN_STATIC.name)
+# Batch, context, and what a step may take at most over its floor of bytes.
+FLOOR_CELLS = ((1, SHORT, 1.35), (1, LONG, 1.5), (8, SHORT, 1.5))
 
 
 def method_row(
@@ -53,9 +54,20 @@ def method_row(
     }
 
 
-def stage_row(pair: Pair, model: str, width: int, cell: tuple[int, int], stages: Stages, bandwidth: float) -> Row:
-    """Returns the row of a step's parts at one width, beside what it cannot be faster than."""
+def stage_row(
+    pair: Pair, model: str, cell: tuple[int, int], stages: Stages, bandwidth: float, is_default: bool = False
+) -> Row:
+    """Returns the row of a step's parts at one width, beside what it cannot be faster than.
+
+    Args:
+        pair, model: What ran.
+        cell (`tuple[int, int]`): Batch and context.
+        stages (`Stages`): What was measured.
+        bandwidth (`float`): Bytes per second of a copy.
+        is_default (`bool`): Whether neither a width nor a number of nodes was set.
+    """
     batch, context = cell
+    width = stages.width
     until = {name: statistics.median(values) for name, values in stages.until_ms.items()}
     parts = {"draft": until["draft"], "verify": until["verify"] - until["draft"]}
     parts["accept"] = until["step"] - until["verify"]
@@ -69,12 +81,15 @@ def stage_row(pair: Pair, model: str, width: int, cell: tuple[int, int], stages:
         "context_tokens": stages.context,
         "block": pair.block_size,
         "verify_width": width,
+        "is_tree": stages.is_tree,
+        "is_default": is_default,
         "dtype": pair.dtype,
         "engine": stages.engine,
         "not_captured": stages.not_captured,
         "host_reads": stages.host_reads,
         "capture_seconds": stages.capture_seconds,
         "kernels": stages.kernels,
+        "gaps": stages.gaps,
         "prefill_ms": round(stages.prefill_ms, 4),
         "parts_ms": {name: round(value, 4) for name, value in parts.items()},
         "step_ms": percentiles(stages.until_ms["step"]),
@@ -92,6 +107,10 @@ def floor_rows(
 ) -> list[Row]:
     """Compares what was measured with what is asked of `FLOOR_MODEL` on one H200; `judged` only there.
 
+    A step is judged by the graph's own replays of a chain of the whole block. Beside that value stand `call_value`,
+    by whole calls of the same chain, in which the host has its part, and `default_value`, by replays of what users
+    get.
+
     Args:
         rows, stages: Of [`method_row`] and [`stage_row`].
         memory: Per model, the greatest memory reserved by `"eager"` and by `"cuda_graph"`, in bytes.
@@ -101,40 +120,56 @@ def floor_rows(
     ours = [row for row in rows if row["model"] == FLOOR_MODEL]
     parts = [row for row in stages if row["model"] == FLOOR_MODEL]
     step = {(row["method"], row["batch"], row["context"]): row["step_ms"]["p50"] for row in ours}
-    floors = {(row["batch"], row["context"]): row["floor_ms"] for row in parts if row["verify_width"] == row["block"]}
+    chains = [row for row in parts if not row["is_default"] and row["verify_width"] == row["block"]]
+    defaults = [row for row in parts if row["is_default"]]
+    chain_at = {(row["batch"], row["context"]): row for row in chains}
+    default_at = {(row["batch"], row["context"]): row for row in defaults}
 
-    def ratio(over: float | None, under: float | None) -> float | None:
-        return None if over is None or not under else over / under
+    def replay(rows_at: dict[tuple[int, int], Row], cell: tuple[int, int], key: str) -> float | None:
+        """A figure of the replays of a cell: `step_ms`, `floor_ms` or `step_over_floor`."""
+        value = rows_at[cell][key] if cell in rows_at else None
+        return value["p50"] if isinstance(value, dict) else value
 
-    alone = step.get(("ours", 1, SHORT))
-    found = [
-        *(
+    found: list[Row] = []
+    for batch, context, limit in FLOOR_CELLS:
+        cell = (batch, context)
+        found.append(
             _floor(
                 f"step over its floor of bytes, batch {batch}, {context // 1024}k",
-                ratio(step.get(("ours", batch, context)), floors.get((batch, context))),
+                replay(chain_at, cell, "step_over_floor"),
                 limit,
                 True,
                 judged,
+                call_value=_ratio(step.get(("ours", *cell)), replay(chain_at, cell, "floor_ms")),
+                default_value=replay(default_at, cell, "step_over_floor"),
             )
-            for batch, context, limit in ((1, SHORT, 1.35), (1, LONG, 1.5), (8, SHORT, 1.5))
-        ),
-        *(
-            _floor(f"step over {name}'s, batch 1, 2k", ratio(alone, step.get((name, 1, SHORT))), 0.25, True, judged)
-            for name in ("zlab", "stock")
-        ),
-        *(
-            _floor(
-                f"derived tokens/s over plain/static's, batch {batch}, 2k", _gain(ours, batch), limit, False, judged
-            )
-            for batch, limit in ((8, 3.0), (32, 1.6))
-        ),
-        _floor("step at 32k over 2k, batch 1", ratio(step.get(("ours", 1, LONG)), alone), 1.4, True, judged),
-    ]
+        )
+    alone = step.get(("ours", 1, SHORT))
+    default = step.get((OURS_DEFAULT.name, 1, SHORT))
+    for name in ("zlab", "stock"):
+        theirs = step.get((name, 1, SHORT))
+        what = f"step over {name}'s, batch 1, 2k"
+        found.append(_floor(what, _ratio(alone, theirs), 0.25, True, judged, default_value=_ratio(default, theirs)))
+    for batch, limit in ((8, 3.0), (32, 1.6)):
+        what = f"derived tokens/s over plain/static's, batch {batch}, 2k"
+        found.append(_floor(what, _gain(ours, batch), limit, False, judged))
+    found.append(
+        _floor(
+            "step at 32k over 2k, batch 1",
+            _ratio(replay(chain_at, (1, LONG), "step_ms"), replay(chain_at, (1, SHORT), "step_ms")),
+            1.4,
+            True,
+            judged,
+            call_value=_ratio(step.get(("ours", 1, LONG)), alone),
+            default_value=_ratio(replay(default_at, (1, LONG), "step_ms"), replay(default_at, (1, SHORT), "step_ms")),
+        )
+    )
     reading = [row for row in parts if row["host_reads"] is not None]
     found.append(_floor("kinds of step that wait for the host", len(reading) if parts else None, 0, True, judged))
     used = memory.get(FLOOR_MODEL)
     more = None if used is None else (used["cuda_graph"] - used["eager"]) / weights[FLOOR_MODEL]
-    return [*found, _floor("memory of graphs beyond eager, share of the weights", more, 0.05, True, judged)]
+    found.append(_floor("memory of graphs beyond eager, share of the weights", more, 0.05, True, judged))
+    return found
 
 
 def _gain(rows: Iterable[Row], batch: int) -> float | None:
@@ -144,15 +179,29 @@ def _gain(rows: Iterable[Row], batch: int) -> float | None:
     speeds = [
         length_at(FLOOR_LENGTH, row["verify_width"]) / row["step_ms"]["p50"]
         for row in here
-        if row["method"].startswith("ours") and row["engine"] != "eager"
+        if row["method"].startswith("ours") and "sampl" not in row["method"] and row["engine"] != "eager"
     ]
     return max(speeds) * plain[0] if plain and speeds else None
 
 
-def _floor(what: str, value: float | None, limit: float, at_most: bool, judged: bool) -> Row:
+def _ratio(over: float | None, under: float | None) -> float | None:
+    return None if over is None or not under else over / under
+
+
+def _floor(
+    what: str,
+    value: float | None,
+    limit: float,
+    at_most: bool,
+    judged: bool,
+    call_value: float | None = None,
+    default_value: float | None = None,
+) -> Row:
     return {
         "what": what,
         "value": value,
+        "call_value": call_value,
+        "default_value": default_value,
         "required": f"{'at most' if at_most else 'at least'} {limit:g}",
         "verdict": verdict(value, limit, at_most, judged),
     }
@@ -161,7 +210,6 @@ def _floor(what: str, value: float | None, limit: float, at_most: bool, judged: 
 __all__ = [
     "FLOOR_MODEL",
     "LONG",
-    "PLAIN_METHODS",
     "REFERENCE_WIDTH",
     "SHORT",
     "floor_rows",

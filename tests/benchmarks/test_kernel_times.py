@@ -71,17 +71,28 @@ def test_tiny_shapes_run_anywhere(results: Path, tmp_path: Path) -> None:
     assert conditions(record).startswith("TRIAL RUN")
 
 
-def test_a_wrong_kernel_is_not_reported(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_is_said_and_the_others_are_timed(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = dflash_kernels.argmax
 
     def wrong(logits: Tensor) -> Tensor:
         return right(logits).add_(1)
 
+    def raising(states: Tensor, *rest: Any) -> Tensor:
+        raise TypeError("it takes no such thing")
+
     monkeypatch.setattr(dflash_kernels, "argmax", wrong)
-    result = run("--tiny", "--out", str(tmp_path / "kernels.json"))
+    monkeypatch.setattr(dflash_kernels, "rms_norm", raising)
+    out = tmp_path / "kernels.json"
+    result = run("--tiny", "--out", str(out))
     assert result.exit_code == 1
-    assert "not measured: argmax" in result.stderr
-    assert list(tmp_path.iterdir()) == []
+    record = json.loads(out.read_text())
+    found = {row["kernel"]: row["why"] for row in record["wrong"]}
+    assert found == {"argmax": "result 0 differs in 4 places", "rms_norm": "TypeError: it takes no such thing"}
+    assert "left out: kernel for argmax" in result.stderr
+    timed = {row["kernel"].partition(",")[0] for row in record["rows"]}
+    assert timed == set(dflash_kernels.__all__) - {"argmax", "rms_norm"}
 
 
 def test_a_wrong_library_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

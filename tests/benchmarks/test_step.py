@@ -79,15 +79,16 @@ def published(name: str) -> Pair:
 
 def test_all_methods_and_parts_of_one_shape(results: Path, tmp_path: Path) -> None:
     out = tmp_path / "step.json"
-    result = run(*QUICK, "--cells", "1x24,8x24", "--out", str(out))
+    result = run(*QUICK, "--cells", "1x24,8x24", "--ours-tokens", "6", "--out", str(out))
     assert result.exit_code == 0, result.output
     record = record_of(result)
     assert json.loads(out.read_text()) == record
     assert not results.exists(), "tiny shapes are never a record"
-    more = ["ours/eager", "ours/sampled", "ours/compiled", "plain/static"]
-    alone = ["ours", "plain", *(["zlab"] if HAS_ZLAB else []), "stock", *more]
+    more = ["ours/eager", "ours/sampled", "ours/qwen3-sampling", "plain/qwen3-sampling", "ours/compiled"]
+    more.append("plain/static")
+    alone = ["ours/default", "ours", "plain", *(["zlab"] if HAS_ZLAB else []), "stock", *more]
     found = {batch: [row["method"] for row in record["rows"] if row["batch"] == batch] for batch in (1, 8)}
-    assert found == {1: alone, 8: ["ours", "ours/w4", "plain", *more]}
+    assert found == {1: alone, 8: ["ours/default", "ours", "ours/w4", "plain", *more]}
     for row in record["rows"]:
         assert "tokens_per_second" not in row, "with random weights they are derived"
         speeds, ms = row["derived_tokens_per_second"], row["step_ms"]["p50"]
@@ -95,12 +96,15 @@ def test_all_methods_and_parts_of_one_shape(results: Path, tmp_path: Path) -> No
         assert speeds.keys() == (
             {"at_1"} if row["method"].startswith("plain") else {"at_1", "at_3", "at_4.5", "at_6.5"}
         )
-        assert row["new_tokens"] == 4 * row["batch"]
+        assert row["new_tokens"] == (6 if row["method"].startswith("ours") else 4) * row["batch"]
         assert (row["verify_width"] is None) == row["method"].startswith("plain")
     left_out = {(row["batch"], row["what"]) for row in record["not_run"]}
     assert left_out == {(8, "stock"), (8, "zlab"), *([] if HAS_ZLAB else [(1, "zlab")])}
-    assert [(row["batch"], row["verify_width"]) for row in record["stages"]] == [(1, 8), (8, 8), (8, 4)]
+    steps = [(row["batch"], row["verify_width"], row["is_tree"]) for row in record["stages"]]
+    assert steps == [(1, 8, True), (1, 8, False), (8, 8, True), (8, 8, False), (8, 4, False)]
     for row in record["stages"]:
+        assert row["is_default"] == row["is_tree"]
+        assert row["gaps"] is None, "there is no device that could stand idle"
         assert row["engine"] == "static"
         assert row["host_reads"] is None
         assert row["capture_seconds"] is None, "nothing is captured on a CPU"
@@ -127,7 +131,7 @@ def test_every_shape_runs(results: Path, tmp_path: Path) -> None:
     assert [(row["model"], row["method"]) for row in record["rows"]] == [
         (name, method) for name in SHAPES for method in ("ours", "plain/static")
     ]
-    assert [row["model"] for row in record["stages"]] == list(SHAPES)
+    assert [row["model"] for row in record["stages"]] == [name for name in SHAPES for _ in ("the defaults", "a chain")]
     assert record["provenance"]["weight_bytes"].keys() == SHAPES.keys()
     assert {row["why"] for row in record["not_run"] if row["model"] == "qwen3-vl-8b"} == {"it takes no vision target"}
 
@@ -168,7 +172,7 @@ def test_what_breaks_off_costs_only_itself(results: Path, tmp_path: Path, monkey
 
     def measure(pair: Pair, method: Any, *rest: Any) -> Any:
         if method.name == "ours/eager":
-            raise RuntimeError("it broke")
+            raise AttributeError("it broke")
         return whole(pair, method, *rest)
 
     monkeypatch.setattr(step, "measure", measure)
@@ -177,7 +181,7 @@ def test_what_breaks_off_costs_only_itself(results: Path, tmp_path: Path, monkey
     assert result.exit_code == 1
     record = json.loads(out.read_text())
     assert [row["method"] for row in record["rows"]] == ["ours", "plain"]
-    assert [(row["what"], row["why"]) for row in record["not_run"]] == [("ours/eager", "RuntimeError: it broke")]
+    assert [(row["what"], row["why"]) for row in record["not_run"]] == [("ours/eager", "AttributeError: it broke")]
 
 
 def test_an_interrupted_run_leaves_what_it_had(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +201,20 @@ def test_an_interrupted_run_leaves_what_it_had(results: Path, tmp_path: Path, mo
     assert not record["provenance"]["is_complete"]
 
 
+def test_a_changed_step_says_the_same(results: Path, tmp_path: Path) -> None:
+    chosen = ("--methods", "none", "--widths", "4", "--experiments", "forked,prefetch")
+    result = run(*QUICK, "--cells", "2x24", *chosen, "--out", str(tmp_path / "step.json"))
+    assert result.exit_code == 0, result.output
+    record = record_of(result)
+    assert record["rows"] == []
+    assert [row["verify_width"] for row in record["stages"]] == [8, 4]
+    # Two layers of the draft and six of the target: five products of each are forked. Six stand before or behind a
+    # weight that is read early, but for the first of each model.
+    found = [(row["experiment"], row["changed"], row["same_text"]) for row in record["experiments"]]
+    assert found == [("unchanged", 0, True), ("forked", 40, True), ("prefetch", 46, True)]
+    assert all(row["step_ms"]["p50"] > 0 and row["is_default"] for row in record["experiments"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -204,6 +222,7 @@ def test_an_interrupted_run_leaves_what_it_had(results: Path, tmp_path: Path, mo
         (("--cells", "0x16"), "expected cells such as 1x2048"),
         (("--models", "qwen9"), "expected names among qwen3-4b"),
         (("--methods", "fast"), "expected names among ours"),
+        (("--experiments", "luck"), "expected names among unchanged"),
     ],
 )
 def test_options_that_cannot_be_honoured(arguments: tuple[str, str], message: str) -> None:
@@ -400,26 +419,30 @@ def test_floors_are_compared_with_what_was_measured() -> None:
         measured("plain/static", 8, 2048, 5.0, None),
         measured("ours", 1, 32768, 9.0),
     ]
-    stages = [
+    stages: list[dict[str, Any]] = [
         {"model": "qwen3-8b", "batch": 1, "context": 2048, "verify_width": 16, "block": 16, "floor_ms": 4.4}
-        | {"host_reads": None}
+        | {"host_reads": None, "is_default": False, "step_ms": {"p50": 5.5}, "step_over_floor": 1.25}
     ]
-    stages.append({**stages[0], "context": 32768, "floor_ms": 6.0})
+    stages.append({**stages[0], "context": 32768, "floor_ms": 6.0, "step_ms": {"p50": 8.8}, "step_over_floor": 1.4667})
+    stages.append({**stages[0], "is_default": True, "step_over_floor": 1.3})
     memory: dict[str, Any] = {"qwen3-8b": {"eager": 20e9, "cuda_graph": 20.5e9}}
     floors = floor_rows(rows, stages, memory, {"qwen3-8b": 17_000_000_000}, judged=True)
     values = [(round(floor["value"], 3) if floor["value"] is not None else None, floor["verdict"]) for floor in floors]
     assert values == [
-        (1.364, "FAIL"),
-        (1.5, "pass"),
+        (1.25, "pass"),
+        (1.467, "pass"),
         (None, "unmeasured"),
         (0.2, "pass"),
         (0.3, "FAIL"),
         (round(3.9472 / 6 * 5, 3), "pass"),
         (None, "unmeasured"),
-        (1.5, "FAIL"),
+        (1.6, "FAIL"),
         (0, "pass"),
         (0.029, "pass"),
     ]
+    # Judged by replays; beside them what whole calls took, and the defaults.
+    assert (floors[0]["call_value"], floors[0]["default_value"]) == (pytest.approx(6.0 / 4.4), 1.3)
+    assert (floors[7]["call_value"], floors[7]["default_value"]) == (1.5, None)
     unjudged = floor_rows(rows, stages, memory, {"qwen3-8b": 17_000_000_000}, judged=False)
     assert {floor["verdict"] for floor in unjudged} == {"unmeasured"}
     assert [floor["value"] for floor in unjudged] == [floor["value"] for floor in floors]

@@ -1,0 +1,95 @@
+"""What the GPU's benchmarks measure and change: products, gaps between kernels, and kernels that wait."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import gemm_times
+import pytest
+import torch
+import typer
+from harness.experiments import WAIT, Streams, with_wait
+from harness.gaps import Span, gaps_between
+from harness.shapes import SHAPES
+from typer.testing import CliRunner
+
+KERNEL = '''def kernel(
+    out,
+    BLOCK: tl.constexpr,
+):
+    """Two lines.
+
+    Of text.
+    """
+    row = tl.program_id(0)
+    tl.store(out + row, BLOCK)
+'''
+
+
+def test_products_with_the_weights_of_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = gemm_times.weight_shapes(SHAPES["qwen3-8b"])
+    assert set(shapes.values()) == {
+        (4096, 4096),
+        (1024, 4096),
+        (12288, 4096),
+        (4096, 12288),
+        (151936, 4096),
+        (4096, 20480),
+    }
+    whole = gemm_times.measure
+
+    def measure(out_features: int, *rest: Any) -> list[float]:
+        if out_features == 96:  # the head
+            raise TypeError("it broke")
+        return whole(out_features, *rest)
+
+    monkeypatch.setattr(gemm_times, "measure", measure)
+    out = tmp_path / "gemm.json"
+    app = typer.Typer()
+    app.command()(gemm_times.main)
+    result = CliRunner().invoke(app, ["--tiny", "--rows", "4,8", "--out", str(out)])
+    assert result.exit_code == 1, "one weight has failed"
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 2 * len(shapes), "the others are timed"
+    failed = [row for row in rows if row["error"] is not None]
+    assert [(row["weight"], row["error"]) for row in failed] == [("head", "TypeError: it broke")] * 2
+    for row in rows:
+        if row["error"] is None:
+            many, few = row["out_features"], row["in_features"]
+            assert row["bytes"] == 4 * (many * few + row["rows"] * (many + few))
+            rate = row["bytes"] / row["microseconds"]["p50"] / 1e3
+            assert row["gigabytes_per_second"] == pytest.approx(rate)
+
+
+def test_gaps_are_between_the_latest_end_and_the_next_begin() -> None:
+    assert gaps_between([]) is None
+    assert gaps_between([Span("alone", 0, 1)]) is None
+    # The third runs beside the second and ends before it; the fourth begins where the second ends.
+    spans = [Span("c", 5, 6), Span("a", 0, 2), Span("b", 4, 9), Span("d", 9, 10), Span("e", 10.5, 12)]
+    found = gaps_between(spans)
+    assert found is not None
+    assert (found["spans"], found["gaps"]) == (5, 2)
+    assert (found["span_us"], found["idle_us"], found["busy_us"]) == (12, 2.5, 9.5)
+    assert found["longest"] == [
+        {"microseconds": 2, "behind": "a", "before": "b"},
+        {"microseconds": 0.5, "behind": "d", "before": "e"},
+    ]
+
+
+def test_a_kernel_waits_first_of_all() -> None:
+    source = with_wait(KERNEL)
+    [function] = ast.parse(source).body
+    assert isinstance(function, ast.FunctionDef)
+    assert ast.get_docstring(function) == "Two lines.\n\nOf text."
+    assert ast.unparse(function.body[1]) == WAIT
+    assert source.replace(f"    {WAIT}\n", "") == KERNEL
+    assert with_wait("def k(a):\n    a += 1\n").splitlines()[1] == f"    {WAIT}"
+
+
+def test_without_cuda_a_stream_only_calls() -> None:
+    streams = Streams(torch.device("cpu"), 2)
+    assert streams.on(1, streams.mark(), lambda: 7) == 7
+    streams.join()

@@ -1,0 +1,70 @@
+"""`smoke.py` tries every engine, says what failed, and goes on behind it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import smoke
+import typer
+from harness import machine, report
+from harness.pair import Pair
+from typer.testing import CliRunner, Result
+
+
+def run(*arguments: str) -> Result:
+    """Runs the script's command in this process."""
+    app = typer.Typer()
+    app.command()(smoke.main)
+    return CliRunner().invoke(app, ["--tiny", "--device", "cpu", "--new-tokens", "6", *arguments])
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for benchmarks/results."""
+    for module in (machine, report, smoke):
+        monkeypatch.setattr(module, "RESULTS", tmp_path / "results", raising=True)
+    monkeypatch.delenv("OUT", raising=False)
+    return tmp_path / "results"
+
+
+def test_every_engine_is_tried(results: Path, tmp_path: Path) -> None:
+    out = tmp_path / "smoke.json"
+    result = run("--out", str(out))
+    assert result.exit_code == 0, result.output
+    rows = {row["check"]: row for row in json.loads(out.read_text())["rows"]}
+    cells = [f"{sampling}, batch {batch}" for sampling in ("greedy", "qwen3") for batch in (1, 8)]
+    for cell in cells:
+        assert rows[f"static, {cell}"]["engine"] == "static"
+        assert rows[f"eager, {cell}"]["engine"] == "eager"
+        assert rows[f"static, {cell}"]["is_tree"], "the defaults"
+        assert "stand for it" in rows[f"cuda_graph, {cell}"]["why"], "nothing is captured without CUDA"
+        assert f"not run: cuda_graph, {cell}" in result.stdout
+    assert rows["kernels of all operations"]["failures"] == {}
+    assert "block_attention" in rows["kernels of all operations"]["operations"]
+    assert rows["plain generate with a static cache"]["passed"]
+    assert not results.exists(), "tiny sizes are never a record"
+
+
+def test_what_fails_is_a_row_and_not_the_end(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = smoke.measure
+
+    def measure(pair: Pair, method: Any, *rest: Any) -> Any:
+        if method.name == "ours/eager":
+            raise KeyError("it broke")
+        outcome = whole(pair, method, *rest)
+        if method.name == "ours/static":
+            outcome.answers[0][2] = (outcome.answers[0][2] + 7) % 60
+        return outcome
+
+    monkeypatch.setattr(smoke, "measure", measure)
+    monkeypatch.setattr(smoke, "BATCHES", (1,))
+    result = run("--out", str(tmp_path / "smoke.json"))
+    assert result.exit_code == 1
+    rows = {row["check"]: row for row in json.loads((tmp_path / "smoke.json").read_text())["rows"]}
+    assert rows["eager, greedy, batch 1"]["why"] == "KeyError: 'it broke'"
+    assert "differs from token 3 on" in rows["static, greedy, batch 1"]["why"]
+    assert rows["static, qwen3, batch 1"]["passed"], "what is sampled is not compared with plain's"
+    assert rows["plain generate with a static cache"]["passed"]
