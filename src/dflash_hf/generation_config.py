@@ -49,7 +49,7 @@ _NAMES: dict[tuple[type, ...], tuple[str, ...]] = {
 TYPES = {name: kinds for kinds, names in _NAMES.items() for name in names}
 
 
-def _number(rows: object) -> object:
+def _number(rows: Any) -> Any:
     """Returns what a key of a table stands for: of text the number, if it is one."""
     return int(rows) if isinstance(rows, str) and rows.isdecimal() else rows
 

@@ -152,16 +152,16 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
             the next norm takes both, in one kernel where there is one.
         """
         if residual is None:
-            normed, residual = self.input_layernorm(hidden_states), hidden_states
+            stream, normed = hidden_states, self.input_layernorm(hidden_states)
         else:
-            normed, residual = self.input_layernorm(hidden_states, residual)
+            normed, stream = self.input_layernorm(hidden_states, residual)
         attention = functools.partial(self.self_attn, attended=attended)
         conv = self.attention_conv
         hidden_states = attention(normed) if conv is None else conv(normed, attention, block_size)
-        normed, residual = self.post_attention_layernorm(hidden_states, residual)
+        normed, stream = self.post_attention_layernorm(hidden_states, stream)
         conv = self.mlp_conv
         hidden_states = self.mlp(normed) if conv is None else conv(normed, self.mlp, block_size)
-        return hidden_states, residual
+        return hidden_states, stream
 
 
 class DFlashDraftModel(DFlashPreTrainedModel):
