@@ -20,7 +20,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess
     """All cases of `helpers.two_ranks` in two processes, and behind them the one that ends them."""
     folder = tmp_path_factory.mktemp("ranks")
     two_ranks.save_targets(folder)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", two_ranks.__file__]
+    command = [sys.executable, two_ranks.__file__]
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = os.environ | {"PYTHONPATH": paths, "TQDM_DISABLE": "1"}
     return subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=LIMIT, env=environment)

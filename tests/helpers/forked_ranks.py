@@ -1,7 +1,7 @@
 """Two processes with the environment that torchrun gives them, forked from one that has loaded torch and Transformers.
 
-A start by torchrun loads both three times over; it is tested in tests/equality/test_ranks.py and, on a command,
-in tests/bench/test_processes.py. To be used by a script of its own: nothing may have been trained before a fork.
+A start by torchrun loads both three times over; it is tested on a command in tests/bench/test_processes.py. To be used
+by a script of its own: nothing may have been trained before a fork.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 from dflash_hf import DFlashDraftModel, iterate
 from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation.widths import CHAIN, WidthChooser
+from helpers.forked_ranks import run_ranks
 from helpers.static import tensor_oracle
 from helpers.vision import vision_prompts, vision_target
 from tiny import MIXED, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
@@ -489,4 +490,4 @@ def main(folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    run_ranks(lambda: main(Path(sys.argv[1]), sys.argv[2:]))
