@@ -32,7 +32,8 @@
 # processes, the end of each failed one's log, and the floors.
 # Exit status: 0 if no part failed, 1 if one did, 2 if there is no CUDA or something else was asked for than there is.
 #
-# On a machine that is lent for 30 minutes, three calls, of at most 150, 400 and 550 seconds:
+# On a machine that is lent for 30 minutes, three calls, of at most 150, 400 and 550 seconds (a limit of the lender's own
+# has to leave some more). Floors are asked of an H200: that kind has to be named.
 #
 #   TOTAL=150 PARTS="smoke gemm step" STEP_CELLS=1x2048 bash benchmarks/gpu_check.sh
 #   TOTAL=400 PARTS="checks step widths" STEP_CELLS=1x32768,8x2048 bash benchmarks/gpu_check.sh
@@ -47,7 +48,7 @@
 #     pluggy==1.6.0 iniconfig==2.3.1 pytest-xdist==3.8.0 execnet==2.1.2 pytest-timeout==2.4.0
 #
 # At most 64 MiB travel. Two folders of demos take most of the tree and are not needed there. This leaves them out of
-# the checkout that travels, and brings them back afterwards:
+# the checkout that travels (24 MiB are left; all parts were rehearsed in such a one), and brings them back afterwards:
 #
 #   git sparse-checkout set --no-cone '/*' '!/demos/smollm2/draft/' '!/demos/toy/vision/'
 #   git sparse-checkout disable
