@@ -196,13 +196,19 @@ def num_captures(run: Run) -> int:
 
 
 def measure(
-    shape: Shape, batch: int, context: int, warpers: list[Any], num_tree_nodes: int | None = None
+    shape: Shape,
+    batch: int,
+    context: int,
+    warpers: list[Any],
+    num_tree_nodes: int | None = None,
+    draft_dtype: Any = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Counts everything of one case; returns what the last line holds, and the rows of the table."""
     is_sampled = bool(warpers)
     with pretended.pretended_gpu():
         target, draft = pretended.build_target(target_config(shape)), pretended.build_draft(draft_config(shape))
         draft.generation_config.num_tree_nodes = num_tree_nodes
+        draft.generation_config.draft_dtype = draft_dtype
         if shape.experts:
             target.set_experts_implementation("grouped_mm")
 
@@ -233,6 +239,7 @@ def main(
     sample: Annotated[bool, typer.Option("--sample", help=f"Sample at temperature {TEMPERATURE}.")] = False,
     top_k: Annotated[int | None, typer.Option(help="Sample among the best so many tokens.")] = None,
     num_tree_nodes: Annotated[int | None, typer.Option(help="Verify a tree of so many tokens; 0 is a chain.")] = None,
+    draft_dtype: Annotated[str | None, typer.Option(help="float8_e4m3fn: draft in FP8.")] = None,
     is_tiny: Annotated[bool, typer.Option("--tiny", help="A double with all sizes small: to try the script.")] = False,
     out: Annotated[Path | None, typer.Option(help="A record to add the case to.")] = None,
 ) -> None:
@@ -242,12 +249,13 @@ def main(
     warpers: list[Any] = [TemperatureLogitsWarper(TEMPERATURE)] if sample or top_k else []
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
     sizes = tiny(SHAPES[shape]) if is_tiny else SHAPES[shape]
-    found, rows = measure(sizes, batch, context, warpers, num_tree_nodes)
+    found, rows = measure(sizes, batch, context, warpers, num_tree_nodes, draft_dtype)
     case = {"shape": shape, "is_tiny": is_tiny, "batch": batch, "context": context, "sample": bool(warpers)}
     record = {
         **case,
         "top_k": top_k,
         "num_tree_nodes": num_tree_nodes,
+        "draft_dtype": draft_dtype,
         **found,
         "provenance": provenance(torch.device("cpu")),
     }

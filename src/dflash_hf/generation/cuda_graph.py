@@ -175,7 +175,7 @@ class GraphStep(StaticStep):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.settings = _settings(run, self.decides)
-        fingerprint = _fingerprint(run.call.target, run.generator.draft)
+        fingerprint = _fingerprint(run.call.target, run.generator.draft, run.generator.drafter)
         if run.buffers.graphs is None or run.buffers.graphs.fingerprint != fingerprint:
             run.buffers.graphs = Graphs(fingerprint)
         self.graphs: Graphs = run.buffers.graphs
@@ -295,10 +295,11 @@ def _settings(run: Run, decides: bool) -> Settings:
     )
 
 
-def _fingerprint(target: Target, draft: DFlashDraftModel) -> int:
+def _fingerprint(target: Target, draft: DFlashDraftModel, drafter: DFlashDraftModel) -> int:
     """A number that changes when weights move or are replaced, or modules are switched."""
     parts: list[object] = [getattr(target.config, "_experts_implementation", None)]
-    for module in itertools.chain(target.model.modules(), draft.modules()):
+    copied = () if drafter is draft else drafter.modules()
+    for module in itertools.chain(target.model.modules(), draft.modules(), copied):
         parts.append((id(type(module)), module.training))
         tensors = (*module._parameters.values(), *module._buffers.values())
         parts.extend((t.data_ptr(), t.dtype, t.shape) for t in tensors if t is not None)
