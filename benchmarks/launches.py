@@ -12,7 +12,7 @@ Prints a table per operation; the last line is a JSON object:
 * `kernels`: launches of one step: `kernels_by_part` of draft, verify and deciding;
 * `kernels_compiled_layers`: the same with `compile_layers`, everything between two products of a compiled function
   being one kernel (derived, nothing is compiled);
-* `bytes_read`: what a step has to read (harness/roofline.py);
+* `bytes_read`: what a step has to read (harness/roofline.py), with the draft's weights as they are;
 * `temporary_bytes`: the most memory at once while tokens are chosen, draft's or target's, beyond what there is when
   the logits have been made; `step_temporary_bytes`: of the whole step;
 * `host_reads_before_first_token`: reads of a tensor of the device's, for one unpadded prompt with its mask;

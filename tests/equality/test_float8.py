@@ -91,6 +91,18 @@ def test_a_product_is_close_to_that_of_the_weights() -> None:
     assert bool((product - exact).norm() < 0.05 * exact.norm())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_rows", "sizes"), [(1, (48, 32)), (16, (576, 1536)), (17, (1536, 576))])
+def test_torchs_own_product_is_the_definition(num_rows: int, sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """Torch has that product on a CPU too; sums of another order may be rounded to another number of bfloat16."""
+    torch.manual_seed(0)
+    states, weight = torch.randn(1, num_rows, sizes[1]).to(dtype), round_rows(torch.randn(sizes))
+    product, wanted = float8.scaled_linear(states, *weight), scaled_linear_in_float32(states, *weight)
+    assert product.dtype == dtype
+    assert product.shape == (1, num_rows, sizes[0])
+    assert bool((product - wanted).norm() < 1e-3 * wanted.norm())
+
+
 def test_a_weight_is_rounded_alike_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(32, 48)
     whole = float8._rounded(layer)
