@@ -12,7 +12,7 @@ Prints a table per operation; the last line is a JSON object:
 * `kernels`: launches of one step: `kernels_by_part` of draft, verify and deciding;
 * `kernels_compiled_layers`: the same with `compile_layers`, everything between two products of a compiled function
   being one kernel (derived, nothing is compiled);
-* `bytes_read`: what a step has to read (harness/roofline.py);
+* `bytes_read`: what a step has to read (harness/roofline.py), with the draft's weights as they are;
 * `temporary_bytes`: the most memory at once while tokens are chosen, draft's or target's, beyond what there is when
   the logits have been made; `step_temporary_bytes`: of the whole step;
 * `host_reads_before_first_token`: reads of a tensor of the device's, for one unpadded prompt with its mask;
@@ -196,13 +196,19 @@ def num_captures(run: Run) -> int:
 
 
 def measure(
-    shape: Shape, batch: int, context: int, warpers: list[Any], num_tree_nodes: int | None = None
+    shape: Shape,
+    batch: int,
+    context: int,
+    warpers: list[Any],
+    num_tree_nodes: int | None = None,
+    draft_dtype: Any = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Counts everything of one case; returns what the last line holds, and the rows of the table."""
     is_sampled = bool(warpers)
     with pretended.pretended_gpu():
         target, draft = pretended.build_target(target_config(shape)), pretended.build_draft(draft_config(shape))
         draft.generation_config.num_tree_nodes = num_tree_nodes
+        draft.generation_config.draft_dtype = draft_dtype
         if shape.experts:
             target.set_experts_implementation("grouped_mm")
 
@@ -234,6 +240,7 @@ def main(
     top_k: Annotated[int | None, typer.Option(help="Sample among the best so many tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="And among those that make up so much of them.")] = None,
     num_tree_nodes: Annotated[int | None, typer.Option(help="Verify a tree of so many tokens; 0 is a chain.")] = None,
+    draft_dtype: Annotated[str | None, typer.Option(help="float8_e4m3fn: draft in FP8.")] = None,
     is_tiny: Annotated[bool, typer.Option("--tiny", help="A double with all sizes small: to try the script.")] = False,
     out: Annotated[Path | None, typer.Option(help="A record to add the case to.")] = None,
 ) -> None:
@@ -244,13 +251,14 @@ def main(
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
     warpers += [TopPLogitsWarper(top_p)] if top_p else []
     sizes = tiny(SHAPES[shape]) if is_tiny else SHAPES[shape]
-    found, rows = measure(sizes, batch, context, warpers, num_tree_nodes)
+    found, rows = measure(sizes, batch, context, warpers, num_tree_nodes, draft_dtype)
     case = {"shape": shape, "is_tiny": is_tiny, "batch": batch, "context": context, "sample": bool(warpers)}
     record = {
         **case,
         "top_k": top_k,
         "top_p": top_p,
         "num_tree_nodes": num_tree_nodes,
+        "draft_dtype": draft_dtype,
         **found,
         "provenance": provenance(torch.device("cpu")),
     }

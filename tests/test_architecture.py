@@ -105,6 +105,7 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.generation.sampling": {"at", "settings"},
     "dflash_hf.generation.buffers": set(),
     "dflash_hf.generation.candidate_generator": set(),
+    "dflash_hf.generation.float8": set(),
     "dflash_hf.generation.run": set(),
     "dflash_hf.generation.state": set(),
     "dflash_hf.generation.step": {"_run_ahead", "conclude", "finish", "take_note"},

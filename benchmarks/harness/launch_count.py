@@ -54,7 +54,7 @@ COPYING = {
 }
 SORTING = dict.fromkeys(("sort", "topk", "argsort", "kthvalue"), 16)
 NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "_unsafe_view"}
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "convolution"}
 
 
 def num_launches(func: Any, args: Sequence[Any] = ()) -> int:

@@ -96,6 +96,9 @@ class DFlashGenerationConfig(GenerationConfig):
             layers whose attention the package's kernels compute. The first call of a shape compiles, which takes a
             while; nothing of the model stays changed, and what cannot be compiled runs as it is, with the reason in
             the log. Not measured on a GPU yet.
+        draft_dtype (`str`, *optional*): `"float8_e4m3fn"` computes blocks with a copy of the draft's linear layers
+            and of the head in FP8, on CUDA devices of compute capability 8.9 or more. The text stays the target's; a
+            few fewer proposals may be accepted. Left out, the weights are used as they are. Not measured on a GPU yet.
         synchronize (`bool`, defaults to `False`): Wait for the accelerator before each reading of the clock, so that
             the times in [`SpeculativeStats`] are each part's own. It slows decoding; a CPU has nothing to wait for.
         kwargs: Fields of [`~transformers.GenerationConfig`].
@@ -115,6 +118,7 @@ class DFlashGenerationConfig(GenerationConfig):
         self.engine: Engine = kwargs.pop("engine", "auto")
         self.proposal: Proposal = kwargs.pop("proposal", "auto")
         self.compile_layers: bool = kwargs.pop("compile_layers", False)
+        self.draft_dtype: Literal["float8_e4m3fn"] | None = kwargs.pop("draft_dtype", None)
         self.synchronize: bool = kwargs.pop("synchronize", False)
         # Transformers sets an attribute of each name that it does not know: one of a method would take its place.
         for name, value in kwargs.items():
@@ -149,6 +153,8 @@ class DFlashGenerationConfig(GenerationConfig):
         for name in ("compile_layers", "synchronize"):
             value = getattr(self, name)
             require(isinstance(value, bool), f"True or False as {name}", value, "leave it out")
+        what, dtype = "draft_dtype left out or 'float8_e4m3fn'", self.draft_dtype
+        require(dtype is None or dtype == "float8_e4m3fn", what, dtype, "leave it out")
         size, width = self.block_size, self.verify_width
         nodes, longest = self.num_tree_nodes, self.max_matching_ngram_size
         count = "a number of tokens, at least 1,"

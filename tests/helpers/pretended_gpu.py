@@ -50,6 +50,7 @@ from dflash_hf import DFlashConfig, DFlashDraftModel, ops
 from dflash_hf.cache import context
 from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.devices import Inventory
+from dflash_hf.generation import float8
 from dflash_hf.generation import prefill as prefill_module
 from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.ranks import Ranks
@@ -113,8 +114,8 @@ def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Generator[None]:
         "memory_allocated": lambda device=None: 0,
         "mem_get_info": lambda device=None: (10**12, 10**12),
     }
-    ops._is_recent.cache_clear()
-    ops._can_launch.cache_clear()
+    for asked in (ops._is_recent, ops._can_launch, float8.why_not):
+        asked.cache_clear()
     with pytest.MonkeyPatch.context() as patch, _device_guard(), FakeTensorMode():
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)
@@ -123,9 +124,11 @@ def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Generator[None]:
         # Weights without numbers are of a class of their own, which would count as quantised.
         patch.setattr(context, "_is_its_weight", lambda module: module.bias is None)
         patch.setattr(formulas, "_is_plain", lambda weight: True)
+        patch.setattr(float8, "_is_plain", lambda weight: True)
+        patch.setattr(float8, "_source_of", lambda layer: ())
         yield
-    ops._is_recent.cache_clear()
-    ops._can_launch.cache_clear()
+    for asked in (ops._is_recent, ops._can_launch, float8.why_not):
+        asked.cache_clear()
 
 
 def build_target(

@@ -37,6 +37,8 @@ from dflash_hf import DFlashConfig, ops
 from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.generation import step as step_module
 from dflash_hf.generation.cuda_graph import check_capturable, why_not
+from dflash_hf.generation.float8 import check_float8
+from dflash_hf.generation.float8 import why_not as why_not_float8
 from dflash_hf.generation.host_reads import HostReadError
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.step import StaticStep
@@ -116,6 +118,7 @@ class Case:
     nodes: int | None = None
     experts: str | None = None
     kernels: bool | None = None
+    draft_dtype: str | None = None
     draft: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -127,6 +130,7 @@ class Case:
         said += [f"tree of {self.nodes}"] if self.nodes else []
         said += [self.experts] if self.experts else []
         said += ["in torch"] if self.kernels is False else []
+        said += [self.draft_dtype] if self.draft_dtype else []
         return ", ".join([*said, *(["dflash 2"] if "selector_rank" in self.draft else list(self.draft))])
 
 
@@ -158,6 +162,10 @@ CASES = [
     Case(target=SHORT, warpers="top-k", proposal="sample", width=5, draft=DFLASH2, kernels=False),
     Case(target=SHORT, draft={"sample_from_anchor": True}),
     Case(target=SHORT, draft={"sliding_window": 512, "layer_types": ["sliding_attention", FULL]}),
+    # Drafting in FP8.
+    Case(target=SHORT, draft_dtype="float8_e4m3fn"),
+    Case(target=SHORT, batch=4, width=7, kernels=False, draft_dtype="float8_e4m3fn"),
+    Case(target=SHORT, warpers="top-k", proposal="sample", draft=DFLASH2, draft_dtype="float8_e4m3fn"),
     # Experts.
     Case(target="qwen3-30b-a3b-short", experts="batched_mm", batch=4),
     Case(target="qwen3-30b-a3b-short", experts="grouped_mm", batch=4, width=7, kernels=False),
@@ -197,6 +205,8 @@ def run_of(case: Case) -> Run:
     draft.generation_config.verify_width = case.width
     draft.generation_config.num_tree_nodes = case.nodes
     draft.generation_config.proposal = case.proposal  # pyright: ignore[reportAttributeAccessIssue]
+    draft.generation_config.draft_dtype = case.draft_dtype  # pyright: ignore[reportAttributeAccessIssue]
+    check_float8(draft)
     sampled = case.warpers not in ("greedy", "repetition")
     model = build_target(config, case.experts)
     return begin(model, draft, case.batch, WARPERS[case.warpers](), do_sample=sampled)
@@ -224,6 +234,9 @@ def check(run: Run, step: Step, uses_kernels: bool) -> None:
         assert not [name for name in step.calls if name.startswith("dflash")]
         assert step.num("aten::rsqrt") > 0
         assert step.num("scaled_dot_product") + step.num("_softmax") >= attending
+    # Of the draft's layers, the context's projection and the head.
+    num_rounded = 7 * layers + 2 if run.generator.draft.generation_config.draft_dtype else 0
+    assert step.num("_scaled_mm") == num_rounded
     # Projections of every layer, and both heads.
     assert step.num("mm") + step.num("linear") > 4 * attending
 
@@ -268,6 +281,28 @@ def test_without_kernels_no_captured_step_has_a_tree_by_default() -> None:
             assert (run_of(Case(target=SHORT)).state.nodes is None) == (kernels is False)
     with ops.kernels(False), pytest.raises(HostReadError):
         captured_step(run_of(Case(target=SHORT, nodes=16)))
+
+
+def test_fp8_is_for_devices_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = run_of(Case(target=SHORT, draft_dtype="float8_e4m3fn")).generator.draft
+    for capability, refused in (((8, 0), "8.0"), ((8, 6), "8.6"), ((8, 9), None), ((9, 0), None), ((12, 0), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, at=capability: at)
+        why_not_float8.cache_clear()
+        if refused is None:
+            check_float8(draft)
+            continue
+        with pytest.raises(
+            ValueError, match=rf"^expected .* under draft_dtype=.*, got 'cuda:0 of .* {refused}'; leave"
+        ):
+            check_float8(draft)
+    monkeypatch.setattr(torch, "_scaled_mm", _refuse)
+    why_not_float8.cache_clear()
+    with pytest.raises(ValueError, match=r"cannot multiply rows in FP8 \(not here\)'; leave draft_dtype out"):
+        check_float8(draft)
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("not here")
 
 
 @pytest.mark.parametrize("target", ["qwen3-30b-a3b-short", "gpt-oss-short"])

@@ -23,6 +23,7 @@ from dflash_hf.cache.ragged import RaggedCache, RaggedLayer, kept_rows
 from dflash_hf.cache.recurrent import RecurrentGroup
 from dflash_hf.cache.size import OutOfRoomError, check_memory
 from dflash_hf.devices import free_memory, total_memory
+from dflash_hf.generation.float8 import free_float8
 from dflash_hf.generation.state import BufferShape, DecodeState
 from dflash_hf.layer_configs import attention_sizes
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -262,11 +263,12 @@ def kept_buffers(draft: DFlashDraftModel) -> Sequence[FixedBuffers]:
 
 
 def free_buffers(draft: DFlashDraftModel) -> None:
-    """Frees the buffers and CUDA graphs that calls with this draft have left for the next call.
+    """Frees the buffers, CUDA graphs and copies in FP8 that calls with this draft have left for the next call.
 
-    Later calls allocate and capture again. Buffers of a call that is running in another thread stay.
+    Later calls make and capture them again. Buffers of a call that is running in another thread stay.
 
     Args:
         draft (`DFlashDraftModel`): The draft.
     """
     _kept.pop(draft, None)
+    free_float8(draft)

@@ -44,12 +44,21 @@ class DFlashCandidateGenerator:
         processors (`BlockProcessors`): The run's; their stateless warpers shape the proposals too.
         buffers (`FixedBuffers`): Its context cache and the newest context, both cleared.
         rule (`str`): How to propose when sampling.
+        drafter (`DFlashDraftModel`, *optional*): What computes the blocks and their logits, where that is a copy of
+            the draft; see `float8.drafting_copy`.
     """
 
     def __init__(
-        self, draft: DFlashDraftModel, target: Target, processors: BlockProcessors, buffers: FixedBuffers, rule: Rule
+        self,
+        draft: DFlashDraftModel,
+        target: Target,
+        processors: BlockProcessors,
+        buffers: FixedBuffers,
+        rule: Rule,
+        drafter: DFlashDraftModel | None = None,
     ) -> None:
         self.draft = draft
+        self.drafter = draft if drafter is None else drafter
         self.target = target
         self.processors = processors
         self.rule: Rule = rule
@@ -153,10 +162,10 @@ class DFlashCandidateGenerator:
             state (`DecodeState`): Changed in place.
             block (`RaggedBlock`): Where the draft's block stands, on the target's device.
         """
-        draft, device = self.draft, state.block.device
+        draft, drafter, device = self.draft, self.drafter, state.block.device
         self.cache.begin(self._on_draft(block))
         noise_embeds = draft.embed(state.draft_ids, self.target.embedding)
-        hidden = draft.forward_block(noise_embeds.to(self.device, self.dtype), self.cache, self._context())
+        hidden = drafter.forward_block(noise_embeds.to(self.device, self.dtype), self.cache, self._context())
         is_tree = state.tree is not None
         num = self.num_proposals if is_tree else state.width - 1
         slots = slice(1 - self.ahead, num + 1 - self.ahead)  # those that propose
@@ -164,7 +173,7 @@ class DFlashCandidateGenerator:
         if draft.lm_head is None:
             dtype = noise_embeds.dtype if draft.embed_tokens is None else self.target.model.dtype
             states = hidden.to(device, dtype)
-        logits = draft.compute_logits(states, self.target.head).to(device)
+        logits = drafter.compute_logits(states, self.target.head).to(device)
         self.logits = logits if self.keeps_logits else None
         if is_tree:
             self._propose_tree(state, hidden, logits, block.positions[:, slots])

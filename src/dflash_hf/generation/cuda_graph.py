@@ -176,7 +176,10 @@ class GraphStep(StaticStep):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.settings = _settings(run, self.decides)
-        fingerprint = _fingerprint(run.call.target, (run.call.target.parts, run.call.draft_parts))
+        parts = [run.call.target.parts, run.call.draft_parts]
+        if run.generator.drafter is not run.generator.draft:
+            parts.append(Inventory.of(run.generator.drafter))
+        fingerprint = _fingerprint(run.call.target, parts)
         if run.buffers.graphs is None or run.buffers.graphs.fingerprint != fingerprint:
             run.buffers.graphs = Graphs(fingerprint)
         self.graphs: Graphs = run.buffers.graphs
@@ -299,7 +302,7 @@ def _settings(run: Run, decides: bool) -> Settings:
 def _fingerprint(target: Target, parts: Sequence[Inventory]) -> int:
     """A number that changes when weights move or are replaced, or modules are switched.
 
-    `parts` are those of the target and of the draft.
+    `parts` are those of the target, of the draft, and of what drafts in its place.
     """
     found: list[object] = [getattr(target.config, "_experts_implementation", None)]
     for inventory in parts:

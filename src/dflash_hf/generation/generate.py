@@ -29,6 +29,7 @@ from dflash_hf.errors import require
 from dflash_hf.generation.buffers import give_buffers
 from dflash_hf.generation.checks import Settings, check_images, check_inputs, check_settings, check_stock
 from dflash_hf.generation.cuda_graph import check_capturable, choose_engine, device_errors_explained, start_engine
+from dflash_hf.generation.float8 import check_float8
 from dflash_hf.generation.prefill import keep_new_images, prefill
 from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.run import Call, Run, drop_finished, drops_rows, make_room, tapped
@@ -107,6 +108,7 @@ def answer_with(
         devices = sorted(map(str, execution_devices(draft_parts)))
         require(len(devices) < 2, "a draft on one device", devices, 'load it with device_map={"": device}')
         options.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
+        check_float8(draft)
         check_capturable(target, draft)
         settings = Settings(model, arguments)
         check_settings(settings)

@@ -21,6 +21,7 @@ from dflash_hf.errors import require
 from dflash_hf.generation.accept import SynchronizedRows
 from dflash_hf.generation.buffers import affordable_length, else_freed, num_choices, take_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, Rule
+from dflash_hf.generation.float8 import drafting_copy, float8_bytes
 from dflash_hf.generation.run import Call, Run, first_room
 from dflash_hf.generation.sampling import new_key
 from dflash_hf.generation.state import NUM_REPORTED, BufferShape, DecodeState
@@ -62,11 +63,12 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     delta = position_delta(call, lengths)
     ends = [one.eos_token_id.reshape(-1) for one in call.criteria if isinstance(one, EosTokenCriteria)]
     eos_ids = torch.cat(ends).to(input_ids.device) if ends else None
+    drafter = drafting_copy(draft, target)
     room = first_room(limit, affordable_length(target, draft, len(input_ids)) - longest if keeps_buffers else None)
     shape = BufferShape.of(draft, block_size, width, is_tree, delta, eos_ids)
     check_length(target, lengths + delta, limit + shape.path - 1, positions.shape[1], past)
     buffers = take_buffers(target, draft, shape, longest + room, input_ids.shape[1] + room, keeps_buffers)
-    generator = DFlashCandidateGenerator(draft, target, call.processors, buffers, rule)
+    generator = DFlashCandidateGenerator(draft, target, call.processors, buffers, rule, drafter)
     if kept is not None:
         kept.begin(generator, positions.to(input_ids.device), limit)
     generator.begin(lengths)
@@ -83,6 +85,7 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     stats.num_proposed, stats.num_target_forwards = shape.path - 1, 1
     stats.proposal = "greedy" if state.key is None else rule
     stats.cache_bytes = cache.num_bytes() + generator.cache.num_bytes()
+    stats.float8_bytes = 0 if drafter is draft else float8_bytes(drafter)
     recorder, num_positions = Recorder(config, input_ids.shape[0]), target.facts.num_positions
     run = Run(
         call=call,

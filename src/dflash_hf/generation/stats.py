@@ -69,6 +69,7 @@ class SpeculativeStats:
         num_tried_from_text, num_accepted_from_text (`int`): Under `num_tree_nodes`, how many of these nodes were there
             because the text had gone on like that before, and not by the draft.
         cache_bytes (`int`): Size of the target's and the draft's K/V buffers, in bytes.
+        float8_bytes (`int`): Size of the draft's copy in FP8, the head included, in bytes; 0 where there is none.
     """
 
     num_committed: list[list[int]] = field(default_factory=list)
@@ -86,6 +87,7 @@ class SpeculativeStats:
     engine: str = "eager"
     proposal: str = "greedy"
     cache_bytes: int = 0
+    float8_bytes: int = 0
     num_tried_by_node: list[int] = field(default_factory=list)
     num_accepted_by_node: list[int] = field(default_factory=list)
     num_tried_from_text: int = 0

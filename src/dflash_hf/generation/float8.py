@@ -1,0 +1,258 @@
+"""Drafting in FP8: a copy of a draft whose linear layers hold 8-bit weights, for `draft_dtype="float8_e4m3fn"`.
+
+A draft reads all of its weights, and the head's, for the few tokens of a block, so that on a GPU its time is that of
+reading them; in FP8 they are half of bfloat16's size. The text stays the target's: nothing but proposals comes from
+here. Weights are rounded row by row and states token by token, each by its largest absolute number, which are the row
+scales of `torch._scaled_mm`.
+
+Of the block's forward it is the products of attention, MLP and context (`fc`), and the head. Prompts go through the
+draft's own weights, and so does the context of verified tokens where a kernel writes it. The draft and the target are
+not changed: the copy is a module tree of its own, which shares everything but the rounded weights with the draft's.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dflash_hf.devices import execution_device, free_memory, plain_tensors
+from dflash_hf.errors import one_line, require
+from dflash_hf.modeling_dflash import DFlashAttention, DFlashDecoderLayer, DFlashDraftModel, DFlashMLP
+from dflash_hf.target.parts import Target
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FLOAT8).max
+SMALLEST = 1e-12  # what rows of zeros count as
+# Of `torch._scaled_mm`: the oldest compute capability, and what both sizes of a weight are multiples of.
+MIN_CAPABILITY = (8, 9)
+MULTIPLE = 16
+# Rows of a weight that are rounded at once: in between they are in float32.
+NUM_ROWS = 4096
+# Modules of a draft that are copied with what is in them; others stay as they are.
+COPIED = (nn.ModuleList, DFlashDecoderLayer, DFlashAttention, DFlashMLP)
+
+
+def round_rows(states: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds rows to FP8, each by its largest absolute number.
+
+    Args:
+        states (`torch.Tensor` of shape `[N, K]`): Of any floating dtype.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: Numbers `[N, K]` in `torch.float8_e4m3fn` and scales `[N, 1]` in float32;
+        `numbers * scales` are the states, to three bits behind the leading one.
+    """
+    states = states.float()
+    largest = torch.linalg.vector_norm(states, torch.inf, dim=-1, keepdim=True)
+    scales = largest.clamp_min(SMALLEST) / LARGEST
+    return (states / scales).to(FLOAT8), scales
+
+
+def scaled_linear(states: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """Multiplies states with a rounded weight in FP8: `states @ (weight * scales).T`, the states rounded too.
+
+    Args:
+        states (`torch.Tensor` of shape `[..., K]`): Of any floating dtype.
+        weight (`torch.Tensor` of shape `[N, K]`, float8_e4m3fn): Rows of the weight, rounded.
+        scales (`torch.Tensor` of shape `[N, 1]`, float32): Their scales.
+
+    Returns:
+        `torch.Tensor` of shape `[..., N]`: In the states' dtype, from a product in bfloat16, which is what row scales
+        give on every device that has them.
+
+    Source: `torch._scaled_mm` with row scales; the definition is [`scaled_linear_in_float32`].
+    """
+    numbers, own_scales = round_rows(states.reshape(-1, states.shape[-1]))
+    multiply: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    product = multiply(numbers, weight.T, own_scales, scales.T, out_dtype=torch.bfloat16)
+    return product.to(states.dtype).view(*states.shape[:-1], -1)
+
+
+def scaled_linear_in_float32(states: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """What [`scaled_linear`] computes, in operations that every device has: its definition, and its stand-in in tests.
+
+    Arguments and result are the same; the products of rounded numbers are summed in float32.
+    """
+    numbers, own_scales = round_rows(states.reshape(-1, states.shape[-1]))
+    product = (numbers.float() @ weight.float().T) * own_scales * scales.T
+    return product.to(torch.bfloat16).to(states.dtype).view(*states.shape[:-1], -1)
+
+
+class Rounded(NamedTuple):
+    """A weight in FP8, and what it was made of."""
+
+    numbers: Tensor  # [N, K], float8_e4m3fn
+    scales: Tensor  # [N, 1], float32
+    source: tuple[object, ...]
+
+
+class Float8Linear(nn.Module):
+    """Stands for a linear layer: its weight in FP8, its bias as it is."""
+
+    weight: Tensor
+    scales: Tensor
+
+    def __init__(self, rounded: Rounded, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.register_buffer("weight", rounded.numbers)
+        self.register_buffer("scales", rounded.scales)
+        self.bias = bias
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Returns the product `[..., N]` of states `[..., K]`, in their dtype."""
+        product = scaled_linear(states, self.weight, self.scales)
+        return product if self.bias is None else product + self.bias
+
+
+# Per draft, the rounded weights of its linear layers and of heads, until the draft or the layer is gone.
+_kept = weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Module, Rounded]]()
+_rounding = threading.Lock()
+
+
+def check_float8(draft: DFlashDraftModel) -> None:
+    """Raises `ValueError` if FP8 is asked for and the draft's device has no products in it."""
+    dtype = draft.generation_config.draft_dtype
+    if dtype is None:
+        return
+    capability = ".".join(map(str, MIN_CAPABILITY))
+    what = f"a draft on CUDA of compute capability {capability} or more under draft_dtype={dtype!r}"
+    device = execution_device(draft)
+    lacking = why_not(device)
+    require(lacking is None, what, lacking, "leave draft_dtype out")
+
+
+@functools.cache
+def why_not(device: torch.device) -> str | None:
+    """Says what a device is that has no products in FP8, or `None`; a small product shows it, once per device."""
+    if device.type != "cuda":
+        return str(device)
+    if torch.version.hip is not None:
+        return f"{device} of ROCm"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return f"{device} of compute capability {capability[0]}.{capability[1]}"
+    numbers, scales = round_rows(torch.zeros(MULTIPLE, MULTIPLE, device=device))
+    try:
+        scaled_linear(torch.zeros(1, MULTIPLE, device=device), numbers, scales)
+    except RuntimeError as error:
+        return f"{device}, where torch {torch.__version__} cannot multiply rows in FP8 ({one_line(error)})"
+    return None
+
+
+def drafting_copy(draft: DFlashDraftModel, target: Target) -> DFlashDraftModel:
+    """Returns what is to compute a draft's blocks: the draft, or, where FP8 is asked for, a copy of it in FP8.
+
+    Rounded weights are kept for the next call, and made anew where torch has seen the weight written, moved or
+    replaced. A write that it does not count (through `weight.data`) is not seen; `dflash_hf.free_buffers` drops all.
+    The head is the draft's own or else the target's, if that is a plain linear layer on the draft's device. Raises
+    `ValueError` if there is no memory for it.
+    """
+    if draft.generation_config.draft_dtype is None:
+        return draft
+    head = target.head if draft.lm_head is None else draft.lm_head
+    device = draft.fc.weight.device
+    layers = [layer for part in (draft.fc, draft.layers, head) for layer in _linear_layers(part, device)]
+    with plain_tensors(), _rounding:
+        kept = _kept.setdefault(draft, weakref.WeakKeyDictionary[nn.Module, Rounded]())
+        stale = [layer for layer in layers if layer not in kept or kept[layer].source != _source_of(layer)]
+        _check_room(stale)
+        for layer in stale:
+            kept.pop(layer, None)
+            kept[layer] = _rounded(layer)
+        found: dict[nn.Module, Float8Linear] = {layer: Float8Linear(kept[layer], layer.bias) for layer in layers}
+    twin: Any = copy.copy(draft)
+    copied = {name: _copy_of(part, found) for name, part in (("fc", draft.fc), ("layers", draft.layers))}
+    twin._modules = {**draft._modules, **copied}
+    if head in found:
+        twin.lm_head = found[head]
+    return twin
+
+
+def float8_bytes(drafter: DFlashDraftModel) -> int:
+    """Returns the size of a copy's rounded weights in bytes; 0 of a draft."""
+    layers = [module for module in drafter.modules() if isinstance(module, Float8Linear)]
+    return sum(layer.weight.nbytes + layer.scales.nbytes for layer in layers)
+
+
+def free_float8(draft: DFlashDraftModel) -> None:
+    """Drops the rounded weights that are kept for a draft."""
+    with _rounding:
+        _kept.pop(draft, None)
+
+
+def _linear_layers(module: nn.Module, device: torch.device) -> list[nn.Linear]:
+    """The layers of a part that can be rounded: those on this device within modules that nobody has changed."""
+    if _is_altered(module):
+        return []
+    if type(module) is nn.Linear:
+        return [module] if _is_plain(module.weight) and _fits(module.weight, device) else []
+    if type(module) not in COPIED:
+        return []
+    return [layer for child in module.children() for layer in _linear_layers(child, device)]
+
+
+def _is_altered(module: nn.Module) -> bool:
+    """Returns True if a call of a module runs hooks, or a forward of its own (compiled, offloaded)."""
+    own = module.__dict__
+    has_hooks = bool(own["_forward_hooks"] or own["_forward_pre_hooks"])
+    return has_hooks or "forward" in own or own.get("_compiled_call_impl") is not None
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Returns True if a weight is a parameter of torch's, not one that is quantised or shared among processes."""
+    return type(weight) is nn.Parameter
+
+
+def _fits(weight: Tensor, device: torch.device) -> bool:
+    """Returns True if a weight `[N, K]` is on this device and has sizes that can be multiplied in FP8."""
+    return weight.device == device and not weight.shape[0] % MULTIPLE and not weight.shape[1] % MULTIPLE
+
+
+def _source_of(layer: nn.Linear) -> tuple[object, ...]:
+    """What changes when a layer's weight is written, moved or replaced; see [`drafting_copy`]."""
+    weight = layer.weight
+    num_writes = 0 if weight.is_inference() else weight._version  # inference tensors do not count
+    return weight.data_ptr(), num_writes, weight.dtype, tuple(weight.shape)
+
+
+def _rounded(layer: nn.Linear) -> Rounded:
+    """Rounds the weight of a layer, a few rows at a time."""
+    weight = layer.weight.detach()
+    numbers = torch.empty(weight.shape, dtype=FLOAT8, device=weight.device)
+    scales = torch.empty(weight.shape[0], 1, device=weight.device, dtype=torch.float32)
+    for start in range(0, weight.shape[0], NUM_ROWS):
+        rows = slice(start, start + NUM_ROWS)
+        some_numbers, some_scales = round_rows(weight[rows])
+        numbers[rows].copy_(some_numbers)
+        scales[rows].copy_(some_scales)
+    return Rounded(numbers, scales, _source_of(layer))
+
+
+def _check_room(layers: list[nn.Linear]) -> None:
+    """Raises `ValueError` if the rounded weights of layers, all on one device, are larger than what is free there."""
+    if not layers:
+        return
+    device = layers[0].weight.device
+    needed = sum(layer.weight.numel() for layer in layers)
+    free = free_memory(device)
+    what = f"{needed:,} bytes free on {device} for the copy of the draft in FP8"
+    require(free is None or needed <= free, what, free, "leave draft_dtype out")
+
+
+def _copy_of(module: nn.Module, found: Mapping[nn.Module, Float8Linear]) -> nn.Module:
+    """A module with those of its layers replaced that were rounded; itself where there are none."""
+    if module in found:
+        return found[module]
+    if _is_altered(module) or type(module) not in COPIED:
+        return module
+    twin = copy.copy(module)
+    children = module._modules.items()
+    twin._modules = {name: None if child is None else _copy_of(child, found) for name, child in children}
+    return twin
