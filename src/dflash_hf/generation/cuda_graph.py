@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
@@ -310,7 +311,8 @@ def _fingerprint(target: Target, parts: Sequence[Inventory]) -> int:
         kinds = list(map(type, inventory.modules))
         found.append(tuple(kinds))
         found.extend(module.training for module in inventory.modules)
-        adapting = {kind for kind in set(kinds) if hasattr(kind, "active_adapters")}  # layers of PEFT's
+        # Layers of PEFT's; a model of Transformers' has a method of that name.
+        adapting = {k for k in set(kinds) if hasattr(k, "active_adapters") and not issubclass(k, PreTrainedModel)}
         for module in inventory.modules if adapting else ():
             if type(module) in adapting:
                 layer: Any = module
