@@ -13,7 +13,11 @@ def recorded(context_norm: nn.Module, layers: nn.ModuleList) -> Iterator[dict[st
     kept: dict[str, Tensor] = {}
 
     def keep(module: nn.Module, name: str) -> torch.utils.hooks.RemovableHandle:
-        return module.register_forward_hook(lambda _module, _inputs, out: kept.update({name: out}))
+        def note(_module: nn.Module, _inputs: object, out: Tensor | tuple[Tensor, Tensor]) -> None:
+            # Our layers leave the last sum to the norm behind them.
+            kept[name] = out if isinstance(out, Tensor) else out[0] + out[1]
+
+        return module.register_forward_hook(note)
 
     hooks = [keep(context_norm, "context"), *(keep(layer, f"layer_{i}") for i, layer in enumerate(layers))]
     try:

@@ -223,9 +223,9 @@ def check(run: Run, step: Step, uses_kernels: bool) -> None:
         depth = run.call.target.config.num_hidden_layers
         is_fused = run.call.target.config.model_type in FUSED
         assert step.num("::norm_rope_write") == layers + depth * is_fused
-        # The draft's: two a layer, those of the context and of the end.
-        assert step.num("::rms_norm") >= 2 * layers + 2 + (depth + 1) * is_fused
-        assert step.num("::add_norm") == depth * is_fused
+        # Of the draft those of the context and of the first layer's input; the others go with the sums before them.
+        assert step.num("::rms_norm") >= 2 + is_fused
+        assert step.num("::add_norm") == 2 * layers + 2 * depth * is_fused
         if is_fused:
             assert step.num("aten::rsqrt") == 0
         assert step.num("::context_kv") == 1
@@ -271,7 +271,10 @@ def test_a_tree_needs_no_host(case: Case) -> None:
     assert run.state.tokens.shape == (case.batch, case.nodes)
     assert not [name for name, is_written in step.written.items() if not is_written]
     check(run, step, uses_kernels=True)
-    assert all(step.num(f"::{name}") == 1 for name in TREES)
+    # What a top-k leaves of the target's tokens is found as a tree's are.
+    is_drawn_by_top_k = case.warpers == "top-k" and case.proposal == "shared_noise"
+    wanted = {name: 1 + (is_drawn_by_top_k and name == "top_tokens") for name in TREES}
+    assert {name: step.num(f"::{name}") for name in TREES} == wanted
 
 
 def test_without_kernels_no_captured_step_has_a_tree_by_default() -> None:

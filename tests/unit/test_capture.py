@@ -51,6 +51,7 @@ class World:
             assert capture_error_mode == "thread_local"
             assert isinstance(stream, Stream)
             world.calls.append("begin")
+            assert not torch.is_inference_mode_enabled(), "the generator's tensors would be those of inference mode"
             assert not world.recording, "allocator: a capture is under way"
             world.generator_is_captured = True
             world.recording.append(pool)
@@ -117,6 +118,16 @@ def test_the_workspace_of_a_graph_is_its_own(world: World) -> None:
     work = [call for call in world.calls if call not in ("new stream", "wait")]
     assert work == ["multiply", "clear", "begin", "multiply", "end", "clear"]
     assert world.multiply() == "outside"
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_a_capture_begins_outside_inference_mode_and_what_is_captured_is_in_the_callers(
+    is_inference: bool, world: World
+) -> None:
+    with torch.inference_mode(is_inference):
+        _, out = capture(lambda: None, torch.is_inference_mode_enabled, DEVICE, POOL)
+        assert torch.is_inference_mode_enabled() == is_inference
+    assert out == is_inference
 
 
 @pytest.mark.parametrize("ends_by_itself", [False, True], ids=["torch 2.11", "a torch that ends it"])

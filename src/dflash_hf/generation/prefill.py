@@ -28,7 +28,13 @@ from dflash_hf.generation.state import NUM_REPORTED, BufferShape, DecodeState
 from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.step import settle, take_note
 from dflash_hf.generation.user_cache import UserCache
-from dflash_hf.generation.widths import CAPTURED_WIDTHS, WidthChooser, take_chooser, width_of_rows
+from dflash_hf.generation.widths import (
+    CAPTURED_WIDTHS,
+    WHOLE_BLOCK_ROWS,
+    WidthChooser,
+    take_chooser,
+    width_of_rows,
+)
 from dflash_hf.target.fused import runs_whole
 from dflash_hf.target.hidden_states import Taps
 from dflash_hf.target.parts import Target
@@ -243,7 +249,7 @@ def _widest_verify(asked: int | str | Mapping[int, int] | None, widest: int, num
         return asked
     if isinstance(asked, Mapping):
         return width_of_rows(asked, num_rows)
-    if asked is None and is_captured:
+    if asked is None and is_captured and num_rows > WHOLE_BLOCK_ROWS:
         return min(width_of_rows(CAPTURED_WIDTHS, num_rows), widest)
     return widest
 

@@ -41,10 +41,12 @@ TRYING, OPTIMISM = 0.005, 0.5
 MIN_SAVING = 0.05
 # Steps with a draft that show whether it pays.
 ENOUGH_DRAFTED = 3
-# What captured steps verify where nothing else is said: tokens of each row, for up to so many rows. A GPU reads the
-# weights in the time in which it computes some hundred tokens; what a verify has beyond that, it waits for. Modelled
-# for Qwen3-8B on an H200 at an acceptance length of 6.3 (docs/engines.md), not measured yet.
-CAPTURED_WIDTHS = {8: 16, 16: 10, 32: 8, 64: 6}
+# What captured steps verify where nothing else is said: the whole block for so many rows, and for more these tokens of
+# each row, by the rows that there are at most. A GPU reads the weights in the time in which it computes some hundred
+# tokens; what a verify has beyond that, it waits for. Modelled for Qwen3-8B on an H100 at an acceptance length of 6.3
+# (docs/engines.md), not measured yet.
+WHOLE_BLOCK_ROWS = 8
+CAPTURED_WIDTHS = {16: 10, 32: 8, 64: 6}
 # Among widths: not a tree, but the chain of all proposals; as `num_tree_nodes=0` says it.
 CHAIN = 0
 
