@@ -40,7 +40,10 @@ def built(name: str) -> PreTrainedModel:
 
 def texts(target: PreTrainedModel, inputs: dict[str, Tensor], block: int, **settings: Any) -> list[Tensor]:
     """Plain `generate`'s text and ours, each from a fresh copy of the target."""
-    plain = copy.deepcopy(target).generate(**{**inputs, **settings}, **GREEDY)
+    try:
+        plain = copy.deepcopy(target).generate(**{**inputs, **settings}, **GREEDY)
+    except UnboundLocalError:  # Transformers 5.16, see `helpers.changing_ropes.check`
+        pytest.skip("plain generate itself fails on this release")
     drafted = copy.deepcopy(target)
     draft = tensor_oracle(drafted, truth_of(inputs, plain), 0, block)
     return [plain, drafted.generate(**{**inputs, **settings}, **GREEDY, assistant_model=draft)]
@@ -127,8 +130,8 @@ def test_positions_that_are_counted_on_otherwise_are_refused(dtype: torch.dtype)
         target.generate(**inputs, position_ids=positions, assistant_model=tiny_draft(target), **GREEDY)
 
 
-def outcomes(seeds: range) -> collections.Counter[bool]:
-    """How many of the cases with these seeds gave plain text, and how many were refused."""
+def outcomes(seeds: range) -> collections.Counter[bool | None]:
+    """How many of the cases with these seeds gave plain text, were refused, or have no plain text."""
     cases = [draw(seed) for seed in seeds]
     return collections.Counter(check(case, built(case.target)) for case in cases)
 

@@ -6,6 +6,7 @@ Each is run beside plain `generate`: its text comes out, or the refusal and noth
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import re
 from collections.abc import Callable
@@ -216,8 +217,37 @@ def sequences_of(out: Any) -> Tensor:
     return out if isinstance(out, Tensor) else out.sequences
 
 
-def check(case: Case, built: PreTrainedModel) -> bool:
+@functools.cache
+def cuts_behind_a_cache() -> bool:
+    """Returns False where plain `generate` cuts a continued conversation as if nothing was cached, as 5.16 does."""
+    target, inputs = tiny_target("llama"), prompts([8], 0)
+    texts: list[Tensor] = []
+    given: list[dict[str, Any]] = [{}, {"prefill_chunk_size": 3}]
+    for settings in given:
+        cache = DynamicCache(config=target.config)
+        with torch.no_grad():
+            target(inputs["input_ids"][:, :4], **{CACHE_NAME: cache})
+        settings |= {CACHE_NAME: cache, "max_new_tokens": 12, "do_sample": False}
+        texts.append(target.generate(**inputs, **settings))
+    return torch.equal(*texts)
+
+
+def plain_text(case: Case, target: PreTrainedModel, **ending: Any) -> Tensor:
+    """What plain `generate` answers to a case, of ids `[1, S]`.
+
+    Behind a cache the prompt is not cut by a release that cuts it wrongly.
+    """
+    settings = settings_of(case, target)
+    if case.way == "cache chunks" and not cuts_behind_a_cache():
+        del settings["prefill_chunk_size"]
+    return sequences_of(target.generate(**settings, **ending))
+
+
+def check(case: Case, built: PreTrainedModel) -> bool | None:
     """Runs a case; returns whether it gave plain `generate`'s text, or else was refused as it may be.
+
+    It returns `None` where plain `generate` itself fails: Transformers 5.16 does at the second call beyond the
+    boundary of a longrope that is one kind of layers' own.
 
     Args:
         case (`Case`): The case.
@@ -229,11 +259,14 @@ def check(case: Case, built: PreTrainedModel) -> bool:
     """
     target = copy.deepcopy(built)
     ending: dict[str, Any] = {}
-    if case.ends:
-        text = sequences_of(target.generate(**settings_of(case, target)))
-        ending = {"eos_token_id": int(text[0, 1 - case.new]), "pad_token_id": 0}
-        target = copy.deepcopy(built)
-    theirs = sequences_of(target.generate(**settings_of(case, target), **ending))
+    try:
+        if case.ends:
+            text = plain_text(case, target)
+            ending = {"eos_token_id": int(text[0, 1 - case.new]), "pad_token_id": 0}
+            target = copy.deepcopy(built)
+        theirs = plain_text(case, target, **ending)
+    except UnboundLocalError:
+        return None
     inputs = inputs_of(case, target)
     ids, columns = inputs["input_ids"], inputs["input_ids"].shape[1]
     answer = theirs if case.way == "embeds alone" else theirs[:, columns:]
