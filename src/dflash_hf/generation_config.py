@@ -74,11 +74,11 @@ class DFlashGenerationConfig(GenerationConfig):
             earlier in the text. 0 is a chain, the draft's first choice alone. Exact under every rule; under `"sample"`
             all of it is drawn, and nothing is of the text. `verify_width` left out or `"auto"` then chooses how many
             of the nodes to verify. `"auto"` has it choose among up to four times as many as the chain has tokens, in
-            half precision and in captured steps too. Left out, it is a tree of as many tokens as the chain has (as
-            `verify_width` says where that is a table), where
-            the target has attention layers alone, `verify_width` is no number, not in [`~dflash_hf.iterate`], and not
-            in captured steps whose proposals are drawn (`"sample"`). Without a number, eager steps whose width follows
-            the run verify the chain instead while that pays more.
+            half precision and in captured steps too. Left out, it is a tree of as many tokens as the chain has, by
+            the table where `verify_width` goes by one; where the target has attention layers alone, `verify_width` is
+            no number, not in [`~dflash_hf.iterate`], and not in captured steps whose proposals are drawn
+            (`"sample"`). Without a number, eager steps whose width follows the run verify the chain instead while
+            that pays more.
         max_matching_ngram_size (`int`, *optional*): How many of the last tokens are looked for in the text, for trees;
             4 at most and by default, 0 is none.
         engine (`str`, defaults to `"auto"`): `"eager"` launches every operation of a step from the host, over exactly

@@ -1,4 +1,7 @@
-"""The draft's norms and positions. Shapes: `B` rows, `K` tokens of a block, `H` heads, `D` hidden, `E` head size."""
+"""The draft's RMS norm and RoPE, which its layers are made of; the target's are Transformers' own.
+
+Shapes: `B` rows, `K` tokens of a block, `H` heads, `D` hidden, `E` head size.
+"""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_hf.errors import one_line
 from dflash_kernels import (
     accept_and_prepare,
     add_norm,
@@ -178,7 +179,7 @@ def _can_launch(device: torch.device) -> bool:
     try:
         argmax(torch.zeros(1, device=device))
     except Exception as error:  # whatever a Triton raises that nobody has tried
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        reason = f"{type(error).__name__}: {one_line(error)}"
         logger.warning("decoding steps run in torch alone: no kernel can be launched on %s (%s)", device, reason)
         return False
     return device not in argmax.failures

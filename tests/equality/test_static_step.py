@@ -330,3 +330,14 @@ def test_captured_steps_of_many_rows_verify_fewer_tokens_of_each(engine: str) ->
     draft.generation_config.verify_width = {4: 16, 9: 5, 20: 3}
     assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
     assert set(draft.last_stats.verify_widths) == {3}
+
+
+@pytest.mark.parametrize("engine", ["static", "cuda_graph"])
+def test_no_step_begins_behind_the_one_that_reaches_the_limit(engine: str) -> None:
+    target, inputs = target_of("qwen3"), prompts(LENGTHS["three"], 0)
+    ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = tensor_oracle(target, truth_of(inputs, ref), 3, 8)
+    set_engine(draft, engine)
+    draft.generation_config.verify_width = 1
+    assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
+    assert draft.last_stats.num_target_forwards == NEW, "each commits one token of every row"

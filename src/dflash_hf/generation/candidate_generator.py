@@ -44,8 +44,8 @@ class DFlashCandidateGenerator:
         processors (`BlockProcessors`): The run's; their stateless warpers shape the proposals too.
         buffers (`FixedBuffers`): Its context cache and the newest context, both cleared.
         rule (`str`): How to propose when sampling.
-        drafter (`DFlashDraftModel`, *optional*): What computes the blocks and their logits, where that is a copy of
-            the draft; see `float8.drafting_copy`.
+        drafter (`DFlashDraftModel`): What computes the blocks and their logits: the draft, or a copy of it; see
+            `float8.drafting_copy`.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class DFlashCandidateGenerator:
         processors: BlockProcessors,
         buffers: FixedBuffers,
         rule: Rule,
-        drafter: DFlashDraftModel | None = None,
+        drafter: DFlashDraftModel,
     ) -> None:
         self.draft = draft
-        self.drafter = draft if drafter is None else drafter
+        self.drafter = drafter
         self.target = target
         self.processors = processors
         self.rule: Rule = rule

@@ -77,6 +77,7 @@ class Draw(NamedTuple):
     def least(self, values_BKC: Tensor) -> Tensor:
         """Returns the lowest logit `[B, K]` that may be drawn: all that equal it may be, too.
 
+        Of tokens that equal the k-th, those beyond `MAX_TIES` are left out of the sum that a top-p is a share of.
         `values_BKC` are the greatest [`num_values`] logits of each position, falling, float32. No host sync.
         """
         least = torch.full_like(values_BKC[..., 0], -math.inf)
@@ -213,28 +214,32 @@ def draw_from_logits(logits_BKV: Tensor, processors: BlockProcessors, key: Tenso
     Where the processors are those of [`Draw`], neither scores nor noise are made of the whole vocabulary: the kernel
     makes none, and without it they are made of the tokens that a top-k leaves.
     """
-    draw, picks = processors.draw, ops.picks(logits_BKV)
-    # In half precision more tokens may equal the k-th than are looked for; the kernel finds them all.
-    if draw is None or not (picks or (draw.top_k is not None and logits_BKV.dtype.itemsize >= 4)):
+    draw = processors.draw
+    if draw is None:
         return choose(processors.warp(logits_BKV), key, positions_BK)
-    if not draw.leaves_out:
-        return ops.gumbel_argmax(logits_BKV, key, positions_BK, None, draw.temperature, TARGET_STREAM)
-    values, tokens = _greatest(logits_BKV, draw.num_values(logits_BKV.shape[-1]))
-    least = draw.least(values)
-    if picks:
+    if ops.picks(logits_BKV):
+        least = None
+        if draw.leaves_out:
+            least = draw.least(_greatest(logits_BKV, draw.num_values(logits_BKV.shape[-1]))[0])
         return ops.gumbel_argmax(logits_BKV, key, positions_BK, least, draw.temperature, TARGET_STREAM)
-    scores = (values / draw.temperature).masked_fill(values < least[..., None], -math.inf)
+    # In half precision more tokens may equal the k-th than are looked for.
+    has_few_ties = logits_BKV.dtype.itemsize >= 4
+    if draw.top_k is None or not has_few_ties:
+        return choose(processors.warp(logits_BKV), key, positions_BK)
+    values, tokens = _greatest(logits_BKV, draw.num_values(logits_BKV.shape[-1]))
+    is_left_out = values < draw.least(values)[..., None]
+    scores = (values / draw.temperature).masked_fill(is_left_out, -math.inf)
     noisy = scores + gumbel_noise(key, positions_BK, tokens)
     return tokens.gather(-1, noisy.argmax(dim=-1, keepdim=True))[..., 0]
 
 
 def _greatest(logits_BKV: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """Returns the greatest logits of each position, falling, and their tokens: `[B, K, num]`, float32 and int64."""
-    if num > ops.MAX_NUM:
+    if num > ops.MAX_NUM or not ops.picks(logits_BKV):
         values, tokens = logits_BKV.topk(num, dim=-1)
         return values.float(), tokens
-    likeliest = ops.top_tokens if ops.picks(logits_BKV) else ops.top_tokens.reference
-    tokens = likeliest(logits_BKV[:, :, None], num)[1][:, :, 0]
+    _, tokens = ops.top_tokens(logits_BKV[:, :, None], num)
+    tokens = tokens[:, :, 0]
     return logits_BKV.gather(-1, tokens).float(), tokens
 
 

@@ -68,10 +68,10 @@ COMPILED = "_dflash_compiled"
 class FollowingNorm(NamedTuple):
     """A norm whose input is a layer's output."""
 
-    norm: Any
+    norm: weakref.ref[nn.Module]
     eps: float
-    # The layer that it is the first part of; `None` is the norm behind all layers.
-    layer: nn.Module | None
+    # The module that it is the first part of: the next layer or, behind all layers, the norm itself.
+    part_of: weakref.ref[nn.Module]
 
 
 class NormedAhead(NamedTuple):
@@ -89,7 +89,7 @@ class _Here(threading.local):
     layers: Mapping[nn.Module, PreparedLayer] = MappingProxyType({})
     is_whole_run: bool = False
     # By layer, the norm that its output goes into, as far as that is known.
-    following: Mapping[nn.Module, FollowingNorm] = MappingProxyType({})
+    following: Mapping[weakref.ref[nn.Module], FollowingNorm] = MappingProxyType({})
     # What the last layer has normed for the norm behind it.
     normed: NormedAhead | None = None
 
@@ -103,7 +103,7 @@ class _Plan(NamedTuple):
     classes: list[Callable[[], bool]]  # say of each class of module whether it computes by what it did
     forwards: list[tuple[weakref.ref[nn.Module], Forward]]  # modules and their forwards
     layers: list[tuple[weakref.ref[nn.Module], ShortLayer]]  # those of them that have to be prepared
-    hands_on: bool  # whether the decoder gives each layer what the one before has returned
+    following: Mapping[weakref.ref[nn.Module], FollowingNorm]  # by layer, the norm that its output goes into
 
 
 _here = _Here()
@@ -161,7 +161,7 @@ def fused_modules(target: Target, takes_prompts: bool = False) -> Generator[None
             if (module := weak()) is not None and (layer := short.prepared(module, config, takes_prompts)) is not None:
                 layers[module] = layer
         _here.model, _here.layers, _here.is_whole_run = target.model, layers, takes_prompts
-        _here.following = _following_norms(target, weight.dtype) if plan.hands_on else {}
+        _here.following = plan.following
         yield
 
 
@@ -211,25 +211,29 @@ def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
             # Kernels' layers call their parts, short ones do what these would.
             within |= set() if is_kernels else set(module.modules())
         classes = [computes_by(kind) for kind in {type(module) for module in target.parts.modules}]
-        # Code that is not Transformers' own may change between two layers what one hands to the next.
-        hands_on = is_kernels and is_theirs(type(target.decoder).__module__)
-        plan = _Plan(target.facts, *kind, classes, found, layers, hands_on)
+        following = _following_norms(target, dtype) if is_kernels else {}
+        plan = _Plan(target.facts, *kind, classes, found, layers, following)
         _plans[target.model] = plan
     return plan
 
 
-def _following_norms(target: Target, dtype: torch.dtype) -> dict[nn.Module, FollowingNorm]:
-    """Returns, by layer, the norm that takes its output: the next layer's first one, or the one behind all layers."""
-    found = dict[nn.Module, FollowingNorm]()
-    behind: list[nn.Module | None] = [*target.layers[1:], None]
-    for layer, following in zip(target.layers, behind, strict=True):
-        if following is None:
-            norm = getattr(target.decoder, "norm", None)
-        else:
-            norm = following._modules.get("input_layernorm") if following._modules.keys() == LAYER else None
+def _following_norms(target: Target, dtype: torch.dtype) -> dict[weakref.ref[nn.Module], FollowingNorm]:
+    """Returns, by layer, the norm that takes its output: the next layer's first one, or the one behind all layers.
+
+    None in a decoder that is not Transformers' own: its code may change between two layers what one hands to the next.
+    """
+    if not is_theirs(type(target.decoder).__module__):
+        return {}
+    found = dict[weakref.ref[nn.Module], FollowingNorm]()
+    for layer, following in zip(target.layers, target.layers[1:], strict=False):
+        norm = following._modules.get("input_layernorm")
         eps = None if norm is None else norm_eps(norm, dtype)
-        if eps is not None:
-            found[layer] = FollowingNorm(norm, eps, following)
+        if norm is not None and eps is not None and following._modules.keys() == LAYER:
+            found[weakref.ref(layer)] = FollowingNorm(weakref.ref(norm), eps, weakref.ref(following))
+    last = target.decoder._modules.get("norm")
+    eps = None if last is None else norm_eps(last, dtype)
+    if last is not None and eps is not None:
+        found[weakref.ref(target.layers[-1])] = FollowingNorm(weakref.ref(last), eps, weakref.ref(last))
     return found
 
 
@@ -322,19 +326,22 @@ def _layer_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs
     if len(args) != 1 or not is_bare(norm) or not ops.fuses(args[0], norm.weight):
         return plain(module, *args, **kwargs)
     hidden, update = _residuals(module, eps, args[0], kwargs, ops.add_norm)
-    behind = _here.following.get(module)
-    if behind is None or not _is_handed_on(module, behind) or not ops.fuses(hidden, update, behind.norm.weight):
+    behind = _here.following.get(weakref.ref(module))
+    norm: Any = None if behind is None or not _is_handed_on(module, behind) else behind.norm()
+    if behind is None or norm is None or not ops.fuses(hidden, update, norm.weight):
         return hidden + update
-    total, normed = ops.add_norm(hidden, update, behind.norm.weight, behind.eps).unbind()
-    _here.normed = NormedAhead(behind.norm, total, normed)
+    total, normed = ops.add_norm(hidden, update, norm.weight, behind.eps).unbind()
+    _here.normed = NormedAhead(norm, total, normed)
     return total
 
 
 def _is_handed_on(module: nn.Module, behind: FollowingNorm) -> bool:
     """Returns True if no hook comes between a layer's output and the norm, that may change the output in place."""
-    hooks = [*module._forward_hooks.values()]
-    hooks += [] if behind.layer is None else behind.layer._forward_pre_hooks.values()
-    return is_bare(behind.norm) and all(map(is_harmless, hooks))
+    norm, part_of = behind.norm(), behind.part_of()
+    if norm is None or part_of is None or not is_bare(norm):
+        return False
+    hooks = [*module._forward_hooks.values(), *part_of._forward_pre_hooks.values()]
+    return all(map(is_harmless, hooks))
 
 
 def _residuals(
