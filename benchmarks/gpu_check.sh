@@ -340,7 +340,7 @@ run_sanitizer() {
   # tensor. Errors in calls of the driver are no errors of kernels, and torch makes some.
   one sanitizer env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no \
     --print-limit 20 --error-exitcode 9 "${TESTS[@]}" tests/kernels \
-    -k "not real and not decode and not schema and not on_gpu and not compiles"
+    -k "not real and not decode and not schema and not compiles"
 }
 
 # shellcheck disable=SC2086
