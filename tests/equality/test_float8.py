@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dflash_hf import DFlashDraftModel, free_buffers
 from dflash_hf.generation import float8
 from dflash_hf.generation.float8 import Float8Linear, drafting_copy, round_rows, scaled_linear_in_float32
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from helpers.float8 import use_emulation
 from helpers.static import TapeStep, set_engine, tensor_oracle, use_tapes
 from tiny import DFLASH2, VOCAB, prompts, tiny_draft, tiny_target, truth_of
@@ -118,10 +118,11 @@ def test_a_weight_is_rounded_alike_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_text_is_plain_generates(kind: str, dtype: torch.dtype, emulated: None) -> None:
-    target = tiny_target("qwen3").to(dtype)
+    target = tiny_target("qwen3")
     inputs = prompts([9, 4], 3)
     ref = target.generate(**inputs, **GREEDY)
-    draft = asked(tiny_draft(target, **SIZES, **KINDS[kind]))
+    # In half precision the target itself has near ties, and which token wins depends on the CPU.
+    draft = asked(tiny_draft(target, **SIZES, **KINDS[kind]).to(dtype))
     before = state_of(target, draft)
     for _ in range(2):
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
