@@ -16,7 +16,7 @@
 #   widths       batch 8, 16, 32 at 2k: a step at widths 16 to 4
 #   sampled      1 and 32 x 2k: Qwen3's own sampling and temperature 1 beside greedy
 #   experiments  1 x 2k: dependent launches, forked projections, prefetched weights beside the step as it is
-#   families     a mixture of experts and a hybrid, 1 x 2k, with compiled layers too
+#   families     a mixture of experts and a hybrid, 1 x 2k
 #   kernels      each kernel's time; attention under other tiles (kernel_times.py)
 #   compiled     8 x 2k: plain with a static cache, the fair baseline, beside ours: Inductor takes most of it
 #   train        ten training steps in bfloat16
@@ -356,8 +356,7 @@ run_part() {
         --methods ours/default,ours/qwen3-sampling,plain/qwen3-sampling,ours,ours/sampled,plain
       ;;
     experiments) time_cells experiments "1x$SHORT" qwen3-8b --methods none --experiments all ;;
-    # Compiled layers of ours come last: they compile for long, and only where kernels do not know the attention.
-    families) time_cells families "1x$SHORT" "$FAMILIES" --methods ours/default,ours,plain,ours/compiled ;;
+    families) time_cells families "1x$SHORT" "$FAMILIES" --methods ours/default,ours,plain ;;
     kernels)
       one kernels "$PYTHON" benchmarks/kernel_times.py $KERNEL_ARGS --swept "$SWEPT" --out "$RECORDS/kernels.json"
       ;;

@@ -10,8 +10,6 @@ after a change. No time follows from it.
 Prints a table per operation; the last line is a JSON object:
 
 * `kernels`: launches of one step: `kernels_by_part` of draft, verify and deciding;
-* `kernels_compiled_layers`: the same with `compile_layers`, everything between two products of a compiled function
-  being one kernel (derived, nothing is compiled);
 * `bytes_read`: what a step has to read (harness/roofline.py), with the draft's weights as they are;
 * `temporary_bytes`: the most memory at once while tokens are chosen, draft's or target's, beyond what there is when
   the logits have been made; `step_temporary_bytes`: of the whole step;
@@ -53,7 +51,6 @@ from dflash_hf.generation.cuda_graph import Captured, GraphStep
 from dflash_hf.generation.host_reads import reads_on_host
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.step import StaticStep
-from dflash_hf.target import compiled
 from helpers import pretended_gpu as pretended
 
 TEMPERATURE = 0.7
@@ -83,42 +80,11 @@ def parts_of(count: CountLaunches) -> Generator[None]:
         yield
 
 
-@contextmanager
-def counted_as_compiled(count: CountLaunches) -> Generator[None]:
-    """Counts what `compile_layers` would compile as compiled, without compiling it."""
-    attention = compiled._attention_forward
-
-    def as_compiled(function: Any, shape: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with count.fused():
-                return function(*args, **kwargs)
-
-        return run
-
-    def as_it_is(function: Any, shape: Any) -> Any:
-        chosen = attention(function, shape)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with count.fused(False):
-                return chosen(*args, **kwargs)
-
-        return run
-
-    attention.cache_clear()  # what it returns holds what `_compiled` returned
-    with (
-        mock.patch.object(compiled, "_compiled", as_compiled),
-        mock.patch.object(compiled, "_attention_forward", as_it_is),
-    ):
-        yield
-    attention.cache_clear()
-
-
-def count_step(run: Run, vocab_size: int, compiles: bool = False) -> CountLaunches:
+def count_step(run: Run, vocab_size: int) -> CountLaunches:
     """Counts the step that would be captured, after one that makes what is kept, such as views."""
     static = StaticStep(run)
-    static.compiles = compiles
     count = CountLaunches(vocab_size)
-    with torch.inference_mode(), parts_of(count), counted_as_compiled(count):
+    with torch.inference_mode(), parts_of(count):
         static.body(static.bound(1))
         with count:
             static.body(static.bound(1))
@@ -216,20 +182,19 @@ def measure(
             return pretended.begin(target, draft, rows, warpers, is_sampled, prompt, new)
 
         run = begin(batch, context, NEW)
-        plain, compiling = (count_step(run, shape.vocab, compiles) for compiles in (False, True))
+        counted = count_step(run, shape.vocab)
         pair = Pair(target=target, draft=draft, name="")
         found = {
-            "kernels": plain.num_kernels,
-            "kernels_by_part": {part: sum(n for (p, _), n in plain.kernels.items() if p == part) for part in PARTS},
-            "kernels_compiled_layers": compiling.num_kernels,
+            "kernels": counted.num_kernels,
+            "kernels_by_part": {part: sum(n for (p, _), n in counted.kernels.items() if p == part) for part in PARTS},
             "bytes_read": round(step_work(pair, batch * context, batch, run.generator.verify_width).bytes),
-            "temporary_bytes": plain.choosing,
-            "step_temporary_bytes": plain.peak,
+            "temporary_bytes": counted.choosing,
+            "step_temporary_bytes": counted.peak,
             "host_reads_before_first_token": host_reads(target, draft, PROMPT),
             "captures": num_captures(begin(1, PROMPT, NEW)),
             "captures_32k": num_captures(begin(1, PROMPT, NEW_LONG)),
         }
-    return found, plain.rows()
+    return found, counted.rows()
 
 
 def main(

@@ -81,10 +81,9 @@ METHODS = (
     "ours/sampled",
     "ours/qwen3-sampling",
     "plain/qwen3-sampling",
-    "ours/compiled",
     "plain/static",
 )
-COMPILING = ("ours/compiled", "plain/static")
+COMPILING = ("plain/static",)
 # Share of a device's memory that may be planned with; the rest is the allocator's and the driver's.
 USABLE = 0.92
 WITHOUT_PICTURES = "it takes no vision target"
@@ -213,7 +212,6 @@ def methods_for(
         "ours/sampled": [(sampled("ours/sampled", chain, temperature=1.0), block)],
         "ours/qwen3-sampling": [(OURS_QWEN3, block)],
         "plain/qwen3-sampling": [(PLAIN_QWEN3, None)],
-        "ours/compiled": [(ours_as_chain("ours/compiled", block, compile_layers=True), block)],
         "plain": [(PLAIN, None)],
         "stock": [(STOCK, block)],
         "zlab": [] if zlab is None else [(zlab, block)],

@@ -12,9 +12,6 @@ The rule, the same for every tree that is compared:
 
 Memory is that of the tensors that operations return, and what those of ours that choose tokens (`CHOOSING`) take for
 themselves inside; what attention takes for its splits is not seen.
-
-Inside a compiled function (`CountLaunches.fused`) whatever stands between two products is one kernel: what Inductor
-makes of norms, RoPE and activations at best. That is derived, no compiler runs.
 """
 
 from __future__ import annotations
@@ -22,8 +19,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -103,21 +99,11 @@ class CountLaunches(TorchDispatchMode):
         self.alive = self.peak = self.choosing = 0
         self._vocab_size = vocab_size
         self._logits_at: int | None = None
-        self._is_fused = self._is_open = False
 
     def enter(self, part: str) -> None:
         """Begins a part of the step: `"draft"`, `"verify"` or `"decide"`."""
         self.part = part
         self._logits_at = self.alive if part == "decide" else None
-
-    @contextmanager
-    def fused(self, is_fused: bool = True) -> Generator[None]:
-        """Counts what runs inside as compiled, or as it is."""
-        before, self._is_fused, self._is_open = self._is_fused, is_fused, False
-        try:
-            yield
-        finally:
-            self._is_fused, self._is_open = before, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -138,10 +124,6 @@ class CountLaunches(TorchDispatchMode):
         if not launches:
             return
         self.calls[self.part, name] += 1
-        if self._is_fused and not name.startswith(NAMESPACE):
-            is_product = name in PRODUCTS
-            launches = launches if is_product or not self._is_open else 0
-            self._is_open = not is_product
         self.kernels[self.part, name] += launches
 
     def _watch(self, name: str, given: list[Tensor], made: list[Tensor]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import warnings
 from collections.abc import Mapping
 from math import prod
 from os import PathLike
@@ -91,7 +90,6 @@ def save_draft(
     directory: str | PathLike[str],
     format: FormatName = "dflash",
     target: PreTrainedModel | None = None,
-    **deprecated: Any,
 ) -> None:
     """Saves a draft in a format of choice.
 
@@ -105,17 +103,11 @@ def save_draft(
             hold: vocabulary and depth, copies of embedding and head (`"deepspec"`), its name (`"speculators"`). With
             it, a draft's own embedding and head are left out where the format has no place for them and they equal the
             target's.
-        deprecated: `layout`, the name that `format` had.
 
     Raises:
         ValueError: If the format is not known, or cannot express the draft; the message names the fields, and nothing
             is written.
     """
-    if "layout" in deprecated:
-        warnings.warn("save_draft(layout=...) is now save_draft(format=...)", DeprecationWarning, stacklevel=2)
-        format = deprecated.pop("layout")
-    if deprecated:
-        raise TypeError(f"save_draft() got an unexpected keyword argument {next(iter(deprecated))!r}")
     require(format in tuple(FORMATS), f"format in {list(FORMATS)}", format, "choose one of them")
     chosen = FORMATS[format]
     if chosen.name == draft.config.model_type:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal, get_args
 
 from transformers import GenerationConfig
@@ -71,14 +70,13 @@ class DFlashGenerationConfig(GenerationConfig):
             their own (docs/engines.md): many rows of a whole block make a GPU compute more than it reads.
         num_tree_nodes (`int` or `"auto"`, *optional*): Verify a tree of so many tokens, the anchor included, at most
             64: the draft's most likely paths, branching where it is unsure, and what followed the last few tokens
-            earlier in the text. 0 is a chain, the draft's first choice alone. Exact under every rule; under `"sample"`
-            all of it is drawn, and nothing is of the text. `verify_width` left out or `"auto"` then chooses how many
+            earlier in the text. 0 is a chain, the draft's first choice alone. Exact under `"argmax"` and
+            `"shared_noise"`; `"sample"` verifies chains. `verify_width` left out or `"auto"` then chooses how many
             of the nodes to verify. `"auto"` has it choose among up to four times as many as the chain has tokens, in
             half precision and in captured steps too. Left out, it is a tree of as many tokens as the chain has, by
             the table where `verify_width` goes by one; where the target has attention layers alone, `verify_width` is
-            no number, not in [`~dflash_hf.iterate`], and not in captured steps whose proposals are drawn
-            (`"sample"`). Without a number, eager steps whose width follows the run verify the chain instead while
-            that pays more.
+            no number, not in [`~dflash_hf.iterate`], and not where proposals are drawn (`"sample"`). Without a
+            number, eager steps whose width follows the run verify the chain instead while that pays more.
         max_matching_ngram_size (`int`, *optional*): How many of the last tokens are looked for in the text, for trees;
             4 at most and by default, 0 is none.
         engine (`str`, defaults to `"auto"`): `"eager"` launches every operation of a step from the host, over exactly
@@ -91,11 +89,6 @@ class DFlashGenerationConfig(GenerationConfig):
             token, `"sample"` draws from the draft and accepts by rejection. All three are exact; `"auto"` is
             `"argmax"`, measured better than `"shared_noise"` on the same texts of the bundled pair (docs/log.md). With
             a DFlash 2 draft each rule chooses among the selector's candidates, behind the tokens proposed so far.
-        compile_layers (`bool`, defaults to `False`): Fuse the pointwise parts of the target's layers (norms, RoPE,
-            activations, residuals) with `torch.compile` during a verify, under the engine `"cuda_graph"`, but for
-            layers whose attention the package's kernels compute. The first call of a shape compiles, which takes a
-            while; nothing of the model stays changed, and what cannot be compiled runs as it is, with the reason in
-            the log. Not measured on a GPU yet.
         draft_dtype (`str`, *optional*): `"float8_e4m3fn"` computes blocks with a copy of the draft's linear layers
             and of the head in FP8, on CUDA devices of compute capability 8.9 or more. The text stays the target's; a
             few fewer proposals may be accepted. Left out, the weights are used as they are. Not measured on a GPU yet.
@@ -117,7 +110,6 @@ class DFlashGenerationConfig(GenerationConfig):
         self.num_tree_nodes: int | Literal["auto"] | None = kwargs.pop("num_tree_nodes", None)
         self.engine: Engine = kwargs.pop("engine", "auto")
         self.proposal: Proposal = kwargs.pop("proposal", "auto")
-        self.compile_layers: bool = kwargs.pop("compile_layers", False)
         self.draft_dtype: Literal["float8_e4m3fn"] | None = kwargs.pop("draft_dtype", None)
         self.synchronize: bool = kwargs.pop("synchronize", False)
         # Transformers sets an attribute of each name that it does not know: one of a method would take its place.
@@ -150,9 +142,7 @@ class DFlashGenerationConfig(GenerationConfig):
         """
         for name, allowed in (("engine", get_args(Engine)), ("proposal", get_args(Proposal))):
             require(getattr(self, name) in allowed, f"{name} in {allowed}", getattr(self, name), "leave it at 'auto'")
-        for name in ("compile_layers", "synchronize"):
-            value = getattr(self, name)
-            require(isinstance(value, bool), f"True or False as {name}", value, "leave it out")
+        require(isinstance(self.synchronize, bool), "True or False as synchronize", self.synchronize, "leave it out")
         what, dtype = "draft_dtype left out or 'float8_e4m3fn'", self.draft_dtype
         require(dtype is None or dtype == "float8_e4m3fn", what, dtype, "leave it out")
         size, width = self.block_size, self.verify_width
@@ -183,8 +173,3 @@ class DFlashGenerationConfig(GenerationConfig):
                 widest = block_size + (sample_from_anchor or max_block_size is None)
                 what = f"verify_width between 1 and {widest} (block size {shown(block_size)})"
                 require(one <= widest, what, one, "leave it out: the target can only check tokens that were proposed")
-
-    def validate_knobs(self, max_block_size: int | None = None, sample_from_anchor: bool = False) -> None:
-        """The name that [`validate_options`] had, for one release."""
-        warnings.warn("validate_knobs is now validate_options", DeprecationWarning, stacklevel=2)
-        self.validate_options(max_block_size, sample_from_anchor)

@@ -46,13 +46,6 @@ class DraftTree:
         follow = ops.watched(ops.follow_tree, self.parents)
         follow(self.parents, self.depths, self.ancestors, block_BN, tokens_BN, node_ids_BN, path_BN)
 
-    def ranks(self) -> Tensor:
-        """Counts the siblings that stand before each node: `[B, N]`, int64."""
-        nodes = torch.arange(self.parents.shape[1], device=self.parents.device)
-        is_sibling = self.parents[:, :, None] == self.parents[:, None]
-        # The anchor is its own parent, and no child.
-        return (is_sibling & (nodes < nodes[:, None]) & (nodes > 0)).sum(dim=-1)
-
     def agree(self, block_BN: Tensor, text_BD: Tensor) -> Tensor:
         """Counts how far a text `[B, D]` behind the anchor goes along the tree: `[B]`."""
         said = text_BD.gather(1, self.depths.clamp_max(text_BD.shape[1] - 1))

@@ -76,19 +76,6 @@ def test_a_path_is_moved_in_as_many_launches_as_it_takes() -> None:
     assert num_launches(keep_path.op._opoverload, given) == 3
 
 
-def test_between_two_products_of_a_compiled_function_there_is_one_kernel() -> None:
-    weight = torch.ones(6, 6)
-    with torch.inference_mode(), CountLaunches(99) as count:
-        with count.fused():
-            states = (X + 1) * 2
-            states = (states @ weight).relu() + 1
-        with count.fused():
-            states.exp().sin()
-            with count.fused(False):
-                states.exp().sin()
-    assert count.num_kernels == 1 + 1 + 1 + 1 + 2
-
-
 def run(*arguments: str) -> dict[str, Any]:
     """Runs the script's command in this process; returns its last line."""
     app = typer.Typer()
@@ -111,7 +98,6 @@ def test_one_line_says_all_of_it_and_a_record_grows(tmp_path: Path) -> None:
     for found in (greedy, sampled):
         assert found["kernels"] == sum(found["kernels_by_part"].values())
         # 6 layers of 7 products and an attention, and 2 of the draft with a kernel behind the projections.
-        assert found["kernels_compiled_layers"] == found["kernels"], "kernels know every layer"
         assert found["kernels_by_part"]["verify"] >= 6 * (7 + 2)
         assert found["kernels_by_part"]["draft"] >= 2 * (7 + 2 + 1)
         assert found["captures"] <= found["captures_32k"]
@@ -128,10 +114,9 @@ def test_a_tree_is_few_launches_more_than_a_chain(arguments: tuple[str, ...]) ->
     assert chain["kernels"] < tree["kernels"] <= chain["kernels"] + 40 - 2
 
 
-def test_compiling_helps_where_no_kernels_run() -> None:
+def test_a_step_without_kernels_is_more_launches() -> None:
     with ops.kernels(False):
         found = run()
-    assert 6 * (7 + 1) <= found["kernels_compiled_layers"] < found["kernels"]
     assert found["kernels"] > plain_run()["kernels"]
 
 

@@ -84,8 +84,7 @@ def test_all_methods_and_parts_of_one_shape(results: Path, tmp_path: Path) -> No
     record = record_of(result)
     assert json.loads(out.read_text()) == record
     assert not results.exists(), "tiny shapes are never a record"
-    more = ["ours/eager", "ours/sampled", "ours/qwen3-sampling", "plain/qwen3-sampling", "ours/compiled"]
-    more.append("plain/static")
+    more = ["ours/eager", "ours/sampled", "ours/qwen3-sampling", "plain/qwen3-sampling", "plain/static"]
     alone = ["ours/default", "ours", "plain", *(["zlab"] if HAS_ZLAB else []), "stock", *more]
     found = {batch: [row["method"] for row in record["rows"] if row["batch"] == batch] for batch in (1, 8)}
     assert found == {1: alone, 8: ["ours/default", "ours", "ours/w4", "plain", *more]}

@@ -102,15 +102,6 @@ def test_unknown_layout_is_refused(tmp_path: Path) -> None:
         save_draft(make_draft(), tmp_path, unknown)
 
 
-def test_layout_is_the_old_name_of_format(tmp_path: Path) -> None:
-    save: Any = save_draft
-    with pytest.warns(DeprecationWarning, match="is now save_draft"):
-        save(make_draft(), tmp_path, layout="zlab")
-    assert detect_format(json.loads((tmp_path / "config.json").read_text())).name == "zlab"
-    with pytest.raises(TypeError, match="unexpected keyword argument 'layuot'"):
-        save(make_draft(), tmp_path, layuot="zlab")
-
-
 def test_what_is_read_back_as_something_else_is_refused(tmp_path: Path) -> None:
     """Whatever the field: here a parameter of the RoPE that only our own format takes."""
     rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "wobble": 1.0}

@@ -184,12 +184,6 @@ def test_weights_of_other_names(folder: Path) -> None:
         load_draft(folder, key_mapping={r"^inner\.": ""})
 
 
-def test_options_were_called_knobs() -> None:
-    config = DFlashGenerationConfig(block_size=5)
-    with pytest.warns(DeprecationWarning, match="validate_options"), pytest.raises(ValueError, match="at most 4"):
-        config.validate_knobs(4)
-
-
 def test_unknown_key_in_our_own_config(tmp_path: Path) -> None:
     save_draft(make_draft(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -232,7 +232,7 @@ def test_a_draft_for_another_target_is_refused(case: str) -> None:
         ({"verify_width": 0}, "as verify_width, got 0"),
         ({"block_size": "8"}, "a number of tokens, at least 1, as block_size, got '8'"),
         ({"block_size": 2.5}, "as block_size, got 2.5"),
-        ({"compile_layers": "yes"}, "True or False as compile_layers, got 'yes'"),
+        ({"synchronize": "yes"}, "True or False as synchronize, got 'yes'"),
         ({"synchronize": 1}, "True or False as synchronize, got 1"),
         ({"engine": "warp"}, "engine in"),
         ({"proposal": "guess"}, "proposal in"),

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from dflash_hf.dflash2 import follow_path
-from dflash_hf.generation import candidate_generator, sampling
-from dflash_hf.generation.sampling import gumbel_noise, walk
+from dflash_hf.generation import candidate_generator
+from dflash_hf.generation.sampling import gumbel_noise
 from dflash_hf.ops import exponential_noise
-from dflash_hf.tree import DraftTree
 from helpers.half import half
 from tiny import DFLASH2, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
@@ -120,28 +118,16 @@ def smallest_draft(target: Any, block_size: int, **options: Any) -> Any:
     return tiny_draft(target, block_size, **layers, **sizes, **options)
 
 
-def near_the_target(draft: Any, joint: torch.Tensor, temperature: float) -> Any:
-    """Has a draft say, of each slot, what the target's distribution of the token there is over all texts."""
-    marginals = [joint.sum(dim=[other for other in range(3) if other != place]) for place in (1, 2, 2)]
-    logits = temperature * torch.stack(marginals).clamp_min(1e-3).log()
-    draft.compute_logits = lambda states, head: logits[: states.shape[1]].expand(len(states), -1, -1)
-    return draft
-
-
-def chi_square(
-    rule: str, block_size: int, kind: str, nodes: int = 0, top_k: int = 6, is_near: bool = False
-) -> tuple[float, int, float]:
+def chi_square(rule: str, block_size: int, kind: str, top_k: int = 6) -> tuple[float, int, float]:
     """Samples 20,000 times; returns the statistic of three tokens, its degrees of freedom, and the acceptance."""
     # 20,000 rows of one call: rows are independent, and row numbers are part of the noise's key.
     target = smallest_target()
     draft = smallest_draft(target, block_size, **KINDS[kind])
     draft.generation_config.proposal = rule  # type: ignore[assignment]
-    draft.generation_config.num_tree_nodes = nodes
+    draft.generation_config.num_tree_nodes = 0
     rows, temperature = 20_000, 1.5
     settings = {"max_new_tokens": 4, "do_sample": True, "temperature": temperature, "top_k": top_k}
     distribution = joint_distribution(target, [3, 5, 4], temperature, top_k)
-    if is_near:
-        near_the_target(draft, distribution, temperature)
     inputs = {"input_ids": torch.tensor([[3, 5, 4]]).repeat(rows, 1)}
     torch.manual_seed(1)
     out = target.generate(**inputs, **settings, assistant_model=draft)
@@ -166,69 +152,6 @@ def test_three_tokens_follow_the_targets_joint_distribution(rule: str, block_siz
     assert 1.02 < acceptance < block_size
 
 
-@pytest.mark.parametrize(
-    ("kind", "nodes", "top_k", "is_near"),
-    [
-        ("dflash", 12, 6, False),
-        ("dflash", 8, 3, True),  # fewer tokens than the anchor has children
-        ("dflash 2", 7, 6, False),
-        pytest.param("dflash", 12, 6, True, marks=pytest.mark.slow),
-        pytest.param("dflash", 8, 3, False, marks=pytest.mark.slow),
-        pytest.param("dflash", 4, 8, True, marks=pytest.mark.slow),
-        pytest.param("dflash 2", 14, 3, False, marks=pytest.mark.slow),
-    ],
-)
-def test_three_tokens_of_drawn_trees_follow_the_targets_joint_distribution(
-    kind: str, nodes: int, top_k: int, is_near: bool
-) -> None:
-    statistic, freedom, acceptance = chi_square("sample", 4, kind, nodes, top_k, is_near)
-    assert statistic < freedom + 3.09 * (2 * freedom) ** 0.5  # p > 0.001
-    assert 1.3 < acceptance < 4
-
-
-def unlikely_draws_left_out(tree: DraftTree, block: Tensor, probs: Tensor, draft_probs: Tensor, *given: Any) -> Any:
-    """A tree of the likely ones among the draws, as best-first search over them would have it."""
-    pair = tree.parents * probs.shape[-1] + block
-    is_unlikely = draft_probs.flatten(1).gather(1, pair) < 0.1
-    parents = torch.where(is_unlikely, torch.arange(block.shape[1]), tree.parents)  # never the anchor's
-    return walk(DraftTree(parents, tree.depths, tree.ancestors), block, probs, draft_probs, *given)
-
-
-# What a part of rejection over trees is replaced by.
-FAULTS: dict[str, Any] = {
-    "walk": unlikely_draws_left_out,
-    "_left": lambda tree, pair, q, draft_probs: torch.ones_like(q),  # what is left of q is not normalised
-}
-
-
-@pytest.mark.parametrize("fault", ["walk", pytest.param("_left", marks=pytest.mark.slow)])
-def test_a_fault_in_drawn_trees_fails_that_test(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, fault, FAULTS[fault])
-    statistic, freedom, _ = chi_square("sample", 4, "dflash", 12)
-    assert statistic > freedom + 8 * (2 * freedom) ** 0.5
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_drawn_tree_with_one_child_per_node_is_the_chain(kind: str) -> None:
-    """To the token, under the same seed: two nodes, and a draft that is sure of itself."""
-    target = tiny_target("qwen3")
-    inputs, settings = prompts([4, 9, 6], 3), {"max_new_tokens": 24, "do_sample": True, "temperature": 1.2}
-    num_accepted = 0
-    for strength, size in ((1.0, 2), (1e4, 6)):
-        draft = tiny_draft(target, size, **KINDS[kind])
-        compute = draft.compute_logits
-        draft.compute_logits = lambda *given, by=strength, compute=compute: by * compute(*given)  # type: ignore[method-assign]
-        draft.generation_config.proposal = "sample"
-        texts = []
-        for nodes in (0, size):
-            draft.generation_config.num_tree_nodes = nodes
-            torch.manual_seed(4)
-            texts.append(target.generate(**inputs, **settings, assistant_model=draft))
-        assert torch.equal(texts[0], texts[1])
-        num_accepted += sum(draft.last_stats.num_accepted_by_node)
-    assert num_accepted
-
-
 def test_a_distribution_that_forgets_the_drafted_prefix_fails_that_test(monkeypatch: pytest.MonkeyPatch) -> None:
     # A path's distribution has to be conditional: tokens were not drawn from that of the best predecessor.
     def forgetful(candidates: torch.Tensor, scores: torch.Tensor, best: torch.Tensor) -> Any:
@@ -239,7 +162,7 @@ def test_a_distribution_that_forgets_the_drafted_prefix_fails_that_test(monkeypa
     assert statistic > freedom + 8 * (2 * freedom) ** 0.5
 
 
-@pytest.mark.parametrize(("rule", "nodes"), [("shared_noise", 0), ("argmax", 0), ("sample", 0), ("sample", 7)])
+@pytest.mark.parametrize(("rule", "nodes"), [("shared_noise", 0), ("argmax", 7), ("sample", 0)])
 def test_a_rows_text_does_not_depend_on_how_many_rows_there_are(rule: str, nodes: int) -> None:
     # What the distribution above says of 20,000 rows, it says of one row and of four.
     target = smallest_target()

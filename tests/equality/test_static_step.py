@@ -174,7 +174,7 @@ def test_a_sampled_text_is_that_of_the_eager_loop(kind: Any, proposal: Any, warp
     inputs = prompts([4, 11, 7], 4)
     draft = tiny_draft(target, 6, **kind)
     draft.generation_config.proposal = proposal
-    use_whole_blocks(draft)  # by default the eager loop draws trees, and captured steps do not
+    use_whole_blocks(draft)  # by default the eager loop follows the run, and captured steps do not
     texts: list[Tensor] = []
     for chosen in ("eager", engine, engine):
         set_engine(draft, chosen)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dflash_hf import ops
-from dflash_hf.target import compiled
 from helpers.static import engine_of, set_engine, tensor_oracle, use_tapes
 from helpers.widths import use_random_widths
 from tiny import prompts, tiny_target, truth_of
@@ -58,21 +57,3 @@ def test_widths_change_under_kernels_and_recurrent_layers(
     run = pair(family, engine, 3)
     with ops.kernels(True):
         check(*run)
-
-
-@pytest.mark.parametrize("family", ["qwen3.5", "bamba"])
-def test_layers_are_compiled_beside_recurrent_ones(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_graphs: list[int] = []
-
-    def counted(graph: Any, examples: Any) -> Any:
-        num_graphs.append(len(graph.graph.nodes))
-        return graph.forward
-
-    for cached in (compiled._compiled, compiled._attention_forward):
-        cached.cache_clear()
-    monkeypatch.setattr(compiled, "backend", counted)
-    use_random_widths(monkeypatch, seed=1)
-    run = pair(family, "static", 1)
-    run[1].generation_config.compile_layers = True
-    check(*run)
-    assert num_graphs, "nothing was compiled"

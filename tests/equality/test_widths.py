@@ -165,7 +165,6 @@ def test_rejection_is_the_eager_loops_at_the_same_widths(engine: Any, monkeypatc
     target, inputs = target_of("qwen3"), prompts([4, 11, 7], 4)
     draft = tiny_draft(target, 6)
     draft.generation_config.verify_width, draft.generation_config.proposal = "auto", "sample"
-    draft.generation_config.num_tree_nodes = 0  # by default the eager loop draws trees, and captured steps do not
     settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.5}
     use_random_widths(monkeypatch, 3)
     set_engine(draft, engine)

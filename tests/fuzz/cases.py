@@ -109,6 +109,8 @@ def turns(first: bool, more: bool) -> st.SearchStrategy[Turn]:
         if not draw(st.booleans()) or rule == "sample":
             processors = []
         width = min(width, widest) if isinstance(width, int) else width
+        if rule == "sample":
+            nodes = None  # rejection goes along a chain
         if nodes is not None:
             width = width if width == "auto" else None
         return Turn(

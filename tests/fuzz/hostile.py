@@ -216,7 +216,7 @@ KEYS = (
 )
 OPTIONS = (
     *sorted(TYPES),
-    *("block_size", "verify_width", "engine", "proposal", "compile_layers", "synchronize"),
+    *("block_size", "verify_width", "engine", "proposal", "synchronize"),
     *("watermarking_config", "compile_config", "continuous_batching_config", "assistant_model", "streamer", "self"),
     *(name for name in dir(DFlashGenerationConfig)),
 )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash_hf import free_buffers
-from dflash_hf.generation import buffers, cuda_graph, step, widths
+from dflash_hf.generation import buffers, cuda_graph, widths
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.cuda_graph import why_not
 from dflash_hf.generation.step import StaticStep
@@ -159,23 +159,6 @@ def test_costs_of_widths_are_measured_once_and_the_steady_state_waits_for_nothin
     assert captured == sorted(captured, reverse=True)
     assert len(captured) == num_widths * len(set(captured))
     assert num_guarded[0] > 3
-
-
-@families("qwen3", "qwen3-sliding", "gemma3", "qwen3-moe")
-def test_compiled_layers_give_the_plain_text_from_graphs(
-    device: str, family: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    step.logger.warning_once.cache_clear()
-    target = target_on(device, family, torch.float32)
-    inputs = on(device, prompts([4, 11, 7], 1))
-    ref = target.generate(**inputs, **GREEDY)
-    draft = tensor_oracle(target, truth_of(inputs, ref), 1, 8).to(device)
-    draft.generation_config.compile_layers = True
-    for _ in range(2):
-        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
-        assert draft.last_stats.engine == "cuda_graph"
-    assert not [r for r in caplog.records if "cannot compile" in r.getMessage()]
-    assert not [name for name, module in target.named_modules() if "forward" in vars(module)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -38,8 +38,7 @@ class Answer:
     def to_dict(self) -> dict[str, Any]:
         """Returns the statistics, and of the fields all that are plain values, for JSON."""
         told = {name: getattr(self, name) for name in ("text", "num_tokens", "seconds")}
-        images = list(self.images)
-        return {**self.stats.to_dict(), **told, "images": images, "pictures": images}  # their old name, one release
+        return {**self.stats.to_dict(), **told, "images": list(self.images)}
 
 
 @dataclass(frozen=True, kw_only=True)

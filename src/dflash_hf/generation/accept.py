@@ -28,7 +28,6 @@ from transformers.generation.streamers import BaseStreamer
 from dflash_hf import ops
 from dflash_hf.generation.sampling import (
     BlockProcessors,
-    accept_drawn,
     accept_rejection,
     choose,
     draw_from_logits,
@@ -68,19 +67,15 @@ def decide_at_once(
     logits_BWV: Tensor,
     processors: BlockProcessors,
     accept: Accept | None = None,
-    may_read: bool = False,
 ) -> Tensor | None:
     """Decides when the processors can see the block at once. No host sync, unless a rule of the user's has one.
 
     Writes `state.tokens`; returns the number accepted `[B]` where that is not how many match. Behind the proposals
-    that the user's rule `accept` keeps stands the target's own token. `may_read` is to look on the host what can be
-    left out, where that waits for no device.
+    that the user's rule `accept` keeps stands the target's own token.
     """
     tree = state.tree
     if state.draft_probs is not None and state.key is not None and state.width > 1:
         scores = processors.warp(logits_BWV)
-        if tree is not None:
-            return accept_drawn(state, tree, scores, may_read)
         num_accepted, tokens = accept_rejection(
             state.proposals, scores, state.draft_probs, state.key, state.decided_positions
         )

@@ -18,7 +18,6 @@ from dflash_hf.generation.sampling import (
     BlockProcessors,
     choose,
     draw_from_logits,
-    draw_tree,
     with_noise,
 )
 from dflash_hf.generation.state import DecodeState
@@ -225,9 +224,6 @@ class DFlashCandidateGenerator:
         trees, (candidates, scores) = self.trees, self._scores(state, hidden, logits)
         assert trees is not None
         assert state.nodes is not None
-        if state.key is not None and self.rule == "sample":  # nothing stands in it but what is drawn
-            draw_tree(trees, state, scores, self._drawn_positions(state, slots), logits.shape[-1], candidates)
-            return
         if state.key is not None and self.rule != "argmax":
             scores = with_noise(scores, state.key, self._drawn_positions(state, slots), candidates)
         longest = self.draft.generation_config.max_matching_ngram_size

@@ -269,19 +269,18 @@ class GraphStep(StaticStep):
     def warm_up(self, bound: int) -> None:
         """Runs the step once, uncaptured: under guard if it is the first of its settings and width.
 
-        And again if there is something to compile, which the guard prevents. Raises NotCapturableError if it reads a
-        tensor on the host.
+        Raises NotCapturableError if it reads a tensor on the host.
         """
         is_known = any(width == self.run.state.width for _, width in self.kept)
-        if not is_known:
-            try:
-                with held(NoHostReads()):
-                    self.body(bound)
-            except HostReadError as error:
-                name = type(self.run.call.target.model).__name__
-                raise NotCapturableError(f"a step of {name} needs the host ({error})") from error
-        if is_known or self.compiles:
+        if is_known:
             self.body(bound)
+            return
+        try:
+            with held(NoHostReads()):
+                self.body(bound)
+        except HostReadError as error:
+            name = type(self.run.call.target.model).__name__
+            raise NotCapturableError(f"a step of {name} needs the host ({error})") from error
 
 
 def _settings(run: Run, decides: bool) -> Settings:
@@ -289,7 +288,6 @@ def _settings(run: Run, decides: bool) -> Settings:
     state, generator, options = run.state, run.generator, run.generator.draft.generation_config
     return (
         decides,
-        options.compile_layers,
         options.max_matching_ngram_size,
         None if state.key is None else generator.rule,
         run.call.processors.settings(),

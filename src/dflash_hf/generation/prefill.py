@@ -218,7 +218,7 @@ def _commit_first(run: Run, outputs: CausalLMOutputWithPast) -> None:
 def _resolved(call: Call, keeps_buffers: bool, is_looked_at: bool) -> tuple[int, int, bool, Rule]:
     """Resolves the draft's options: block size, how many tokens are verified at most, whether as a tree, and the rule.
 
-    Raises `ValueError` for processors that `proposal="sample"`, and targets that a tree cannot be verified with.
+    Raises `ValueError` for processors and trees that `proposal="sample"`, and targets that a tree, cannot go with.
     """
     target, draft, options, processors = call.target, call.draft, call.draft.generation_config, call.processors
     block_size = options.block_size or draft.config.block_size
@@ -229,11 +229,13 @@ def _resolved(call: Call, keeps_buffers: bool, is_looked_at: bool) -> tuple[int,
     is_drawn, nodes = call.config.do_sample and rule == "sample", options.num_tree_nodes
     is_fit = not is_drawn or processors.is_stateless
     require(is_fit, what, [type(p).__name__ for p in processors.processors], "use proposal='shared_noise'")
+    what, do = "proposal 'argmax' or 'shared_noise' with num_tree_nodes", "rejection goes along a chain, leave one out"
+    require(not (is_drawn and nodes), what, rule, do)
     if nodes is None:
-        # What is drawn is tested node by node, hundreds of launches; without kernels the host of a GPU builds trees.
-        is_unfit = is_drawn or (call.input_ids.is_cuda and not ops.builds_trees(call.input_ids))
+        # Without kernels the host of a GPU builds trees.
+        is_unfit = call.input_ids.is_cuda and not ops.builds_trees(call.input_ids)
         is_chain = is_looked_at or (keeps_buffers and is_unfit) or isinstance(options.verify_width, int)
-        is_chain = is_chain or bool(target.recurrences) or width == 1
+        is_chain = is_chain or is_drawn or bool(target.recurrences) or width == 1
         nodes = 0 if is_chain else min(width, ops.MAX_NODES)
     elif nodes == "auto":
         nodes = min(MOST_NODES * width, ops.num_paths(width - 1, num_choices(target, draft)) + 1, ops.MAX_NODES)

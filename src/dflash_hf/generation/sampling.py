@@ -7,7 +7,7 @@ Random numbers follow from (seed, row, position, stream), not from how many were
 sampled text the same at every block size: the token at a position is drawn with the same noise whether the position is
 verified alone or as the ninth of a block.
 
-Shapes: `B` rows, `W` verified tokens (anchor first), `V` vocabulary; of trees `N` nodes, `D` positions that propose.
+Shapes: `B` rows, `W` verified tokens (anchor first), `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from transformers.generation.logits_process import (
 )
 
 from dflash_hf import ops
-from dflash_hf.generation.state import DecodeState
-from dflash_hf.tree import DraftTree, TreeBuilder, along
+from dflash_hf.tree import along
 
 STATELESS = (
     TemperatureLogitsWarper,
@@ -49,12 +48,8 @@ STATELESS = (
 # Streams of keyed noise: what the target samples with (and, under shared_noise, the draft), what a draft that samples
 # on its own draws with, and what a rejection test and the redraw after it use.
 TARGET_STREAM, DRAFT_STREAM, REJECT_STREAM, RESIDUAL_STREAM = 0, 1, 2, 3
-# How much of a draft's distribution its most likely token takes over from the others, where trees are to branch by it.
-TRUST = 0.2
 # Tokens that equal the k-th may all be drawn: so many of them are looked for.
 MAX_TIES = 8
-# Below this float32 has no room for a ratio.
-TINY = 1e-30
 
 
 class Draw(NamedTuple):
@@ -258,30 +253,25 @@ def accept_rejection(
     chosen = proposals[..., None]
     p = probs[:, :-1].gather(-1, chosen)[..., 0]
     q = draft_probs.gather(-1, chosen)[..., 0]
-    num_accepted = (_uniform(key, positions_BW[:, :-1], torch.zeros_like(chosen)) * q < p).cumprod(dim=1).sum(dim=1)
+    uniform = _uniform(key, positions_BW[:, :-1])
+    # u * q < p instead of u < p / q: nothing is divided by a q of 0.
+    num_accepted = (uniform * q < p).cumprod(dim=1).sum(dim=1)
+    first_refused = num_accepted[:, None]
+    # Behind the last proposal nothing was refused: all of the target's distribution is left.
     padded = torch.cat([draft_probs, torch.zeros_like(draft_probs[:, :1])], dim=1)
-    residual = _residual(probs, padded, num_accepted, torch.ones_like(p[:, 0]))
-    redrawn = _redraw(residual, probs, num_accepted, key, positions_BW)
-    return num_accepted, torch.cat([proposals, redrawn], dim=1).scatter(1, num_accepted[:, None], redrawn)
+    wanted = along(first_refused, probs)
+    residual = (wanted - along(first_refused, padded)).clamp_min_(0)
+    has_residual = residual.sum(dim=-1, keepdim=True) > 0
+    redraw_scores = torch.log(torch.where(has_residual, residual, wanted))
+    redrawn = choose(redraw_scores, key, positions_BW.gather(1, first_refused), RESIDUAL_STREAM)
+    tokens = torch.cat([proposals, redrawn], dim=1).scatter(1, first_refused, redrawn)
+    return num_accepted, tokens
 
 
-def _uniform(key: Tensor, positions_BK: Tensor, draws_BK1: Tensor) -> Tensor:
-    """Uniform numbers `u` that tell `u < p / q`, `[B, K]`: of an exponential one, `1 - exp(-e)`."""
-    return -torch.expm1(-ops.exponential_noise(key, positions_BK, draws_BK1, REJECT_STREAM)[..., 0])
-
-
-def _residual(probs_BWV: Tensor, draft_probs_BWV: Tensor, at_B: Tensor, weight_B: Tensor) -> Tensor:
-    """What refusals leave of the target's distribution at an index: `max(p - weight * q, 0)`, `[B, V]`."""
-    rows = torch.arange(len(at_B), device=at_B.device)
-    p, q = probs_BWV[rows, at_B], draft_probs_BWV[rows, at_B]
-    return torch.addcmul(p, q, weight_B[:, None], value=-1).clamp_min_(0)
-
-
-def _redraw(residual_BV: Tensor, probs_BWV: Tensor, at_B: Tensor, key: Tensor, positions_BW: Tensor) -> Tensor:
-    """Draws the token behind what stands, `[B, 1]`: from what is left there, or from all where that is nothing."""
-    at = at_B[:, None]
-    left = torch.where(residual_BV.sum(dim=-1, keepdim=True) > 0, residual_BV, along(at, probs_BWV)[:, 0])
-    return choose(torch.log(left)[:, None], key, positions_BW.gather(1, at), RESIDUAL_STREAM)
+def _uniform(key: Tensor, positions_BK: Tensor) -> Tensor:
+    """Returns uniform numbers `[B, K]` in `[0, 1)`: `1 - exp(-e)` of an exponential one."""
+    no_token = torch.zeros_like(positions_BK)[..., None]
+    return -torch.expm1(-ops.exponential_noise(key, positions_BK, no_token, REJECT_STREAM)[..., 0])
 
 
 def ends_row(tokens: Tensor, eos_ids: Tensor) -> Tensor:
@@ -290,145 +280,3 @@ def ends_row(tokens: Tensor, eos_ids: Tensor) -> Tensor:
     Not `torch.isin`: with many ids it sorts, and reads how many different ones there are on the host.
     """
     return (tokens[..., None] == eos_ids).any(dim=-1)
-
-
-# ---- trees whose tokens are drawn from the draft
-#
-# The children of a node are drawn one after the other without putting back, and the target tests them in that order:
-# each is kept with probability `min(1, p / q)`, and behind one that is refused `p` is what is left of `p - q`, `q`
-# what is left of `q`. With one child per node that is a chain's rejection, with the same noise.
-#
-# How a tree branches must not follow from what was drawn: which draws are tested would then depend on the draws, and
-# the text would have another distribution. So the shape is that of the tree of the draft's most likely tokens, and the
-# tokens that are drawn take the nodes' places. Draws of a position are the same behind every node; only one is walked.
-
-
-def draw_tree(
-    trees: TreeBuilder,
-    state: DecodeState,
-    scores: Tensor,
-    positions_BD: Tensor,
-    vocab_size: int,
-    candidates_BDC: Tensor | None = None,
-) -> None:
-    """Proposes a tree of tokens drawn from `softmax(scores)`: the state's `nodes`, `proposals` and `draft_probs`.
-
-    Scores, processed and float32, and candidates are as [`TreeBuilder.build`] takes them; `positions_BD`, int64, the
-    index in its row of each token that is drawn. No host sync.
-    """
-    assert state.key is not None
-    probs, num, num_ranks = torch.softmax(scores, dim=-1), scores.shape[-1], trees.num_ranks
-    tree = _branched(trees, state, probs, candidates_BDC)
-    noisy = with_noise(scores, state.key, positions_BD, candidates_BDC, DRAFT_STREAM)
-    draws, slots = noisy.topk(num_ranks, dim=-1).indices.flatten(1), (tree.depths - 1).clamp_min(0)
-    # Behind the deepest nodes nothing is drawn, and no matter what stands there.
-    behind = tree.depths.clamp_max(probs.shape[1] - 1)
-    if candidates_BDC is None:
-        at = draws.gather(1, slots * num_ranks + tree.ranks())
-        state.draft_probs = along(behind, probs)
-    else:
-        first, at = slots * (num * num_ranks) + tree.ranks(), torch.zeros_like(slots)
-        for _ in range(probs.shape[1]):  # which candidate each node is: right one level deeper every time
-            drawn = draws.gather(1, first + at.gather(1, tree.parents) * num_ranks)
-            at = drawn.masked_fill(tree.depths == 0, 0)
-        probs = along(behind * num + at, probs.flatten(1, 2))
-        scattered = probs.new_zeros(*at.shape, vocab_size)
-        state.draft_probs = scattered.scatter_(-1, along(behind, candidates_BDC), probs)
-        at = candidates_BDC.flatten(1).gather(1, slots * num + at)
-    state.proposals.copy_(at[:, 1:])
-
-
-def _branched(trees: TreeBuilder, state: DecodeState, probs: Tensor, candidates: Tensor | None = None) -> DraftTree:
-    """Builds a tree of the most likely tokens of a draft's distributions `[..., V]`; writes `state.nodes`.
-
-    A draw is accepted more often than its token is likely: always, where the target has the draft's distribution. So
-    what branches as the tokens' probabilities say would be too wide where the draft is right about what is open.
-    """
-    assert state.nodes is not None
-    best, others = probs.argmax(dim=-1, keepdim=True), (1 - TRUST) * probs
-    trusted = torch.log(others.scatter_(-1, best, others.gather(-1, best) + TRUST))
-    trees.build(trusted, state.nodes, state.whole_block, candidates)
-    assert state.tree is not None
-    return state.tree
-
-
-def accept_drawn(state: DecodeState, tree: DraftTree, target_scores_BNV: Tensor, may_read: bool = False) -> Tensor:
-    """Decides what of a drawn tree stands, by the target's processed scores behind each node. No host sync.
-
-    Path, block and tokens are written as by [`DecodeState.follow`]. `may_read` is that of [`walk`], only where that
-    waits for no device. Returns the number accepted `[B]`.
-    """
-    assert state.draft_probs is not None
-    assert state.key is not None
-    positions, probs = state.positions_behind(tree), torch.softmax(target_scores_BNV, dim=-1, dtype=torch.float32)
-    may_read = may_read and positions.device.type == "cpu"
-    stands, token = walk(tree, state.block, probs, state.draft_probs, state.key, positions, may_read)
-    # What stands is what is said after its parent.
-    said = torch.where(stands & (tree.depths > 0), state.block, -1)
-    state.tokens.fill_(-1).scatter_reduce_(1, tree.parents, said, "amax")
-    state.follow(tree)
-    assert state.path is not None
-    num_accepted = (state.path > 0).sum(dim=1)
-    # Behind the path's end there is nothing.
-    state.tokens[:, :-1] = state.proposals.clamp_min(0)
-    state.tokens.scatter_(1, num_accepted[:, None], token)
-    return num_accepted
-
-
-def walk(
-    tree: DraftTree,
-    block_BN: Tensor,
-    probs_BNV: Tensor,
-    draft_probs_BNV: Tensor,
-    key: Tensor,
-    positions_BN: Tensor,
-    may_read: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Goes from the anchor to the first child that is kept, until none is; then draws from what is left.
-
-    Behind the refusals of some children `p` is `max(p - weight * q, 0)` over its sum: each adds, to the weight, that
-    sum over what `q` still had. So two numbers a row are all that goes from one test to the next.
-
-    Siblings of the tree differ, and stand in the order of their draws. The distributions, float32, are the target's
-    behind each node, and the one that the node's children were drawn from, without putting back; `positions_BN` the
-    index in its row of the token behind each node. With `may_read`, what tests no row is left out, by a look on the
-    host. Returns the nodes that stand `[B, N]`, bool, and the token behind them `[B, 1]`.
-
-    Source: Leviathan et al., arXiv 2211.17192; without putting back, Jeon et al., arXiv 2402.14160.
-    """
-    ranks, size = tree.ranks(), probs_BNV.shape[-1]
-    pair = tree.parents * size + block_BN
-    p, q = (values.flatten(1).gather(1, pair) for values in (probs_BNV, draft_probs_BNV))
-    left = _left(tree, pair, q, draft_probs_BNV).masked_fill_((ranks == 0) | (q == 0), 1)
-    share = _uniform(key, positions_BN - 1, ranks[..., None]) * q / left
-    # What could not be drawn is not tested.
-    parents = tree.parents.masked_fill(q == 0, -1)
-    node, weight, mass = torch.zeros_like(block_BN[:, 0]), torch.zeros_like(q[:, 0]), torch.ones_like(q[:, 0])
-    kept = torch.zeros_like(block_BN, dtype=torch.bool)
-    kept[:, 0] = True
-    for index in range(1, block_BN.shape[1]):
-        is_tested = parents[:, index] == node
-        if may_read and not bool(is_tested.any()):
-            continue
-        is_kept = is_tested & (share[:, index] * mass + weight * q[:, index] < p[:, index])
-        is_refused = is_tested ^ is_kept
-        kept[:, index] = is_kept
-        node = node.masked_fill(is_kept, index)
-        weight = (weight + is_refused * (mass / left[:, index])).masked_fill(is_kept, 0)
-        if may_read and not bool(is_refused.any()):
-            mass = mass.masked_fill(is_kept, 1)
-            continue
-        mass = torch.where(weight > 0, _residual(probs_BNV, draft_probs_BNV, node, weight).sum(dim=-1), 1)
-    residual = _residual(probs_BNV, draft_probs_BNV, node, weight)
-    return kept, _redraw(residual, probs_BNV, node, key, positions_BN)
-
-
-def _left(tree: DraftTree, pair_BN: Tensor, q_BN: Tensor, draft_probs_BNV: Tensor) -> Tensor:
-    """What the draft's distribution still had before each node was drawn `[B, N]`: all but its earlier siblings.
-
-    Summed, not subtracted from one: it may be less than float32 has digits for.
-    """
-    nodes = torch.arange(pair_BN.shape[1], device=pair_BN.device)
-    others = draft_probs_BNV.flatten(1).scatter(1, pair_BN[:, 1:], 0).view_as(draft_probs_BNV).sum(dim=-1)
-    is_later = (tree.parents[:, :, None] == tree.parents[:, None]) & (nodes >= nodes[:, None]) & (nodes > 0)
-    return (others.gather(1, tree.parents) + (is_later * q_BN[:, None]).sum(dim=-1)).clamp_min_(TINY)

@@ -113,8 +113,7 @@ class DecodeState:
     is_chain: bool = False  # whether the step verifies a chain although the run has trees
     eos_ids: Tensor | None = None  # `padded_eos_ids` if there are any
     key: Tensor | None = None  # `seed` if tokens are sampled
-    # [B, width - 1, V]: distribution of the proposals, for rejection. Of a tree [B, width, V]: the one that each
-    # node's children were drawn from.
+    # [B, width - 1, V]: distribution of the proposals, for rejection.
     draft_probs: Tensor | None = None
 
     @classmethod

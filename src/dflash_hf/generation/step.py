@@ -22,7 +22,6 @@ from dflash_hf.generation.buffers import buckets_between, reads_lengths_on_devic
 from dflash_hf.generation.run import Run, has_room, make_room, tapped
 from dflash_hf.generation.state import NUM_REPORTED
 from dflash_hf.generation.widths import along_chain
-from dflash_hf.target.compiled import compile_errors, compiled_layers
 from dflash_hf.target.reentry import KEYWORD
 from dflash_hf.tree import is_in_place
 
@@ -98,7 +97,7 @@ def settle(run: Run, logits_BWV: Tensor) -> Tensor:
     if run.synchronized is not None:
         scores, num_accepted = run.synchronized.decide(state, logits_BWV)
     elif processors.is_stateless:
-        num_accepted = decide_at_once(state, logits_BWV, processors, run.accept, may_read=not run.keeps_buffers)
+        num_accepted = decide_at_once(state, logits_BWV, processors, run.accept)
         scores = processors.warp(state.along_path(logits_BWV)) if run.recorder.is_on else logits_BWV
     else:
         scores, num_accepted = decide_by_position(state, logits_BWV, processors), None
@@ -208,7 +207,6 @@ class StaticStep:
         self.decides = run.decides()
         self.widest = run.buffers.shape.block
         self.reads_lengths = reads_lengths_on_device(run.cache, run.generator.cache)
-        self.compiles = run.generator.draft.generation_config.compile_layers
         run.stats.engine = self.name
 
     def advance(self) -> None:
@@ -253,29 +251,12 @@ class StaticStep:
 
     def body(self, bound: int) -> CausalLMOutputWithPast | None:
         """What is captured: the whole step if it decides by itself, else its forwards, which are returned."""
-        outputs = self._forwards(bound)
+        outputs = forwards(self.run, bound)
         if not self.decides:
             return outputs
         assert outputs.logits is not None
         settle(self.run, outputs.logits.to(self.run.state.ids.device))
         return None
-
-    def _forwards(self, bound: int) -> CausalLMOutputWithPast:
-        """Drafts and verifies, with compiled layers if that is asked for and works.
-
-        A compilation that fails does so before the step has changed more than scratch: it is done again without.
-        """
-        if self.compiles:
-            try:
-                with compiled_layers(self.run.call.target, (self.run.state.ids.shape[0], self.run.state.width)):
-                    return forwards(self.run, bound)
-            except compile_errors() as error:
-                self.compiles = False
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                logger.warning_once(
-                    f"The target's layers run as they are, torch.compile cannot compile them: {reason}"
-                )
-        return forwards(self.run, bound)
 
     def bound(self, num_unread: int) -> int:
         """The slots that a step may need, `num_unread` steps after the one the host has read last."""

@@ -59,11 +59,6 @@ def with_wrapped(function: Any) -> list[Any]:
     return found
 
 
-def attention_modules(layer: nn.Module) -> list[nn.Module]:
-    """Returns the modules of a layer whose forward calls Transformers' attention interface."""
-    return [module for module in layer.modules() if _interfaces_of(type(module))]
-
-
 @functools.cache
 def _interfaces_of(kind: type[nn.Module]) -> tuple[AttentionInterface, ...]:
     """The attention interfaces that the forward of a class refers to."""

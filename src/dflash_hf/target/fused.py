@@ -29,7 +29,6 @@ from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.scopes import undoing
 from dflash_hf.target.formulas import (
-    ATTENTION,
     GATED,
     HIDDEN,
     LAYER,
@@ -60,9 +59,6 @@ from dflash_hf.target.short_forwards import (
     cache_of_verify,
     short_forward_of,
 )
-
-# On a forward that is compiled: what torch.compile traces is its classes' own.
-COMPILED = "_dflash_compiled"
 
 
 class FollowingNorm(NamedTuple):
@@ -145,13 +141,11 @@ def fused_modules(target: Target, takes_prompts: bool = False) -> Generator[None
     with undoing(put_back):
         with _patching:
             _users.setdefault(target.model, {})[user] = plan
-            compiled = [layer for layer in target.layers if hasattr(vars(layer).get("forward"), COMPILED)]
-            traced = {part for layer in compiled for part in layer.modules()}
             for weak, forward in plan.forwards:
                 module = weak()
                 own = None if module is None else vars(module).get("forward")
                 # One of the user's stays. Bound, so that a copy of the module has its own.
-                if module is not None and module not in traced and (own is None or hasattr(own, MARK)):
+                if module is not None and (own is None or hasattr(own, MARK)):
                     vars(module)["forward"] = MethodType(forward, module)
         layers = dict[nn.Module, PreparedLayer]()
         # What runs before the layers may change what they are made of.
@@ -178,13 +172,6 @@ def short_layers(target: Target) -> AbstractContextManager[None]:
 def runs_whole(target: Target) -> bool:
     """Returns True within [`short_layers`]: no code of the user's runs in the target."""
     return _here.is_whole_run and _here.model is target.model
-
-
-def fused_attention(target: Target) -> list[nn.Module]:
-    """Returns the attention modules that a verify runs by kernels, in no order; none where no kernels run."""
-    weight: Any = target.embedding.weight
-    modules = [module() for module, _ in _plan(target, weight.dtype, True).forwards] if ops.fuses(weight) else []
-    return [module for module in modules if module is not None and module._modules.keys() >= ATTENTION]
 
 
 def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
