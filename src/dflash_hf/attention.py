@@ -106,7 +106,8 @@ class RaggedBlock:
             else:
                 slots = torch.arange(num_slots, device=self.positions.device)
                 held = slot_positions(self.positions[:, -1:, None], slots, num_slots)
-                anchor, is_related = self.positions[:, :1, None], None
+                anchor = self.positions[:, :1, None]
+                is_related = None
                 if self.tree is not None:
                     held, is_related = self._of_tree(self.tree, held)
                 seen = visible(self.indices[:, :, None], held, window, causal, anchor if from_anchor else None)
@@ -117,7 +118,8 @@ class RaggedBlock:
 
     def _plain_mask(self, num_slots: int, dtype: torch.dtype) -> Tensor:
         """The additive mask `[1, 1, width, num_slots]` of one row that all is known of: what is before it is seen."""
-        device, before = self.positions.device, num_slots - self.width
+        device = self.positions.device
+        before = num_slots - self.width
         if self.tree is None:
             hidden = torch.full((self.width, num_slots), -math.inf, dtype=dtype, device=device).triu_(before + 1)
             return hidden[None, None]
@@ -130,7 +132,8 @@ class RaggedBlock:
         `held` `[B, 1, slots]` takes the nodes for a chain.
         """
         node = held - self.positions[:, :1, None]
-        is_node, node = node >= 0, node.clamp_min(0)
+        is_node = node >= 0
+        node = node.clamp_min(0)
         held = torch.where(is_node, self.positions[:, :1, None] + tree.depths.gather(1, node[:, 0])[:, None], held)
         return held, ((tree.ancestors[:, :, None] >> node) & 1).bool() | ~is_node
 
@@ -254,7 +257,8 @@ def _attend_explicitly(
 ) -> Tensor:
     """`attend` with the scores in memory: SDPA knows neither a soft cap nor sinks."""
     batch, num_heads, width, _ = query_BHKE.shape
-    groups, num_keys = key_BGRE.shape[1], key_BGRE.shape[2]
+    groups = key_BGRE.shape[1]
+    num_keys = key_BGRE.shape[2]
     repeats = num_heads // groups
     grouped = query_BHKE.reshape(batch, groups, repeats, width, -1)
     scores = (grouped @ key_BGRE[:, :, None].transpose(3, 4)) * scaling

@@ -168,7 +168,8 @@ class DFlashConfig(PreTrainedConfig):
         if given["layer_types"] is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         if "sliding_attention" not in self.layer_types:
-            self.sliding_window, self.window_from_anchor = None, False
+            self.sliding_window = None
+            self.window_from_anchor = False
         if given["is_causal"] is None:
             self.is_causal = [kind == "sliding_attention" for kind in self.layer_types]
         elif isinstance(given["is_causal"], bool):
@@ -224,28 +225,31 @@ class DFlashConfig(PreTrainedConfig):
 
     def _check_agreement(self) -> None:
         """Raises unless the fields about attention, layers, taps, tokens and DFlash 2 agree with each other."""
-        block, heads = (
-            "a block holds the anchor and one proposal",
-            (self.num_attention_heads, self.num_key_value_heads),
-        )
+        block = "a block holds the anchor and one proposal"
+        heads = (self.num_attention_heads, self.num_key_value_heads)
         require(self.block_size >= 2 - self.sample_from_anchor, "block_size >= 2", self.block_size, block)
         what = "num_attention_heads a multiple of num_key_value_heads"
         require(heads[0] % heads[1] == 0, what, heads, "fix one of them")
         require(self.head_dim % 2 == 0, "an even head_dim", self.head_dim, "RoPE turns pairs of channels")
-        kinds, count, per_layer = self.layer_types, self.num_hidden_layers, "one entry per draft layer"
+        kinds = self.layer_types
+        count = self.num_hidden_layers
+        per_layer = "one entry per draft layer"
         known = len(kinds) == count and set(kinds) <= set(LAYER_TYPES)
         require(known, f"layer_types with {count} entries out of {LAYER_TYPES}", kinds, per_layer)
         require(len(self.is_causal) == count, f"is_causal with {count} entries", self.is_causal, per_layer)
         has_window = self.sliding_window is not None or "sliding_attention" not in kinds
         what = "a positive sliding_window where layer_types has sliding_attention"
         require(has_window, what, self.sliding_window, "set sliding_window")
-        taps, depth = self.target_layer_ids, self.num_target_layers
+        taps = self.target_layer_ids
+        depth = self.num_target_layers
         are_layers = "ids are 0-based layers whose output is tapped, and -1 the embeddings"
         require(min(taps, default=-2) >= -1, "at least one target_layer_id, all >= -1", taps, are_layers)
         what = f"target_layer_ids below num_target_layers = {depth}"
         require(depth is None or max(taps) < depth, what, taps, "fix one of them")
 
-        size, reduced, mask = self.vocab_size, self.draft_vocab_size, self.mask_token_id
+        size = self.vocab_size
+        reduced = self.draft_vocab_size
+        mask = self.mask_token_id
         in_range = mask >= 0 and (size is None or mask < size)
         require(in_range, f"mask_token_id in [0, {size})", mask, "it must index the embedding")
         is_stated = size is not None or not (self.own_embed_tokens or self.own_lm_head)
@@ -255,7 +259,9 @@ class DFlashConfig(PreTrainedConfig):
         what = f"draft_vocab_size below vocab_size = {size}, and own_lm_head"
         require(has_head, what, reduced, "a reduced vocabulary needs a head of its own")
 
-        group, top_k, together = self.conv_group_size, self.selector_top_k, "they only mean something together"
+        group = self.conv_group_size
+        top_k = self.selector_top_k
+        together = "they only mean something together"
         for names in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
             pair = tuple(getattr(self, name) for name in names)
             require((pair[0] is None) == (pair[1] is None), " and ".join(names), pair, together)

@@ -155,7 +155,8 @@ def follow_path(candidates: Tensor, scores: Tensor, best: Tensor) -> tuple[Tenso
     """
     num_candidates = best.shape[-1]
     step = torch.zeros_like(best[:, 0, :1])
-    before, chosen = [], []
+    before = []
+    chosen = []
     for slot in range(best.shape[1]):
         before.append(step)
         step = best[:, slot].gather(1, step)

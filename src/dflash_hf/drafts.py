@@ -53,7 +53,8 @@ def inspect_draft(path_or_repo: str | PathLike[str]) -> dict[str, Any]:
         [`DFlashConfig`]. What is refused, and how, is as in [`DFlashDraftModel.from_pretrained`].
     """
     found = DFlashDraftModel._checked(path_or_repo, {}, {})
-    config, tensors = found.config, found.stored.values()
+    config = found.config
+    tensors = found.stored.values()
     names = (
         *("num_target_layers", "target_hidden_size", "target_layer_ids", "block_size", "mask_token_id"),
         *("num_hidden_layers", "hidden_size", "sliding_window", "vocab_size", "draft_vocab_size"),
@@ -113,7 +114,8 @@ def save_draft(
     if chosen.name == draft.config.model_type:
         draft.save_pretrained(directory)
         return
-    config, state = copy.deepcopy(draft.config), dict(draft.state_dict())
+    config = copy.deepcopy(draft.config)
+    state = dict(draft.state_dict())
     if target is not None:
         _complete(config, state, chosen, target)
     differing = sorted(state.keys() ^ draft._shapes(config).keys())

@@ -14,8 +14,14 @@ MAX_NAMED = 8  # names in a list
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 4
-_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = _SHORT.maxfrozenset = _SHORT.maxdict = 32
-_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = MAX_VALUE
+_SHORT.maxlist = 32
+_SHORT.maxtuple = 32
+_SHORT.maxset = 32
+_SHORT.maxfrozenset = 32
+_SHORT.maxdict = 32
+_SHORT.maxstring = MAX_VALUE
+_SHORT.maxlong = MAX_VALUE
+_SHORT.maxother = MAX_VALUE
 
 
 def shown(value: object) -> str:

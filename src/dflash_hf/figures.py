@@ -10,8 +10,12 @@ from typing import Any
 
 # How every figure of this project looks; in a notebook: `matplotlib.pyplot.rcParams.update(STYLE)`. Blue is what is
 # shown, orange what it is compared with: Okabe and Ito's, which those who see colours differently can tell apart.
-INK, MUTED, LINE = "#161a21", "#5b6676", "#e1e5eb"
-BLUE, ORANGE, GREEN = "#0072b2", "#d55e00", "#009e73"
+INK = "#161a21"
+MUTED = "#5b6676"
+LINE = "#e1e5eb"
+BLUE = "#0072b2"
+ORANGE = "#d55e00"
+GREEN = "#009e73"
 STYLE: dict[str, Any] = {
     "font.size": 9,
     "font.family": "sans-serif",

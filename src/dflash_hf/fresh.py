@@ -61,7 +61,8 @@ def fresh_config(
         **_shape(text),
     }
     if draft_token_ids is not None:
-        ids, size = {*draft_token_ids}, text.vocab_size
+        ids = {*draft_token_ids}
+        size = text.vocab_size
         known = 0 < len(ids) == len(draft_token_ids) and min(ids) >= 0 and max(ids) < size
         what = f"different draft_token_ids from 0 to {size - 1}"
         require(known, what, list(draft_token_ids[:8]), "take `frequent_tokens`")
@@ -110,9 +111,11 @@ def choose_mask_token(target: PreTrainedModel, tokenizer: Tokenizer | None, size
     used = {*tokens.get_vocab().values()}
     behind = next((i for i in range(max(used) + 1, size) if i not in named), None)
     if tokens.mask_token_id is not None and tokens.mask_token_id < size:
-        chosen, why = tokens.mask_token_id, "the tokenizer's own mask token"
+        chosen = tokens.mask_token_id
+        why = "the tokenizer's own mask token"
     elif behind is not None:
-        chosen, why = behind, "the first one behind the tokenizer's tokens"
+        chosen = behind
+        why = "the first one behind the tokenizer's tokens"
     else:
         template = str(tokens.chat_template or "")
         spare = {
@@ -186,7 +189,8 @@ def _shape(text: Any) -> dict[str, int]:
     """
     heads, groups, size = commonest(attention_sizes(text))
     split = max(1, size // MAX_HEAD_DIM) if size % MAX_HEAD_DIM == 0 else 1
-    heads, size = heads * split, size // split
+    heads = heads * split
+    size = size // split
     wanted = min(MAX_KEY_VALUE_HEADS, groups * split)
     groups = next(number for number in range(wanted, 0, -1) if heads % number == 0)
     width: Any = commonest(layer_values(text, "intermediate_size"))

@@ -143,10 +143,13 @@ class DFlashGenerationConfig(GenerationConfig):
         for name, allowed in (("engine", get_args(Engine)), ("proposal", get_args(Proposal))):
             require(getattr(self, name) in allowed, f"{name} in {allowed}", getattr(self, name), "leave it at 'auto'")
         require(isinstance(self.synchronize, bool), "True or False as synchronize", self.synchronize, "leave it out")
-        what, dtype = "draft_dtype left out or 'float8_e4m3fn'", self.draft_dtype
+        what = "draft_dtype left out or 'float8_e4m3fn'"
+        dtype = self.draft_dtype
         require(dtype is None or dtype == "float8_e4m3fn", what, dtype, "leave it out")
-        size, width = self.block_size, self.verify_width
-        nodes, longest = self.num_tree_nodes, self.max_matching_ngram_size
+        size = self.block_size
+        width = self.verify_width
+        nodes = self.num_tree_nodes
+        longest = self.max_matching_ngram_size
         count = "a number of tokens, at least 1,"
         require(size is None or (is_a(size, int) and size >= 1), f"{count} as block_size", size, "leave it out")
         if max_block_size is not None:

@@ -52,7 +52,8 @@ class DFlashMLP(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Returns `down(act(gate(x)) * up(x))`."""
-        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+        gate = self.gate_proj(hidden_states)
+        up = self.up_proj(hidden_states)
         is_fused = self.is_silu and ops.fuses(gate, up)
         return self.down_proj(ops.silu_mul(gate, up) if is_fused else self.act_fn(gate) * up)
 
@@ -67,7 +68,8 @@ class DFlashAttention(nn.Module):
         self.dropout = float(config.attention_dropout)
         self.scaling = config.head_dim**-0.5
         self.kind: AttentionKind = config.attention_kind(layer_idx)
-        size, bias = config.hidden_size, config.attention_bias
+        size = config.hidden_size
+        bias = config.attention_bias
         query_size, key_size = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         self.repeats = config.num_attention_heads // config.num_key_value_heads
         self.q_proj = nn.Linear(size, query_size, bias=bias)
@@ -97,12 +99,15 @@ class DFlashAttention(nn.Module):
         assert cache.block is not None
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key, value = (f(hidden_states).view(shape) for f in (self.q_proj, self.k_proj, self.v_proj))
-        norms, (keys, values) = (self.q_norm.weight, self.k_norm.weight), cache.attention[self.layer_idx].buffers()
+        norms = (self.q_norm.weight, self.k_norm.weight)
+        keys, values = cache.attention[self.layer_idx].buffers()
         if not ops.writes([query, key, value, *norms, *cos_sin], (keys, values)):
-            query, key = rotate(self.q_norm(query), cos_sin), rotate(self.k_norm(key), cos_sin)
+            query = rotate(self.q_norm(query), cos_sin)
+            key = rotate(self.k_norm(key), cos_sin)
             return query, *cache.extend(self.layer_idx, key, value)
         cos, sin = (part.squeeze(2) for part in cos_sin)
-        lengths, eps = cache.block.lengths, self.k_norm.eps
+        lengths = cache.block.lengths
+        eps = self.k_norm.eps
         query = ops.norm_rope_write(query, key, value, *norms, cos, sin, lengths, keys, values, eps)
         return query, *cache.read(self.layer_idx)
 
@@ -131,7 +136,8 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         self.mlp_conv: GroupedDynamicConvolution | None = None
         if config.conv_kernel_size is not None and config.conv_group_size is not None:  # DFlash 2 only
             sizes = (config.hidden_size, config.conv_kernel_size, config.conv_group_size)
-            self.attention_conv, self.mlp_conv = GroupedDynamicConvolution(*sizes), GroupedDynamicConvolution(*sizes)
+            self.attention_conv = GroupedDynamicConvolution(*sizes)
+            self.mlp_conv = GroupedDynamicConvolution(*sizes)
 
     def forward(
         self, hidden_states: Tensor, residual: Tensor | None, attended: Attending, block_size: int
@@ -152,7 +158,8 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
             the next norm takes both, in one kernel where there is one.
         """
         if residual is None:
-            stream, normed = hidden_states, self.input_layernorm(hidden_states)
+            stream = hidden_states
+            normed = self.input_layernorm(hidden_states)
         else:
             normed, stream = self.input_layernorm(hidden_states, residual)
         attention = functools.partial(self.self_attn, attended=attended)
@@ -183,7 +190,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.layers = nn.ModuleList(DFlashDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = DFlashRotaryEmbedding(config)
-        size, rank, top_k = config.vocab_size or 0, config.selector_rank, config.selector_top_k
+        size = config.vocab_size or 0
+        rank = config.selector_rank
+        top_k = config.selector_top_k
         self.candidate_selector: CandidateSelector | None = None
         if rank is not None and top_k is not None:  # DFlash 2 only
             self.candidate_selector = CandidateSelector(
@@ -206,7 +215,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def cache_shapes(self) -> list[LayerShape]:
         """Returns what each layer of the draft's cache is."""
-        heads, size = self.config.num_key_value_heads, self.config.head_dim
+        heads = self.config.num_key_value_heads
+        size = self.config.head_dim
         windows = [self.config.attention_kind(index)[0] for index in range(self.config.num_hidden_layers)]
         where = self.dtype, self.dtype, execution_device(self)
         return [LayerShape(heads, size, size, window, *where) for window in windows]
@@ -273,14 +283,18 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         """
         block = cache.block
         assert block is not None
-        features, earlier, positions = None, 0, block.positions
+        features = None
+        earlier = 0
+        positions = block.positions
         if context is not None:
-            features, earlier = self.project_context(context.states), context.states.shape[1]
+            features = self.project_context(context.states)
+            earlier = context.states.shape[1]
             positions = torch.cat([context.block.positions, positions], dim=1)
         cos, sin = self.rotary_emb(positions, noise_embeds.dtype)
         cos_sin = (cos[:, earlier:], sin[:, earlier:])
         if context is not None and features is not None and context.weights is not None:
-            angles, eps = (cos[:, :earlier], sin[:, :earlier]), self.config.rms_norm_eps
+            angles = (cos[:, :earlier], sin[:, :earlier])
+            eps = self.config.rms_norm_eps
             context = None if context.written_at_once(features, angles, cache, eps) else context
 
         def attended(attention: DFlashAttention, normed: Tensor) -> Attended:

@@ -81,7 +81,8 @@ class DFlashRotaryEmbedding(nn.Module):
         """Returns cosines and sines `[..., 1, E]` for `positions` `[...]`, computed in float32."""
         freqs = positions[..., None].float() * self.inv_freq.float()
         angles = torch.cat((freqs, freqs), dim=-1)[..., None, :]
-        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        cos = angles.cos() * self.attention_scaling
+        sin = angles.sin() * self.attention_scaling
         return cos.to(dtype), sin.to(dtype)
 
 

@@ -62,7 +62,8 @@ def kernels(enabled: bool | None) -> Generator[None]:
     `True` is for tests and benchmarks: on a CPU kernels run in Triton's interpreter, which is slow and needs
     `TRITON_INTERPRET=1`; without it their references run. Holds for all threads.
     """
-    before, _Setting.enabled = _Setting.enabled, enabled
+    before = _Setting.enabled
+    _Setting.enabled = enabled
     try:
         yield
     finally:

@@ -45,7 +45,8 @@ def undoing(undo: Callable[[], None]) -> Generator[None]:
 
     It may be called several times, and before the change was made.
     """
-    change, is_undone = (_holder(), undo), False
+    change = (_holder(), undo)
+    is_undone = False
     try:
         try:
             _open.changes.append(change)
@@ -63,7 +64,8 @@ def undo_stale() -> None:
     """Takes back changes of this thread whose end has been missed; those that calls further up wait for stay."""
     if not _open.changes:
         return
-    running, frame = list[FrameType](), sys._getframe(1)
+    running = list[FrameType]()
+    frame = sys._getframe(1)
     while frame is not None:
         running.append(frame)
         frame = frame.f_back

@@ -23,7 +23,8 @@ from dflash_hf import ops
 
 # How likely a text goes on as it did before, by how many of its last tokens are the same, and then token by token. A
 # little less than in SmolLM2's answers to GSM8K and MT-Bench (docs/log.md), which repeat themselves.
-FOLLOWS, GOES_ON = (0.0, 0.2, 0.5, 0.6, 0.8), (0.0, 0.6, 0.7, 0.75, 0.9)
+FOLLOWS = (0.0, 0.2, 0.5, 0.6, 0.8)
+GOES_ON = (0.0, 0.6, 0.7, 0.75, 0.9)
 MAX_MATCHING = len(FOLLOWS) - 1
 
 
@@ -93,7 +94,8 @@ class TreeBuilder:
                 f"expected num_tree_nodes of at most {most} (a draft that chooses among {vocab_size} tokens "
                 f"at {depth} positions), got {num_nodes}; lower it"
             )
-        self.num_nodes, self.num_ranks = num_nodes, min(vocab_size, num_nodes - 1)
+        self.num_nodes = num_nodes
+        self.num_ranks = min(vocab_size, num_nodes - 1)
         self.follows = torch.tensor((FOLLOWS, GOES_ON), dtype=torch.float32, device="cpu").log().to(device)
 
     def build(

@@ -196,7 +196,8 @@ def _allowed() -> dict[str, tuple[Callable[[Any], bool], str, str]]:
 
     at_least_1 = (lambda value: value >= 1, "at least 1", "give a larger one")
     whole = ("batch", "max_new_tokens", "block_size", "num_prompts", "repeats", "threads")
-    nodes, matching = f"0 (a chain), 2 to {MAX_NODES}, or auto", f"0 to {MAX_MATCHING}"
+    nodes = f"0 (a chain), 2 to {MAX_NODES}, or auto"
+    matching = f"0 to {MAX_MATCHING}"
     return {
         **dict.fromkeys(whole, at_least_1),
         "verify_width": (lambda value: value == "auto" or value >= 1, "at least 1 or auto", "give a larger one"),

@@ -72,7 +72,8 @@ def assemble(reference: Mapping[str, Any], text: str) -> str:
     chosen = ([block for block in blocks if defining.search(block)] or blocks or [text])[-1]
     if not is_humaneval:
         return "\n".join([*reference.get("imports", ()), chosen, *reference["tests"]])
-    prompt, function = reference["prompt"], reference["entry_point"]
+    prompt = reference["prompt"]
+    function = reference["entry_point"]
     if defining.search(chosen):
         program = f"{prompt}\n{chosen}"  # the prompt's own function has a docstring for a body, and is defined anew
     else:

@@ -213,7 +213,8 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
         for row in comparison.conditions:
             table.add_row(*map(Text, row))
         tables.append(table)
-    changed, of = len(comparison.beyond_noise) or "none", len(comparison.changes)
+    changed = len(comparison.beyond_noise) or "none"
+    of = len(comparison.changes)
     caption = f"{changed} of {of} numbers changed beyond noise (of the choice of questions)"
     if comparison.left_out:
         caption += f"; only one of the runs has {listed(comparison.left_out)}"
@@ -243,7 +244,8 @@ def _cells(change: Change) -> tuple[str, ...]:
     scale, digits, unit = (100, 1, " %") if change.quantity == "accuracy" else (1, 2, "")
     before, after = (f"{scale * value:.{digits}f}{unit}" for value in (change.before, change.after))
     if is_speed:  # in per cent of what it was, as the interval of its ratio
-        scale, digits = 100, 1
+        scale = 100
+        digits = 1
     offset = 1.0 if is_speed else 0.0
     moved = (change.after / change.before if is_speed and change.before else change.after - change.before) - offset
     ends = [f"{scale * (end - offset):+.{digits}f}" for end in (change.low, change.high) if end is not None]

@@ -51,7 +51,8 @@ def measure(answers: Sequence[Answer], bin_tokens: int) -> dict[str, Any]:
     """
     turns = [turn for answer in answers for turn in answer.turns]
     errors = Counter(answer.error for answer in answers if answer.error is not None)
-    new_tokens, seconds = sum(turn.new_tokens for turn in turns), sum(turn.wall_time for turn in turns)
+    new_tokens = sum(turn.new_tokens for turn in turns)
+    seconds = sum(turn.wall_time for turn in turns)
     decode = np.array([decode_part(turn) for turn in turns]).reshape(-1, 2).sum(axis=0)
     return {
         "questions": len({answer.key for answer in answers}),
@@ -101,8 +102,10 @@ def _acceptance(turns: list[Turn], bin_tokens: int) -> dict[str, Any] | None:
         return _server_acceptance(turns)
     means = [float(np.mean(counts)) for _, counts in drafted if counts]
     drafts = draft_counts(turns)
-    accepted, proposed = drafts[:, 0], drafts[:, 1]
-    joint, conditional = list[float](), list[float | None]()
+    accepted = drafts[:, 0]
+    proposed = drafts[:, 1]
+    joint = list[float]()
+    conditional = list[float | None]()
     for position in range(int(proposed.max(initial=0))):
         right = int((accepted > position).sum())
         joint.append(right / len(drafts))
@@ -135,7 +138,8 @@ def _server_acceptance(turns: list[Turn]) -> dict[str, Any] | None:
         sums.update(counters)
     depth = sum(name.startswith("num_accepted_tokens_at_pos_") for name in sums)
     right = [sums[f"num_accepted_tokens_at_pos_{position}"] for position in range(depth)]
-    drafts, means = sums["num_drafts"], [row["acceptance_length"] for row in told if "acceptance_length" in row]
+    drafts = sums["num_drafts"]
+    means = [row["acceptance_length"] for row in told if "acceptance_length" in row]
     return {
         **dict.fromkeys(("acceptance_length", "acceptance_length_zlab", "num_verifies")),
         **dict.fromkeys(("draft_seconds", "verify_seconds")),
@@ -215,7 +219,8 @@ def ratios(sums: Any) -> Any:
     """Returns the ratios of tokens per second, of `(..., 4)` sums of tokens and seconds of two methods; not finite
     where one took no time or made no tokens to compare with."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        mine, theirs = sums[..., 0] / sums[..., 1], sums[..., 2] / sums[..., 3]
+        mine = sums[..., 0] / sums[..., 1]
+        theirs = sums[..., 2] / sums[..., 3]
         return np.where(np.isfinite(theirs), mine / theirs, np.nan)
 
 

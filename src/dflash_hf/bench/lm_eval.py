@@ -43,7 +43,9 @@ class StopTexts(StoppingCriteria):
     is_row_wise = True
 
     def __init__(self, tokenizer: Any, texts: list[str], num_columns: int) -> None:
-        self.tokenizer, self.texts, self.num_columns = tokenizer, [text for text in texts if text], num_columns
+        self.tokenizer = tokenizer
+        self.texts = [text for text in texts if text]
+        self.num_columns = num_columns
         lengths = [len(tokenizer.encode(text, add_special_tokens=False)) for text in self.texts]
         self.num_last = 2 + max(lengths, default=0)  # two more: a text may be written in other tokens than its own
 

@@ -208,8 +208,10 @@ def local_method(way: Way, models: Models) -> Method:
 
 
 def _turns(models: Models, inputs: Inputs, raw: Raw, seconds: float) -> list[Turn]:
-    ends, num_rows = end_tokens(models.target), inputs["input_ids"].shape[0]
-    tokenizer, found = tokenizer_of(models.processor), list[Turn]()
+    ends = end_tokens(models.target)
+    num_rows = inputs["input_ids"].shape[0]
+    tokenizer = tokenizer_of(models.processor)
+    found = list[Turn]()
     prompt_tokens = inputs["attention_mask"].sum(dim=1).tolist()
     for index, row in enumerate(raw.sequences[:, inputs["input_ids"].shape[1] :].tolist()):
         # What stands behind an end token is padding.

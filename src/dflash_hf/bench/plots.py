@@ -102,7 +102,8 @@ def _speedups(methods: Sequence[dict[str, Any]]) -> Figure | None:
 
     def draw(drawing: Any) -> None:
         axes = drawing.subplots()
-        labels, y = list[str](), 0
+        labels = list[str]()
+        y = 0
         largest = max(row[1]["high"] or row[1]["ratio"] for _, rows in groups for row in rows)
         for name, rows in groups:
             here = {"transform": axes.get_yaxis_transform(), "va": "center"}

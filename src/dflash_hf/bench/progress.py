@@ -55,7 +55,8 @@ class Bars:
         """Adds answers of a cell, and draws if it has been a while."""
         if self.progress.disable:
             return
-        sums, found = self._sums[name], list(answers)
+        sums = self._sums[name]
+        found = list(answers)
         for turn in (turn for answer in found for turn in answer.turns):
             committed = turn.committed or []
             for index, value in enumerate((turn.new_tokens, turn.wall_time, sum(committed), len(committed))):

@@ -75,7 +75,8 @@ def run(settings: RunSettings) -> Path | None:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     folder = RunFolder(settings.out, processes.rank)
-    questions, is_resumed = list[Question](), False
+    questions = list[Question]()
+    is_resumed = False
     if processes.rank == 0:
         is_resumed = folder.check(settings.resume, settings.what_matters())
         questions = folder.read_questions() if is_resumed else _load_questions(settings)
@@ -164,7 +165,8 @@ def _load_models(settings: RunSettings, device_map: str) -> dict[str, Models]:
         hint = "leave out --chat-template-kwargs, --no-thinking and --system"
         require(is_fine, "a target with a chat template", settings.target, hint)
         given: dict[str, Any] = {"dtype": dtype, "device_map": device_map}
-        draft, assistant = settings.draft if needs_draft else None, settings.assistant
+        draft = settings.draft if needs_draft else None
+        assistant = settings.assistant
         found[dtype] = Models(
             target=target,
             processor=processor,

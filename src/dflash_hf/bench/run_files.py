@@ -25,7 +25,9 @@ from dflash_hf.evaluation.row_files import line_of, parsed, parsed_object, write
 
 logger = logging.getLogger(__name__)
 
-RUN, QUESTIONS, MARGINS = "run.json", "questions.jsonl", "margins.jsonl"
+RUN = "run.json"
+QUESTIONS = "questions.jsonl"
+MARGINS = "margins.jsonl"
 SECONDS_BETWEEN_SYNCS = 1.0
 Batch = tuple[int, Sequence[Question]]  # what is asked together, and how often it had been asked before
 
@@ -34,7 +36,8 @@ class RunFolder:
     """A run's folder, seen from one of its processes."""
 
     def __init__(self, path: Path, rank: int = 0) -> None:
-        self.path, self.rank = path, rank
+        self.path = path
+        self.rank = rank
         self._synced: dict[str, float] = {}
 
     def check(self, resume: bool, what_matters: Mapping[str, Any]) -> bool:
@@ -54,7 +57,8 @@ class RunFolder:
             raise ValueError(f"expected a new or empty folder as --out, got {self.path} with files in it; {hint}")
         if RUN not in found:
             raise ValueError(f"expected the folder of a run as --out, got {self.path} without {RUN}; name another")
-        before, now = self.read_run()["settings"], json.loads(json.dumps(what_matters))
+        before = self.read_run()["settings"]
+        now = json.loads(json.dumps(what_matters))
         differing = sorted(name for name in now if before.get(name) != now[name])
         if differing:
             differences = [f"{name} was {shown(before.get(name))} and is {shown(now[name])}" for name in differing]
@@ -196,7 +200,8 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         for place, answer in _read(path, Answer):
             require(answer.model_id in answers, f"a method of {RUN} at {place}", answer.model_id, "remove the file")
             require(answer.key in questions, f"a question of {QUESTIONS} at {place}", answer.key, "remove the line")
-            known, which = answers[answer.model_id], answer.which
+            known = answers[answer.model_id]
+            which = answer.which
             require(
                 which not in known, f"one answer to a question and repeat, at {place}", which, "remove one of them"
             )

@@ -121,7 +121,8 @@ def _boxed(text: str) -> str | None:
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start < 0:
         return None
-    start, depth = text.index("{", start), 0
+    start = text.index("{", start)
+    depth = 0
     for index in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[index], 0) if text[index - 1] != "\\" else 0
         if depth == 0:
@@ -166,7 +167,8 @@ class _Math:
 
     def close(self) -> None:
         """Ends the process, if there is one."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.kill()
             process.communicate()

@@ -81,7 +81,9 @@ class Server:
         for line in response.text.splitlines() if response.is_success else ():
             if (match := _METRIC.match(line)) is None:
                 continue
-            name, labels, value = match.group(1).removesuffix("_total"), match.group(2) or "", match.group(3)
+            name = match.group(1).removesuffix("_total")
+            labels = match.group(2) or ""
+            value = match.group(3)
             if name in _COUNTERS:
                 found[_COUNTERS[name]] = found.get(_COUNTERS[name], 0.0) + float(value)
             elif name == _PER_POSITION and (position := re.search(r'position="(\d+)"', labels)):
@@ -112,7 +114,10 @@ class Server:
         }
         if self.template_options:
             body["chat_template_kwargs"] = dict(self.template_options)
-        pieces, ttft, reason, usage = list[str](), None, None, dict[str, Any]()
+        pieces = list[str]()
+        ttft = None
+        reason = None
+        usage = dict[str, Any]()
         started = time.perf_counter()
         with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.is_error:

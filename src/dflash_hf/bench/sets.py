@@ -124,7 +124,8 @@ def mbpp(row: Row) -> Fields | None:
     number = row.name("task_id")
     if isinstance(number, int) and not 11 <= number <= 510:
         return None
-    tests, imports = row.texts("test_list"), row.values.get("test_imports")
+    tests = row.texts("test_list")
+    imports = row.values.get("test_imports")
     setup = row.values.get("test_setup_code")  # of the full set, where the sanitised one has `test_imports`
     return {
         "question_id": number,
@@ -149,13 +150,15 @@ def livecodebench(row: Row) -> Fields:
 
 def alpaca(row: Row) -> Fields:
     """Reads a row of Alpaca."""
-    turn, more = row.text("instruction"), row.text("input", default="")
+    turn = row.text("instruction")
+    more = row.text("input", default="")
     return {"turns": (f"{turn}\n\nInput:\n{more}" if more else turn,)}
 
 
 def mmstar(row: Row) -> Fields:
     """Reads a row of MMStar: the whole text with its options, and the image before it."""
-    text, right = row.text("question"), row.text("answer").strip()
+    text = row.text("question")
+    right = row.text("answer").strip()
     options = re.findall(r"(?<![A-Za-z])\(?([A-H])\s?[:.)]", text)
     what = f"options 'A: ..., B: ...' in the question of {row.where}, the right one ({shown(right)}) among them"
     require({"A", "B", right} <= set(options), what, text, "take the upstream rows: their questions end with them")

@@ -63,7 +63,8 @@ def zlab_way(models: Models) -> Way:
         )
         assert isinstance(out.output_ids, torch.Tensor)
         committed = [int(number) for number in out.acceptance_lengths]
-        block, left = options.block_size or int(draft.block_size), options.max_new_tokens
+        block = options.block_size or int(draft.block_size)
+        left = options.max_new_tokens
         proposed: list[int] = []
         for number in committed:
             proposed.append(min(block, left) - 1)

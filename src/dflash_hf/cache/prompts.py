@@ -32,7 +32,8 @@ class PromptSlots:
         positions = self.positions[:, self.positions.shape[1] - num_columns :]
         if num_columns:
             # As many indices as columns: none is missing, and they count up by one.
-            first, last = int(positions[0, 0]), int(positions[0, -1])
+            first = int(positions[0, 0])
+            last = int(positions[0, -1])
             is_run = first >= 0 and last - first == num_columns - 1 and first // ring == last // ring
             if is_run and (len(positions) == 1 or bool((positions == positions[0]).all())):
                 return slice(first % ring, last % ring + 1)

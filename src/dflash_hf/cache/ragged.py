@@ -41,7 +41,8 @@ class RaggedLayer(CacheLayerMixin):
         super().__init__()
         self.shape = shape
         self.ring = shape.ring(max_length, block)
-        rows, where = (batch, self.ring, shape.num_heads), shape.device
+        rows = (batch, self.ring, shape.num_heads)
+        where = shape.device
         with plain_tensors():
             keys = torch.zeros(*rows, shape.key_size, dtype=shape.dtype, device=where)
             values = torch.zeros(*rows, shape.value_size, dtype=shape.value_dtype, device=where)
@@ -50,7 +51,8 @@ class RaggedLayer(CacheLayerMixin):
 
     def _hold(self, key_buffer: Tensor, value_buffer: Tensor) -> None:
         """Takes these for its buffers."""
-        self.key_buffer, self.value_buffer = key_buffer, value_buffer
+        self.key_buffer = key_buffer
+        self.value_buffer = value_buffer
         # Views, made once, where they are needed, and not for every write and read.
         self._rows: list[Tensor] = []
         self._all: list[Tensor] = []
@@ -87,7 +89,8 @@ class RaggedLayer(CacheLayerMixin):
         slots = block.on(keys.device).slots(self.ring)
         if key_BKGE.dtype != keys.dtype or value_BKGE.dtype != values.dtype:
             # Under autocast keys and values need not have the dtypes they had in the prefill.
-            key_BKGE, value_BKGE = key_BKGE.to(keys.dtype), value_BKGE.to(values.dtype)
+            key_BKGE = key_BKGE.to(keys.dtype)
+            value_BKGE = value_BKGE.to(values.dtype)
         keys.index_copy_(0, slots, key_BKGE.flatten(0, 1))
         values.index_copy_(0, slots, value_BKGE.flatten(0, 1))
 
@@ -206,11 +209,14 @@ class RaggedCache(Cache):
 
         Raises `ValueError` if a layer has no keys and values and is none of `recurrences`, or there is no room.
         """
-        recurrent, batch = plan_groups(prefill, recurrences or {}, block), positions_BS.shape[0]
-        shapes, freed = dict[int, LayerShape](), defaultdict[torch.device, int](int)
+        recurrent = plan_groups(prefill, recurrences or {}, block)
+        batch = positions_BS.shape[0]
+        shapes = dict[int, LayerShape]()
+        freed = defaultdict[torch.device, int](int)
         for index, layer in enumerate(list[Any](prefill.layers)):
             if index not in (recurrences or {}):
-                shapes[index] = shape = _shape_of(layer, index, positions_BS.shape[1])
+                shape = _shape_of(layer, index, positions_BS.shape[1])
+                shapes[index] = shape
                 freed[shape.device] += 0 if keep else layer.keys.nbytes + layer.values.nbytes
         if not shapes:
             raise ValueError(
@@ -223,7 +229,8 @@ class RaggedCache(Cache):
             check_memory([*shapes.values()], batch, max_length, block, freed)
             cache = cls([], batch=batch, max_length=0, block=block)
             cache.groups = [RecurrentGroup(*members) for members in recurrent]
-        prompts, states = PromptSlots(positions_BS), dict[int, RecurrentLayer]()
+        prompts = PromptSlots(positions_BS)
+        states = dict[int, RecurrentLayer]()
         for group in cache.groups:
             group.take(prefill.layers, (positions_BS[:, -1] + 1).to(group.plan.device), keep)
             states |= group.layers()
@@ -238,7 +245,8 @@ class RaggedCache(Cache):
             keys, values = stored_columns(source)
             cache.attention[index].write_rows(keys.transpose(1, 2), values.transpose(1, 2), prompts)
             if not keep:
-                source.keys = source.values = None
+                source.keys = None
+                source.values = None
                 source.is_initialized = False
             del keys, values
         return cache
@@ -272,7 +280,8 @@ class RaggedCache(Cache):
 
         Rows must have fitted in until now. A ring that holds its window and a block needs no more.
         """
-        block, freed = self.longest_block, defaultdict[torch.device, int](int)
+        block = self.longest_block
+        freed = defaultdict[torch.device, int](int)
         longer = [layer for layer in self.attention.values() if layer.ring < layer.shape.ring(max_length, block)]
         for layer in longer:
             freed[layer.shape.device] += layer.key_buffer.nbytes + layer.value_buffer.nbytes
@@ -376,7 +385,8 @@ def kept_rows(buffer: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
 
 def _shape_of(source: Any, index: int, num_columns: int) -> LayerShape:
     """What a filled layer will be moved into; refuses one without keys and values of the prompt's columns."""
-    keys, values = getattr(source, "keys", None), getattr(source, "values", None)
+    keys = getattr(source, "keys", None)
+    values = getattr(source, "values", None)
     if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
         raise ValueError(
             f"expected keys and values in every layer of the prefill cache, got {type(source).__name__} in "

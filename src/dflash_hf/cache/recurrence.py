@@ -179,7 +179,8 @@ class Mamba2(Rule):
 
     def replay(self, block: Noted) -> Tensor:
         """With a time step of zero on the tokens that go; the layers side by side as heads, whose rates differ."""
-        first, (num, batch, width) = block.modules[0], block.projections.shape[:3]
+        first = block.modules[0]
+        num, batch, width = block.projections.shape[:3]
         mixed = _convolved(block, self.convolution)
         groups = first.n_groups * first.ssm_state_size
         values, into, _ = mixed.split([first.intermediate_size, groups, groups], dim=-1)
@@ -253,11 +254,13 @@ def _stacked(modules: Sequence[Any], name: str) -> Tensor:
 
 def _convolved(block: Noted, name: str, skip: int = 0) -> Tensor:
     """Runs the modules' convolutions in one call `[L, B, W, C - skip]`, without the first `skip` channels."""
-    convolutions, inputs = [getattr(module, name) for module in block.modules], block.inputs[:, :, skip:]
+    convolutions = [getattr(module, name) for module in block.modules]
+    inputs = block.inputs[:, :, skip:]
     weight = torch.cat([_parameter(convolution, "weight").squeeze(1)[skip:] for convolution in convolutions])
     bias = None
     if convolutions[0].bias is not None:
         bias = torch.cat([_parameter(convolution, "bias")[skip:] for convolution in convolutions])
-    first, inputs = block.modules[0], inputs.transpose(0, 1).flatten(1, 2)
+    first = block.modules[0]
+    inputs = inputs.transpose(0, 1).flatten(1, 2)
     mixed = _function(first, "causal_conv1d_fn")(inputs, weight, bias, activation=first.activation)
     return mixed[..., -block.kept.shape[1] :].unflatten(1, (len(convolutions), -1)).permute(1, 0, 3, 2)

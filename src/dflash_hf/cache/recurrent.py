@@ -48,12 +48,14 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
             self._block = group.blocks[slot]
             self._noted = group.noted[slot]
         self.module: weakref.ref[nn.Module] = group.modules[slot]
-        self.conv_states, self.recurrent_states = {0: self.window}, {0: self.state}
+        self.conv_states = {0: self.window}
+        self.recurrent_states = {0: self.state}
         self.is_conv_states_initialized = {0: True}
         self.is_recurrent_states_initialized = {0: self.state is not None}
         self.has_previous_state = {0: True}
         self.conv_kernel_size = {0: self.window.shape[-1]}
-        self.device, self.dtype = self.window.device, self.window.dtype
+        self.device = self.window.device
+        self.dtype = self.window.dtype
         # Keeps modules from writing into the window themselves, which they do for single tokens.
         self.record_past = True
         # What has not been noted of the block.
@@ -137,7 +139,8 @@ class RecurrentGroup:
     """Stacked buffers of recurrent layers alike, by a plan of what they have in common and the layers by index."""
 
     def __init__(self, plan: GroupPlan, members: Mapping[int, Recurrence]) -> None:
-        num, (window, dtype) = len(members), plan.window
+        num = len(members)
+        window, dtype = plan.window
         self.plan = plan
         self.indices = list(members)
         # Buffers outlive the call, a target need not.
@@ -180,8 +183,10 @@ class RecurrentGroup:
             if self.states is not None:
                 self.states[slot].copy_(source.recurrent_states[0])
             if not keep:
-                source.conv_states[0] = source.recurrent_states[0] = None
-                source.is_conv_states_initialized[0] = source.is_recurrent_states_initialized[0] = False
+                source.conv_states[0] = None
+                source.recurrent_states[0] = None
+                source.is_conv_states_initialized[0] = False
+                source.is_recurrent_states_initialized[0] = False
                 source.has_previous_state[0] = False
         self.lengths.copy_(lengths)
 
@@ -193,7 +198,8 @@ class RecurrentGroup:
         num_kept = lengths - self.lengths
         inputs = torch.cat([self.windows, self.blocks], dim=-1)
         if self.states is not None:
-            modules, kept = [module() for module in self.modules], self._steps < num_kept[:, None]
+            modules = [module() for module in self.modules]
+            kept = self._steps < num_kept[:, None]
             self.states.copy_(self.plan.rule.replay(Noted(modules, inputs, self.noted, self.states, kept)))
         columns = (num_kept[:, None] + self._columns)[None, :, None].expand_as(self.windows)
         self.windows.copy_(inputs.gather(-1, columns))

@@ -58,7 +58,8 @@ def check_memory(
     others see [`RaggedCache`].
     """
     for device in {shape.device for shape in shapes}:
-        here, free = [shape for shape in shapes if shape.device == device], free_memory(device)
+        here = [shape for shape in shapes if shape.device == device]
+        free = free_memory(device)
 
         def needed(length: int, here: Sequence[LayerShape] = here) -> int:
             return sum(shape.num_bytes(batch, length, block) for shape in here)

@@ -25,7 +25,9 @@ from dflash_hf.chat.model import ChatModel
 from dflash_hf.chat.page import MINUTES, Page
 
 MAX_BODY = 2 * 2**20  # of a request that is no upload: texts and names of uploaded files
-MAX_FILES, MAX_BYTES = 512, 2**30  # of uploads
+# of uploads
+MAX_FILES = 512
+MAX_BYTES = 2**30
 MAX_PAGES = 4096  # whose browser is remembered, the newest ones
 UPLOAD = "/gradio_api/upload"  # the one route that writes its body to files, part by part
 HEARTBEAT = "/gradio_api/heartbeat/"  # and a page's name, which other routes have in the query
@@ -48,7 +50,9 @@ class Uploads:
     """
 
     def __init__(self, folder: Path, max_files: int = MAX_FILES, max_bytes: int = MAX_BYTES) -> None:
-        self.folder, self.max_files, self.max_bytes = folder, max_files, max_bytes
+        self.folder = folder
+        self.max_files = max_files
+        self.max_bytes = max_bytes
         self._coming: list[int] = []
 
     @contextmanager
@@ -81,7 +85,8 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, uploads: Uploads) -> None:
-        self.app, self.uploads = app, uploads
+        self.app = app
+        self.uploads = uploads
         self._browsers: OrderedDict[str, str] = OrderedDict()  # by page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,7 +122,8 @@ class Guard:
 
     def _admit(self, request: Request, coming: ExitStack) -> None:
         """Raises `HTTPException` for what is no request of this chat; an upload counts until `coming` ends."""
-        path, headers = str(request.scope["path"]), request.headers
+        path = str(request.scope["path"])
+        headers = request.headers
         length = headers.get("content-length", "")
         if request.method not in ("GET", "HEAD", "OPTIONS"):
             # Browsers say it of every request that changes something; programs do not, and no page from elsewhere can
@@ -153,7 +159,8 @@ def guards(host: str, uploads: Uploads, share: bool = False) -> list[Middleware]
     All requests to loopback come from here, also those of a page from elsewhere whose name was made to point here (DNS
     rebinding): those call it by that name. Where it listens to others too, or is shared, nobody knows its names.
     """
-    name, hosts = host.strip("[]").lower(), ["*"]
+    name = host.strip("[]").lower()
+    hosts = ["*"]
     if not share and all(ipaddress.ip_address(info[4][0]).is_loopback for info in socket.getaddrinfo(name, None)):
         hosts = ["localhost", "127.0.0.1", "[::1]", f"[{name}]" if ":" in name else name]
     by_name = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)

@@ -57,7 +57,8 @@ class VerifiedTree(NamedTuple):
 
         Nodes stand in the order of their paths' probability: those with the more likely first token come first.
         """
-        inner, on_path = set(self.parents), {0, *self.path}
+        inner = set(self.parents)
+        on_path = {0, *self.path}
         found: list[list[int]] = []
         for leaf in range(1, len(self.parents)):
             if leaf not in inner and leaf not in on_path:

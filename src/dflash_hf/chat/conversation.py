@@ -96,7 +96,8 @@ class Answer:
         """
         if self.stats is None or not self.stats.num_tried_by_node:
             return None
-        total, from_text = sum(map(sum, self.stats.num_accepted)), self.stats.num_accepted_from_text
+        total = sum(map(sum, self.stats.num_accepted))
+        from_text = self.stats.num_accepted_from_text
         off_branch = sum(run.tried.num_off_branch for run in self.runs if run.tried)
         return total - off_branch - from_text, off_branch, from_text
 

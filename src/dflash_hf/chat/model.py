@@ -32,7 +32,9 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 
 MAX_CHARACTERS = 200_000
 MAX_IMAGES = 16  # of a conversation
-TICK, RACE_TICK = 0.08, 0.5  # seconds between two looks at a run; a page must not slow down what it times
+# seconds between two looks at a run; a page must not slow down what it times
+TICK = 0.08
+RACE_TICK = 0.5
 MANY_RUNS = 100  # that make looks half as frequent
 
 Race = tuple[Answer, Answer]  # of the target alone, and with the draft
@@ -43,8 +45,11 @@ class RunStreamer(BaseStreamer):
     """Notes what `generate` commits, for the thread that reads the answer; ends the run once `stop` is set."""
 
     def __init__(self, answer: Answer, stop: threading.Event, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.answer, self.stop, self.tokenizer = answer, stop, tokenizer
-        self.started = self.ended = 0.0  # of the call, by `time.perf_counter`; 0 before
+        self.answer = answer
+        self.stop = stop
+        self.tokenizer = tokenizer
+        self.started = 0.0
+        self.ended = 0.0
         # The prompt, then committed tokens; with their times, and the trees that were verified.
         self._arrived: list[tuple[Any, float, VerifiedTree | None]] = []
         self._tree: VerifiedTree | None = None  # of the tokens that come next
@@ -67,7 +72,8 @@ class RunStreamer(BaseStreamer):
         """Brings the answer up to date."""
         answer = self.answer
         if self.started:
-            answer.state, answer.seconds = "running", (self.ended or time.perf_counter()) - self.started
+            answer.state = "running"
+            answer.seconds = (self.ended or time.perf_counter()) - self.started
         for value, seconds, tree in self._arrived[1 + len(answer.runs) :]:
             ids = value.reshape(-1).tolist()
             # A verify's last token is taken for the target's own until the run's end tells.
@@ -80,7 +86,8 @@ class RunStreamer(BaseStreamer):
             run.bonus = self._read(ids[split:])
         for run, accepted in zip(answer.runs[1:], answer.stats.num_accepted[0] if answer.stats else [], strict=False):
             if accepted >= run.num_tokens:  # cut at the end: its last token was proposed
-                run.text, run.bonus = run.text + run.bonus, ""
+                run.text = run.text + run.bonus
+                run.bonus = ""
             run.num_accepted = accepted
 
     def _read(self, ids: list[int]) -> str:
@@ -99,7 +106,8 @@ def in_turn(
     or stops it where no tokens come, does not wait for that: a prefill may take long. It yields more seldom the
     longer the answer: a page draws all of it anew, and hears no buttons meanwhile.
     """
-    answer, stop = streamer.answer, streamer.stop
+    answer = streamer.answer
+    stop = streamer.stop
 
     def work() -> None:
         if stop.is_set():
@@ -132,7 +140,9 @@ class ChatModel:
 
     def __init__(self, target: PreTrainedModel, draft: DFlashDraftModel, encoder: Processor) -> None:
         self.target: Any = target
-        self.draft, self.encoder, self.tokenizer = draft, encoder, tokenizer_of(encoder)
+        self.draft = draft
+        self.encoder = encoder
+        self.tokenizer = tokenizer_of(encoder)
         self.takes_images = encoder is not self.tokenizer
         templates = [getattr(encoder, "chat_template", None), self.tokenizer.chat_template]
         action = "choose one that was trained for chats, or use dflash-hf generate"
@@ -168,7 +178,8 @@ class ChatModel:
             inputs = encode_prompt(self.encoder, conversation.messages(self.takes_images), self.target.device)
         except ValueError as error:  # those before it passed, and a text alone is not refused
             raise ImageError(str(error)) if conversation.turns[-1].images else error from error
-        num_tokens, room = inputs["input_ids"].shape[1], self.max_length - max_new_tokens
+        num_tokens = inputs["input_ids"].shape[1]
+        room = self.max_length - max_new_tokens
         if num_tokens > room:
             limit = f"{max(room, 0):,} tokens, beside an answer of {max_new_tokens:,}"
             do = "shorten the message, lower the most tokens of an answer, or start a new chat"
@@ -189,7 +200,8 @@ class ChatModel:
         answer = Answer(drafted=settings.use_draft, block_size=self.block_size)
         turns = [*before.turns, Turn(text=text, images=images, answer=answer)]
         inputs = self.encode(replace(before, turns=turns), settings.max_new_tokens)
-        conversation.turns, conversation.stop = turns, threading.Event()
+        conversation.turns = turns
+        conversation.stop = threading.Event()
         return self._run(conversation, answer, inputs, settings)
 
     def race(self, conversation: Conversation, turns: list[Turn], max_new_tokens: int) -> Generator[Race]:
@@ -200,7 +212,8 @@ class ChatModel:
         """
         if not turns:
             raise ValueError("expected a question to race on, got an empty conversation; ask something first")
-        settings, conversation.stop = Settings(max_new_tokens=max_new_tokens), threading.Event()
+        settings = Settings(max_new_tokens=max_new_tokens)
+        conversation.stop = threading.Event()
         inputs = self.encode(replace(conversation, turns=turns), max_new_tokens)
         plain, drafted = (Answer(drafted=use_draft, block_size=self.block_size) for use_draft in (False, True))
 
@@ -227,7 +240,8 @@ class ChatModel:
         is_turn = any(answer is turn.answer for turn in conversation.turns[-1:])
 
         def call() -> None:
-            options, cache = settings.for_generate(), None
+            options = settings.for_generate()
+            cache = None
             if answer.drafted:
                 options["assistant_model"] = self.draft
             if answer.drafted and is_turn:  # looked at only now: a run that was left may have been advancing it
@@ -255,7 +269,8 @@ class ChatModel:
         not follow from `image_grid_thw` take the new images only: both prefill the whole conversation.
         """
         if conversation.cache is not None:
-            (cache, then), now = conversation.cache, inputs["input_ids"].cpu()
+            cache, then = conversation.cache
+            now = inputs["input_ids"].cpu()
             goes_on = then.shape[1] < now.shape[1] and torch.equal(then, now[:, : then.shape[1]])
             if goes_on and ("image_grid_thw" in inputs or not any(turn.images for turn in conversation.read_turns)):
                 return cache

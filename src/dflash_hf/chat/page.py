@@ -65,7 +65,9 @@ class Page:
     """The page over one model, with the names of target and draft, the folder of uploads, and a note on the model."""
 
     def __init__(self, model: ChatModel, names: tuple[str, str], uploads: Path, note: str = "") -> None:
-        self.model, self.uploads, self.sessions = model, uploads.resolve(), Sessions()
+        self.model = model
+        self.uploads = uploads.resolve()
+        self.sessions = Sessions()
         self.examples = find_examples(names[1], model.takes_images)
         # What the chatbot makes of HTML; in a handler of events a component is an update, and no value of another one.
         hello: Any = {"role": "user", "content": _html("")}
@@ -158,7 +160,8 @@ class Page:
 
     @_run
     def _ask(self, conversation: Conversation, data: Change) -> Generator[Change]:
-        text, files = data[self.box]["text"], [Path(file) for file in data[self.box]["files"]]
+        text = data[self.box]["text"]
+        files = [Path(file) for file in data[self.box]["files"]]
         uploads = [file for file in files if file.resolve().is_relative_to(self.uploads) and file.is_file()]
         try:
             self.model.check_message(conversation, text, files)  # before any of them is decoded
@@ -191,7 +194,8 @@ class Page:
         settings = Settings(**{name: data[part] for name, part in self.settings.items()})
         conversation.system = str(data[self.system] or "").strip()
         with closing(self.model.ask(conversation, text, images, settings, again)) as running:
-            past, box = self._messages(conversation.turns[:-1]), {} if again else {"value": EMPTY}
+            past = self._messages(conversation.turns[:-1])
+            box = {} if again else {"value": EMPTY}
             yield {**self._controls(busy=True, **box), self.begin: "", self.lanes: render("race")}
             for answer in running:
                 yield {

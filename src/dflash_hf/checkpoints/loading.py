@@ -128,9 +128,11 @@ class DFlashPreTrainedModel(PreTrainedModel):
         """
         given: PreTrainedConfig | PathOrRepo | None = kwargs.pop("config", None)
         source = given if isinstance(given, str | PathLike) else path
-        raw, stored = read_config(source, hub), stored_tensors(path, hub, kwargs.get("variant"))
+        raw = read_config(source, hub)
+        stored = stored_tensors(path, hub, kwargs.get("variant"))
         try:
-            form, found = detect_format(raw), dict[str, StoredTensor]()
+            form = detect_format(raw)
+            found = dict[str, StoredTensor]()
             renamed: dict[str, str] = kwargs.pop("key_mapping", None) or {}
             for name, tensor in stored.items():
                 for pattern, replacement in renamed.items():
@@ -254,7 +256,9 @@ def _check_vocabulary(stored: Mapping[str, StoredTensor], config: DFlashConfig, 
     """Raises unless `d2t` names different tokens of the target's vocabulary, and `t2d`, if there, the same ones."""
     if "d2t" not in stored:
         return
-    offsets, file, size = stored["d2t"].read(), stored["d2t"].file, config.vocab_size
+    offsets = stored["d2t"].read()
+    file = stored["d2t"].file
+    size = config.vocab_size
     if config.draft_vocab_size is None or size is None:
         if bool(offsets.any()):
             raise ValueError(
@@ -263,7 +267,8 @@ def _check_vocabulary(stored: Mapping[str, StoredTensor], config: DFlashConfig, 
             )
         return
     ids = offsets + torch.arange(offsets.shape[0], device=offsets.device)
-    first, last = int(ids.min()), int(ids.max())
+    first = int(ids.min())
+    last = int(ids.max())
     if first < 0 or last >= size:
         raise ValueError(
             f"expected d2t in {file} to point inside the vocabulary of {size} tokens (row i is token i + d2t[i]), got "

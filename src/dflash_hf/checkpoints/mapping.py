@@ -93,7 +93,8 @@ class ConfigReader:
         """
         self.unread.difference_update(places)
         stated = {place: self.values[place] for place in places if self.values.get(place) is not None}
-        name, file = " or ".join(places), "the checkpoint's config.json"
+        name = " or ".join(places)
+        file = "the checkpoint's config.json"
         if not stated:
             if default is REQUIRED:
                 raise ValueError(f"expected {name} in {file}, got neither a value nor a default; add it")
@@ -124,7 +125,8 @@ class ConfigReader:
 
         The window may stand in any of `windows`, the others in the section (with its dot).
         """
-        num_layers, window = self.take_num_layers(f"{section}num_hidden_layers"), self.take(*windows, default=None)
+        num_layers = self.take_num_layers(f"{section}num_hidden_layers")
+        window = self.take(*windows, default=None)
         layer_types: list[Any] | None = self.take(f"{section}layer_types", default=None, kind=list)
         use_window = self.take(f"{section}use_sliding_window", default=None)
         first_sliding = self.take(f"{section}max_window_layers", default=28, kind=int)

@@ -99,7 +99,8 @@ def converse(model: ChatModel, settings: Settings, console: Console, system: str
     with suppress(ImportError):  # which Windows has not; where it is loaded, `input` has a history
         import_module("readline")
     console.print(HELP.splitlines()[0], style="dim", markup=False, highlight=False)
-    conversation, images = Conversation(system=system), list[ChatImage]()
+    conversation = Conversation(system=system)
+    images = list[ChatImage]()
     while True:
         try:
             line = input("> ").strip()
@@ -112,9 +113,11 @@ def converse(model: ChatModel, settings: Settings, console: Console, system: str
             if command == "/help":
                 console.print(HELP, markup=False, highlight=False)
             elif command == "/new":
-                conversation, images = Conversation(system=conversation.system), []
+                conversation = Conversation(system=conversation.system)
+                images = []
             elif command == "/system":
-                conversation, images = Conversation(system=rest.strip()), []
+                conversation = Conversation(system=rest.strip())
+                images = []
             elif command == "/temperature":
                 settings = replace(settings, temperature=_number(rest))
             elif command == "/image":
@@ -154,7 +157,8 @@ def _image(name: str) -> ChatImage:
 
 def _answer(answers: Generator[Answer], console: Console) -> None:
     """Prints one answer, accepted runs and the target's own tokens told apart, and a line of numbers."""
-    shown, answer = 0, None
+    shown = 0
+    answer = None
     with suppress(KeyboardInterrupt):  # the generator ended with the interrupt, and the run with it
         for answer in answers:
             for run in answer.runs[shown:]:

@@ -70,7 +70,8 @@ def _show(console: Console, diagnosis: Diagnosis) -> None:
         meaning = escape(check.sentence) + (f"\n[bold]{escape(check.advice)}" if check.advice else "")
         table.add_row(check.name, f"[{COLOURS[check.status]}]{check.status}", meaning)
     console.print(table)
-    found, prompts = _counted(len(diagnosis.findings), "finding"), _counted(diagnosis.num_prompts, "prompt")
+    found = _counted(len(diagnosis.findings), "finding")
+    prompts = _counted(diagnosis.num_prompts, "prompt")
     tree = diagnosis.tree_acceptance_length
     by_tree = "" if tree is None else f", {tree:.2f} with a tree of as many tokens"
     console.print(

@@ -25,7 +25,10 @@ from dflash_hf.cli.train import CONTEXT, train
 from dflash_hf.errors import one_line
 
 # Exit statuses; 0 is success, and 1 what a command found out: answers differ, or the doctor has findings.
-REFUSED, UNEXPECTED, INTERRUPTED, NO_READER = 2, 3, 130, 141
+REFUSED = 2
+UNEXPECTED = 3
+INTERRUPTED = 130
+NO_READER = 141
 
 
 class SentenceGroup(TyperGroup):

@@ -93,7 +93,8 @@ def count_examples(settings: TrainSettings) -> tuple[int | None, float | None]:
 
 
 def _count(files: list[Path], settings: TrainSettings) -> tuple[int, float | None]:
-    count, tokens = 0, 0.0
+    count = 0
+    tokens = 0.0
     for file in files:
         with file.open("rb") as opened:
             for line in opened:

@@ -237,11 +237,13 @@ def read_arguments(words: Sequence[str]) -> dict[str, Any]:
     fields_of: Any = DFlashTrainingArguments
     parser = Parser(fields_of, allow_abbrev=False, add_help=False)
     for action in parser._actions:
-        action.default, action.required = argparse.SUPPRESS, False
+        action.default = argparse.SUPPRESS
+        action.required = False
         if action.type is Any:
             action.type = str
         if action.dest == "optim":  # ours are more than the library's, and the arguments' own check knows them
-            action.type, action.choices = str, None
+            action.type = str
+            action.choices = None
     found, rest = parser.parse_known_args(list(words))
     for word in rest:
         if word.startswith("--"):

@@ -39,8 +39,11 @@ from dflash_hf.training.prompts import PromptSettings, write_prompts
 from dflash_hf.training.server import AnswerServer
 from dflash_hf.training.trainer import DFlashTrainer
 
-TRAIN, HELD_OUT, QUESTIONS = "train.jsonl", "held_out.jsonl", "held_out_questions.jsonl"
-EVERY, SELF_PROMPTS = "conversations.jsonl", "self_prompts.jsonl"
+TRAIN = "train.jsonl"
+HELD_OUT = "held_out.jsonl"
+QUESTIONS = "held_out_questions.jsonl"
+EVERY = "conversations.jsonl"
+SELF_PROMPTS = "self_prompts.jsonl"
 
 
 def run_stages(settings: TrainSettings, stages: Sequence[Stage], tell: Callable[[str], None]) -> None:
@@ -148,7 +151,8 @@ def _regenerate(settings: TrainSettings, state: RunState) -> dict[str, Any]:
         if settings.draft is not None:
             draft = load_draft(settings.draft, dtype=target.dtype, device_map=settings.device)
     else:
-        target, processor = AnswerServer(settings.server, settings.server_model), load_processor(settings.target)
+        target = AnswerServer(settings.server, settings.server_model)
+        processor = load_processor(settings.target)
     facts: dict[str, Any] = {}
     for name in (HELD_OUT, TRAIN):
         prompts = state.folder("prepare") / name
@@ -211,8 +215,10 @@ def _train(settings: TrainSettings, state: RunState) -> dict[str, Any]:
 
 
 def _bench(settings: TrainSettings, state: RunState) -> dict[str, Any]:
-    folder, questions = state.folder("bench"), state.folder("prepare") / QUESTIONS
-    data, left_out = settings.bench_data, dict[str, int]()
+    folder = state.folder("bench")
+    questions = state.folder("prepare") / QUESTIONS
+    data = settings.bench_data
+    left_out = dict[str, int]()
     rank, size = _place()
     resume = folder.is_dir() and any(folder.iterdir())  # asked before the first process can write there
     if not data:
@@ -297,7 +303,8 @@ def _question(row: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     `None` where an image is no file: a bench reads nothing else.
     """
     found = resolved(row, folder)
-    messages, images = found["messages"], found.pop("images", ())
+    messages = found["messages"]
+    images = found.pop("images", ())
     last = max((at for at, turn in enumerate(messages) if turn["role"] == "user"), default=len(messages) - 1)
     messages = messages[: last + 1]
     if images or any(isinstance(turn["content"], list) for turn in messages):
@@ -317,7 +324,8 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 def _card_facts(settings: TrainSettings, state: RunState) -> Any:
     """What the model card tells of the run."""
-    measured, conditions = dict[str, Any](), ""
+    measured = dict[str, Any]()
+    conditions = ""
     if (state.folder("bench") / "summary.json").is_file():
         summary = _summary(state.folder("bench"))
         plain, drafted = (next(m for m in summary["methods"] if m["method"] == name) for name in ("plain", "dflash"))

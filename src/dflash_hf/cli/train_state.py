@@ -18,7 +18,8 @@ from dflash_hf.cli.train_settings import STAGES, Stage, TrainSettings
 from dflash_hf.errors import listed, require, shown
 from dflash_hf.evaluation.row_files import write_whole
 
-STAGES_FILE, SETTINGS_FILE = "stages.json", "settings.yaml"
+STAGES_FILE = "stages.json"
+SETTINGS_FILE = "settings.yaml"
 # Folders that each stage leaves; the first one is there when it is done.
 FOLDERS: dict[Stage, tuple[str, ...]] = {
     "prepare": ("prepared",),
@@ -34,7 +35,8 @@ class RunState:
     """What a run's folder says of its stages."""
 
     def __init__(self, settings: TrainSettings) -> None:
-        self.settings, self.path = settings, settings.output_dir
+        self.settings = settings
+        self.path = settings.output_dir
         self.target = ""
 
     def folder(self, stage: Stage) -> Path:

@@ -27,7 +27,8 @@ logger: Any = logging.get_logger(__name__)
 HALF = (torch.bfloat16, torch.float16)
 # The widest margin of a tie, in `eps * size` of the target's dtype. In half precision only what is stored between
 # operations rounds, in single and double precision the sums do too. docs/numerics.md has the errors measured.
-HALF_TIE, FULL_TIE = 2.0, 16.0
+HALF_TIE = 2.0
+FULL_TIE = 16.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +194,8 @@ def _scores(
     options = {**settings, "max_new_tokens": 1, "return_dict_in_generate": True}
     with torch.random.fork_rng([] if ids.device.type == "cpu" else [ids.device], device_type=ids.device.type):
         out: Any = model.generate(**row, **options, output_scores=True, output_logits=True)
-        logits, scores = out.logits[0][0].double(), out.scores[0][0].double()
+        logits = out.logits[0][0].double()
+        scores = out.scores[0][0].double()
         size = float(torch.maximum(logits.max().abs(), logits.max() - logits.median()))
         if seed is None:
             return scores, size

@@ -171,7 +171,8 @@ def _try_settings(
     probe: Probe, tokenizer: PreTrainedTokenizerBase, on_progress: Callable[[str], object]
 ) -> tuple[Setup, list[Check]]:
     """Adopts the best clear gain until there is none; returns the setup that was reached, and a check per setting."""
-    setup, base = Setup(), probe.measure({})
+    setup = Setup()
+    base = probe.measure({})
     found: dict[str, Check] = {}
     while True:
         best: tuple[Trial, Measurement] | None = None
@@ -189,7 +190,8 @@ def _try_settings(
         sentence = f"{trial.label} accepts {result.mean:.2f} tokens per verify, as configured {base.mean:.2f}"
         measured = {"as configured": round(base.mean, 3), **results[trial.check]}
         found[trial.check] = Check(trial.check, "finding", sentence, trial.advice, measured)
-        setup, base = setup | trial.change, result
+        setup = setup | trial.change
+        base = result
         logger.info("adopted %s: %s", trial.check, sentence)
 
 
@@ -228,7 +230,8 @@ def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> Iterator[Trial]
     for token_id in mask_candidates(probe.target, probe.draft, tokenizer):
         advice = f"set mask_token_id to {token_id}, the token that the draft's blocks were filled with in training"
         yield Trial("mask_token", f"mask {token_id}", advice, {"mask_token_id": token_id})
-    now, count = config.is_causal, config.num_hidden_layers
+    now = config.is_causal
+    count = config.num_hidden_layers
     others = {str(flags): flags for flags in ([not flag for flag in now], [False] * count, [True] * count)}
     for flags in others.values():
         if flags != now:
@@ -254,10 +257,12 @@ def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> Iterator[Trial]
 
 def _rope_trials(probe: Probe) -> Iterator[Trial]:
     """The target's RoPE, whole and with the draft's type kept, where it differs from the draft's."""
-    own, theirs = probe.draft.config.rope_parameters, rope_of(probe.target.config)
+    own = probe.draft.config.rope_parameters
+    theirs = rope_of(probe.target.config)
     if theirs is None:
         return
-    theta, kind = theirs["rope_theta"], theirs["rope_type"]
+    theta = theirs["rope_theta"]
+    kind = theirs["rope_type"]
     if theta != own["rope_theta"]:
         advice = f"set rope_parameters['rope_theta'] to {theta:g}, the target's"
         yield Trial("rope", f"theta {theta:g}", advice, {"rope_parameters": {**own, "rope_theta": theta}})
@@ -277,7 +282,9 @@ def mask_candidates(target: Target, draft: DFlashDraftModel, tokenizer: PreTrain
 
 def _check_vocabulary(target: Target, draft: DFlashDraftModel, tokenizer: PreTrainedTokenizerBase) -> Check:
     """Finds out if tokenizer, target and draft can mean the same ids."""
-    rows, size, mask = target.vocab_size, len(tokenizer), draft.config.mask_token_id
+    rows = target.vocab_size
+    size = len(tokenizer)
+    mask = draft.config.mask_token_id
     beyond = sorted(i for i in tokenizer.all_special_ids if i >= rows)
     wrong = [f"the tokenizer has {size} ids, the target's embedding {rows} rows"] * (size > rows)
     wrong += [f"special ids {beyond} lie outside the target's embedding"] * bool(beyond)
@@ -317,7 +324,8 @@ def _check_prompts(
     if template is None:
         why = "the tokenizer has no chat template"
         return [Check(name, "skipped", why) for name in ("chat_template", "thinking")]
-    base, model = probe.measure(setup), probe.target.model
+    base = probe.measure(setup)
+    model = probe.target.model
 
     def measure(**options: Any) -> Measurement:
         inputs = [encode_prompt(processor, prompt, model.device, **options) for prompt in prompts]

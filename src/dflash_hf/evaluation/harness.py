@@ -97,7 +97,8 @@ def encode_prompts(
         ValueError: If there are images and no processor, or no template that says where they go; if an image cannot be
             read, or the template refuses the conversation.
     """
-    tokenizer, either = tokenizer_of(processor), cast(Any, processor)
+    tokenizer = tokenizer_of(processor)
+    either = cast(Any, processor)
     names = [name for prompt in prompts for name in image_names(prompt)]
     if names and (processor is tokenizer or not template):
         raise ValueError(

@@ -72,9 +72,11 @@ def read_image(path: Path, data: bytes | None = None) -> ChatImage:
     check_pillow()
     from PIL import Image
 
-    name, size = path.name, path.stat().st_size if data is None else len(data)
+    name = path.name
+    size = path.stat().st_size if data is None else len(data)
     if size > MAX_FILE_BYTES:
-        limit, got = f"{MAX_FILE_BYTES // 2**20} MB", f"{size / 2**20:.1f} MB"
+        limit = f"{MAX_FILE_BYTES // 2**20} MB"
+        got = f"{size / 2**20:.1f} MB"
         raise ImageError(f"expected an image of at most {limit}, got {name} with {got}; shrink it", path)
     try:
         with Image.open(path if data is None else io.BytesIO(data), formats=FORMATS) as file:
@@ -88,10 +90,12 @@ def read_image(path: Path, data: bytes | None = None) -> ChatImage:
         limit = f"{MAX_PIXELS // 10**6} megapixels"
         raise ImageError(f"expected an image of at most {limit}, got {name}; shrink it", path) from error
     except (OSError, SyntaxError, EOFError, ValueError) as error:
-        kinds, advice = ", ".join(FORMATS), "choose another file"
+        kinds = ", ".join(FORMATS)
+        advice = "choose another file"
         sentence = f"expected an image ({kinds}), got {name}, which is none or is damaged; {advice}"
         raise ImageError(sentence, path) from error
-    small, buffer = image.copy(), io.BytesIO()
+    small = image.copy()
+    buffer = io.BytesIO()
     small.thumbnail(THUMBNAIL)
     small.save(buffer, "JPEG", quality=85)
     thumbnail = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"

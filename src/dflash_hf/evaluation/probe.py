@@ -69,7 +69,8 @@ class Measurement:
 
     def beats(self, other: Measurement) -> bool:
         """Whether it is better on the same texts by 3 % of the mean and three standard errors of the difference."""
-        gain, count = self.mean - other.mean, len(self.groups)
+        gain = self.mean - other.mean
+        count = len(self.groups)
         if count < 3 or gain < 0.03 * other.mean:  # two runs of anchors say nothing about chance
             return False
         total = sum(self.weights)
@@ -106,7 +107,8 @@ class Probe:
         for after in (False, True) if batch.model_inputs else (False,):
             taps = target_features(self.target, layer_ids, batch, after_deepstack=after).taps
             found.append(dict(zip(layer_ids, taps.chunk(len(layer_ids), dim=-1), strict=True)))
-        before, after = found[0], found[-1]
+        before = found[0]
+        after = found[-1]
         return {False: before, True: {i: before[i] if torch.equal(before[i], after[i]) else after[i] for i in after}}
 
     @property
@@ -116,7 +118,8 @@ class Probe:
 
     def shifted(self, shift: int) -> list[int]:
         """Returns the tapped layers' neighbours in the target; -1, the embedding, only where the draft taps it."""
-        first, last = min(0, *self.layer_ids), len(self.target.layers) - 1
+        first = min(0, *self.layer_ids)
+        last = len(self.target.layers) - 1
         return [min(max(i + shift, first), last) for i in self.layer_ids]
 
     def measure(self, setup: Setup) -> Measurement:

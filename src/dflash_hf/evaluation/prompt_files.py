@@ -104,7 +104,8 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 def prompt_of(row: Mapping[str, Any], where: str, folder: Path) -> Prompt:
     """Returns what a row asks, relative paths of images taken from `folder`; `ValueError` if nothing, or malformed."""
-    messages, prompt = row.get("messages"), row.get("prompt")
+    messages = row.get("messages")
+    prompt = row.get("prompt")
     if messages:
         _check_messages(messages, where)
         return [{**message, "content": _located(message["content"], folder)} for message in messages]

@@ -28,7 +28,8 @@ class RowFile:
     def __init__(self, path: Path) -> None:
         require(path.is_file(), "a JSONL file", str(path), "fix the path")
         self.path = path
-        self._starts, self._numbers = array("Q"), array("Q")
+        self._starts = array("Q")
+        self._numbers = array("Q")
         with path.open("rb") as stream:
             start = 0
             for number, line in enumerate(stream, 1):

@@ -102,8 +102,12 @@ def decide_by_position(state: DecodeState, logits_BWV: Tensor, processors: Block
     No processor ever sees a rejected token. Writes `state.tokens` and columns of `state.ids` that are not committed
     yet, reads on the host; returns processed scores `[B, W, V]`, raw beyond a row's first mismatch.
     """
-    scores, ids, filled = logits_BWV.to(torch.float32, copy=True), state.ids, state.cursor
-    columns, active, positions = filled.tolist(), ~state.done, state.decided_positions
+    scores = logits_BWV.to(torch.float32, copy=True)
+    ids = state.ids
+    filled = state.cursor
+    columns = filled.tolist()
+    active = ~state.done
+    positions = state.decided_positions
     walk = Walk(state, scores)
     state.tokens.zero_()
     for position in range(state.width):
@@ -140,10 +144,14 @@ class Walk:
     """
 
     def __init__(self, state: DecodeState, raw_BWV: Tensor) -> None:
-        self.state, self.tree, report = state, state.tree, state.report
+        self.state = state
+        self.tree = state.tree
+        report = state.report
         if report is not None:
             report.node_ids.copy_(state.block)
-            self.path, self.raw, self.block = report.path.zero_(), raw_BWV.clone(), state.block.clone()
+            self.path = report.path.zero_()
+            self.raw = raw_BWV.clone()
+            self.block = state.block.clone()
             self.node = torch.zeros_like(state.anchor)
             state.proposals.fill_(-1)
 
@@ -239,15 +247,19 @@ class SynchronizedRows:
         something stops a row. Returns processed scores `[B, C, V]`, float32 or what a processor makes of it, raw
         beyond the last column; and the number of proposals that each row keeps `[B]`.
         """
-        last, positions = state.width - 1, state.decided_positions
+        last = state.width - 1
+        positions = state.decided_positions
         if self.processors.is_stateless:
-            agreed, walk = accepted(state, decide_at_once(state, logits_BCV, self.processors)), None
+            agreed = accepted(state, decide_at_once(state, logits_BCV, self.processors))
+            walk = None
             scores = self.processors.warp(state.along_path(logits_BCV))
         else:
-            agreed, scores = None, logits_BCV.to(torch.float32, copy=True)
+            agreed = None
+            scores = logits_BCV.to(torch.float32, copy=True)
             walk = Walk(state, scores)
         self.num_columns = int(state.num_new.max())  # what stands, which another rank may have decided
-        committed, was_running = torch.zeros_like(state.remaining), self._running()
+        committed = torch.zeros_like(state.remaining)
+        was_running = self._running()
         for column in range(last + 1):
             if walk is not None:
                 prefix = state.ids[:, : state.columns + self.num_columns]

@@ -77,10 +77,13 @@ class FixedBuffers:
         Outside inference mode, like the caches: the next call may be. Raises `OutOfRoomError` if the draft's context
         is larger than what is free of the device's memory.
         """
-        batch, layers, trees = shape.batch, list(shape.draft_layers), None
+        batch = shape.batch
+        layers = list(shape.draft_layers)
+        trees = None
         check_memory(layers, batch, capacity, shape.block)
         if shape.is_tree:
-            longest, choices = draft.config.num_proposals(shape.block_size), num_choices(target, draft)
+            longest = draft.config.num_proposals(shape.block_size)
+            choices = num_choices(target, draft)
             trees = TreeBuilder(shape.width, longest, choices, shape.device)
 
         def states(width: int) -> Tensor:
@@ -156,7 +159,8 @@ def affordable_length(target: Target, draft: DFlashDraftModel, batch: int) -> in
 
     By the config, as if all layers of the target were of full attention.
     """
-    total, free = total_memory(target.device), free_memory(target.device)
+    total = total_memory(target.device)
+    free = free_memory(target.device)
     layers = attention_sizes(target.config)
     if total is None or free is None or not layers:
         return 0

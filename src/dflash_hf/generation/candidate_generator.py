@@ -63,9 +63,11 @@ class DFlashCandidateGenerator:
         self.rule: Rule = rule
         # Width K of the draft's block, and tokens that are verified at most: K or fewer, or K + 1 where the anchor's
         # slot proposes too.
-        self.block_size, self.verify_width = buffers.shape.block_size, buffers.shape.width
+        self.block_size = buffers.shape.block_size
+        self.verify_width = buffers.shape.width
         self.num_proposals = draft.config.num_proposals(self.block_size)
-        self.device, self.dtype = buffers.shape.draft_layers[0].device, draft.dtype
+        self.device = buffers.shape.draft_layers[0].device
+        self.dtype = draft.dtype
         # How far ahead of each slot's own position the token is that it proposes.
         self.ahead = int(draft.config.sample_from_anchor)
         self.cache = buffers.draft_cache
@@ -74,7 +76,9 @@ class DFlashCandidateGenerator:
         self.offset: Tensor | None = None
         # Columns of the newest context that are taken: all of them behind a verify of more than one token, of which
         # the host does not know how many were right. Whether single tokens gather, and the columns of the last verify.
-        self._num_held, self._gathers, self._last = 0, True, slice(0, 0)
+        self._num_held = 0
+        self._gathers = True
+        self._last = slice(0, 0)
         # What proposes trees, if it is trees that are to be verified.
         self.trees = buffers.trees
         # Only `iterate` sets these: a proposal rule of the user's, and whether the last block's logits are kept.
@@ -110,7 +114,8 @@ class DFlashCandidateGenerator:
             context_hidden_states (`torch.Tensor` of shape `[B, block.width, L * D]`): Tapped states of the verify.
             block (`RaggedBlock`): The block that was verified.
         """
-        buffers, room = self.buffers, self.buffers.context_states.shape[1]
+        buffers = self.buffers
+        room = self.buffers.context_states.shape[1]
         start = self._num_held % room if block.width == 1 else 0
         self._last = slice(start, start + min(block.width, room))
         if block.tree is None or buffers.node_states is None:
@@ -123,7 +128,8 @@ class DFlashCandidateGenerator:
 
     def take_path(self, path: Tensor, is_in_place: bool) -> None:
         """Takes the context of a tree's accepted path `[B, n]`; what is behind the path's end is rejected."""
-        nodes, taken = self.buffers.node_states, self.buffers.context_states[:, : path.shape[1]]
+        nodes = self.buffers.node_states
+        taken = self.buffers.context_states[:, : path.shape[1]]
         assert nodes is not None
         if is_in_place:
             taken.copy_(nodes[:, : path.shape[1]])
@@ -132,7 +138,8 @@ class DFlashCandidateGenerator:
 
     def _context(self) -> NewContext:
         """The newest context, which the draft's next forward writes."""
-        buffers, states = self.buffers, self.buffers.context_states
+        buffers = self.buffers
+        states = self.buffers.context_states
         return NewContext(states, RaggedBlock.at(buffers.context_lengths, states.shape[1]), buffers.context_weights)
 
     def flush(self) -> None:
@@ -145,7 +152,8 @@ class DFlashCandidateGenerator:
         Args:
             is_static (`bool`): Write the context of every token, so that each such step is the same.
         """
-        self.logits, self._gathers = None, not is_static
+        self.logits = None
+        self._gathers = not is_static
         if self.verify_width > 1 and (is_static or self._num_held == self.buffers.context_states.shape[1]):
             self.flush()
 
@@ -161,14 +169,17 @@ class DFlashCandidateGenerator:
             state (`DecodeState`): Changed in place.
             block (`RaggedBlock`): Where the draft's block stands, on the target's device.
         """
-        draft, drafter, device = self.draft, self.drafter, state.block.device
+        draft = self.draft
+        drafter = self.drafter
+        device = state.block.device
         self.cache.begin(self._on_draft(block))
         noise_embeds = draft.embed(state.draft_ids, self.target.embedding)
         hidden = drafter.forward_block(noise_embeds.to(self.device, self.dtype), self.cache, self._context())
         is_tree = state.tree is not None
         num = self.num_proposals if is_tree else state.width - 1
         slots = slice(1 - self.ahead, num + 1 - self.ahead)  # those that propose
-        hidden = states = hidden[:, slots]
+        hidden = hidden[:, slots]
+        states = hidden
         if draft.lm_head is None:
             dtype = noise_embeds.dtype if draft.embed_tokens is None else self.target.model.dtype
             states = hidden.to(device, dtype)
@@ -193,7 +204,8 @@ class DFlashCandidateGenerator:
             return self.rule_of_user(logits, state.anchor)
         if state.key is None or self.rule == "argmax":
             return self.draft.best_path(hidden, logits, state.anchor)
-        is_drawn, positions = self.rule == "sample", self._drawn_positions(state, slots)
+        is_drawn = self.rule == "sample"
+        positions = self._drawn_positions(state, slots)
         if self.draft.candidate_selector is None and not is_drawn:
             return draw_from_logits(logits, self.processors, state.key, positions)
         candidates, scores = self._scores(state, hidden, logits)
@@ -221,7 +233,8 @@ class DFlashCandidateGenerator:
 
         Under `shared_noise` it is of the scores that the target's own noise makes likely.
         """
-        trees, (candidates, scores) = self.trees, self._scores(state, hidden, logits)
+        trees = self.trees
+        candidates, scores = self._scores(state, hidden, logits)
         assert trees is not None
         assert state.nodes is not None
         if state.key is not None and self.rule != "argmax":

@@ -75,7 +75,9 @@ class Settings:
 
 def check_settings(settings: Settings) -> None:
     """Refuses generation settings that drafting cannot honour."""
-    beams, alpha, guidance = settings["num_beams"], settings["penalty_alpha"], settings["guidance_scale"]
+    beams = settings["num_beams"]
+    alpha = settings["penalty_alpha"]
+    guidance = settings["guidance_scale"]
     dola, lookup, cache = (
         settings[name] for name in ("dola_layers", "prompt_lookup_num_tokens", "cache_implementation")
     )
@@ -125,13 +127,16 @@ def check_inputs(target: Target, settings: Settings) -> None:
         _check_chunks(settings["prefill_chunk_size"], ids, columns, cache)
     if mask is not None and mask.dim() == 2:
         if not (isinstance(cache, Cache) and int(cache.get_seq_length())):
-            what, do = f"ones behind the {columns} columns of the prompt in attention_mask", "they hide tokens to come"
+            what = f"ones behind the {columns} columns of the prompt in attention_mask"
+            do = "they hide tokens to come"
             require(bool(mask[:, columns:].all()), what, "zeros", f"{do}, leave these columns out")
             mask = mask[:, :columns]
         if not bool(mask.all()):
-            is_empty, got = bool((mask.sum(dim=-1) == 0).any()), "an attention_mask row of zeros"
+            is_empty = bool((mask.sum(dim=-1) == 0).any())
+            got = "an attention_mask row of zeros"
             require(not is_empty, "a real token in every row", got, "fill it")
-            is_left, got = bool(mask[:, -1].all()), "an attention_mask with a zero in its last column"
+            is_left = bool(mask[:, -1].all())
+            got = "an attention_mask with a zero in its last column"
             require(is_left, "left-padded prompts", got, "tokenize with padding_side='left'")
     if cache is not None:
         _check_cache(cache, target)
@@ -170,14 +175,16 @@ def check_images(target: Target, input_ids: Tensor, arguments: dict[str, Any]) -
     without any are text like any other, as in plain `generate`.
     """
     model: Any = target.model
-    grids, pixels = arguments.get("image_grid_thw"), arguments.get("pixel_values")
+    grids = arguments.get("image_grid_thw")
+    pixels = arguments.get("pixel_values")
     if grids is None or arguments.get("video_grid_thw") is not None:
         return
     rule = getattr(getattr(model, "model", None), "get_rope_index", None)
     if rule is None or "video_grid_thw" not in inspect.signature(rule).parameters:  # HunYuan: more tokens
         return
     token = model.config.image_token_id
-    num_patches, num_tokens = int(grids.prod(dim=-1).sum()), int((input_ids == token).sum())
+    num_patches = int(grids.prod(dim=-1).sum())
+    num_tokens = int((input_ids == token).sum())
     wanted = num_patches // model.config.vision_config.spatial_merge_size**2
     what = f"{wanted} image tokens ({token}) for the {len(grids)} images of image_grid_thw"
     require(num_tokens == wanted, what, num_tokens, "pass what the processor made of text and images together")
@@ -195,13 +202,15 @@ def _check_cache(cache: object, target: Target) -> None:
             f"expected a DynamicCache or StaticCache on the target's device as {CACHE_NAME}, got {kind}; use one"
         )
     references = DynamicCache(config=target.config).layers
-    num, is_hybrid = len(cache.layers), any(isinstance(layer, LinearAttentionLayer) for layer in references)
+    num = len(cache.layers)
+    is_hybrid = any(isinstance(layer, LinearAttentionLayer) for layer in references)
     # A cache that was made without a config makes a layer of attention for whatever asks.
     fits = num == len(references) or (not num and not is_hybrid and cache.layer_class_to_replicate is DynamicLayer)
     make = "make it with DynamicCache(config=model.config)"
     require(fits, f"{CACHE_NAME} with {len(references)} layers (the target's)", num, make)
     for index, (layer, reference) in enumerate(zip(cache.layers, references, strict=False)):
-        kind, wanted = type(layer).__name__, type(reference).__name__
+        kind = type(layer).__name__
+        wanted = type(reference).__name__
         what = f"a dynamic or static layer {index} in {CACHE_NAME}"
         require(type(layer) in _LAYERS, what, kind, "use a DynamicCache or drop assistant_model")
         recurrent = isinstance(layer, LinearAttentionLayer), isinstance(reference, LinearAttentionLayer)
@@ -210,7 +219,8 @@ def _check_cache(cache: object, target: Target) -> None:
             what = f"layer {index} of {CACHE_NAME} to keep no more than it needs"
             require(not layer.record_past, what, "one recording its past", "start from a new one")
             continue
-        kept, window = layer_window(layer), layer_window(reference)
+        kept = layer_window(layer)
+        window = layer_window(reference)
         # A static layer that is shorter than the window is a matter of room: see `UserCache.begin`.
         shorter = isinstance(layer, StaticLayer) and window is not None and kept is not None and kept < window
         what = f"layer {index} of {CACHE_NAME} to keep {window or 'all'} tokens (the target's window)"
@@ -222,7 +232,8 @@ def _check_columns(cache: Cache, rows: int, num_ids: int, mask: Tensor | None) -
 
     The call's rows include `num_return_sequences`; `num_ids` are the columns of `input_ids`.
     """
-    past, layers = int(cache.get_seq_length()), list[Any](cache.layers)
+    past = int(cache.get_seq_length())
+    layers = list[Any](cache.layers)
     attention = [layer for layer in layers if not isinstance(layer, LinearAttentionLayer)]
     recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
     lengths = {int(layer.get_seq_length()) for layer in attention}

@@ -131,7 +131,8 @@ def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
 
 def why_not(target: Target, draft: DFlashDraftModel) -> str | None:
     """Returns why steps of this pair cannot be captured, as far as it shows without running one, or `None`."""
-    model, rope = target.model, changing_ropes(target)
+    model = target.model
+    rope = changing_ropes(target)
     parts = [*target.layers, target.embedding, target.head]
     if any(is_offloaded(part) for part in (model, draft)):
         return "weights that are offloaded"
@@ -193,10 +194,13 @@ class GraphStep(StaticStep):
         """
         if self.graphs.reason is not None:
             raise NotCapturableError(self.graphs.reason)
-        run, bounds = self.run, self.bounds()
+        run = self.run
+        bounds = self.bounds()
         if unknown := [name for name, value in run.extra.items() if not _is_plain(value)]:
             raise NotCapturableError(f"inputs of the caller's own in every forward: {', '.join(unknown)}")
-        captured, state, before = self.graphs.captured, run.state, (run.state.done.clone(), run.state.width)
+        captured = self.graphs.captured
+        state = run.state
+        before = (run.state.done.clone(), run.state.width)
         captured.pop(self.settings, None)
         captured[self.settings] = self.kept
         while len(captured) > MAX_SETTINGS:
@@ -243,7 +247,8 @@ class GraphStep(StaticStep):
     def measure(self, captured: Captured) -> float:
         """Returns the seconds of a replay, by the device's clock; waits for it."""
         captured.graph.replay()  # the first one is also uploaded
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         begin.record()
         for _ in range(NUM_TIMED):
             captured.graph.replay()
@@ -262,7 +267,8 @@ class GraphStep(StaticStep):
         """Captures the step over `bound` slots, of the state's width, after running it once on the same stream."""
         if self.graphs.pool is None:
             self.graphs.pool = torch.cuda.graph_pool_handle()
-        device, pool = self.run.buffers.shape.device, self.graphs.pool
+        device = self.run.buffers.shape.device
+        pool = self.graphs.pool
         graph, outputs = capture(lambda: self.warm_up(bound), lambda: self.body(bound), device, pool)
         return Captured(graph, outputs, self.run.state.draft_probs)
 
@@ -285,7 +291,9 @@ class GraphStep(StaticStep):
 
 def _settings(run: Run, decides: bool) -> Settings:
     """What is baked into a captured step of this run, besides the shapes of its buffers."""
-    state, generator, options = run.state, run.generator, run.generator.draft.generation_config
+    state = run.state
+    generator = run.generator
+    options = run.generator.draft.generation_config
     return (
         decides,
         options.max_matching_ngram_size,
@@ -314,8 +322,10 @@ def _fingerprint(target: Target, parts: Sequence[Inventory]) -> int:
         for module in inventory.modules if adapting else ():
             if type(module) in adapting:
                 layer: Any = module
-                active, merged = layer.active_adapters, getattr(layer, "merged_adapters", ())
-                is_off, scaling = getattr(layer, "disable_adapters", False), getattr(layer, "scaling", None)
+                active = layer.active_adapters
+                merged = getattr(layer, "merged_adapters", ())
+                is_off = getattr(layer, "disable_adapters", False)
+                scaling = getattr(layer, "scaling", None)
                 found.append((str(active), str(merged), is_off, str(scaling)))
     return hash(tuple(found))
 
@@ -412,7 +422,8 @@ def _end_refused(graph: torch.cuda.CUDAGraph, device: torch.device, stream: torc
             release(device.index, pool)
     graph.reset()
     # The generator's flag falls at the end of a capture that works, whatever is captured.
-    number, trivial = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
+    number = torch.zeros(1, device=device)
+    trivial = torch.cuda.CUDAGraph()
     with torch.cuda.stream(torch.cuda.current_stream(device)), _capturing_on(trivial, stream):
         number.add_(1)
 

@@ -90,7 +90,9 @@ def answer_with(
     `answer` is what is done once everything is prepared: `decode`, or what takes the same. `generate` is
     `model.generate`, or what it was, and `arguments` are what else the user passed to it, by name.
     """
-    started, ranks, arguments = time.perf_counter(), Ranks(model), dict(arguments)
+    started = time.perf_counter()
+    ranks = Ranks(model)
+    arguments = dict(arguments)
     warn_if_newer()
     with ranks.together():
         arguments.pop("assistant_model", None)
@@ -99,7 +101,8 @@ def answer_with(
         given = arguments.get("custom_generate")
         require(given is None, "no custom_generate beside a DFlash draft", given, "drop one of the two")
         options: Any = draft.generation_config
-        what, got = "a DFlashGenerationConfig as draft.generation_config", type(options).__name__
+        what = "a DFlashGenerationConfig as draft.generation_config"
+        got = type(options).__name__
         require(isinstance(options, DFlashGenerationConfig), what, got, "assign dflash_hf.DFlashGenerationConfig(...)")
         target = find_target(model)
         check_target(target)
@@ -142,7 +145,8 @@ def _use_tokenizer(model: Any, settings: Settings, arguments: dict[str, Any]) ->
 
     Raises `ValueError` if one of the two is asked for without a tokenizer, or healing of embeddings.
     """
-    tokenizer, stop_strings = arguments.pop("tokenizer", None), settings["stop_strings"]
+    tokenizer = arguments.pop("tokenizer", None)
+    stop_strings = settings["stop_strings"]
     do = "pass generate(..., tokenizer=tokenizer)"
     # Explicit values outweigh the given config and the model's own.
     if settings["token_healing"]:
@@ -177,7 +181,9 @@ def _outweigh(model: Any, arguments: dict[str, Any], name: str, value: Any) -> N
 
 def decode(call: Call) -> DFlashGenerateOutput | torch.LongTensor:
     """Decodes with a draft, with everything prepared; returns ids `[B, S + new]`, or with them what was asked for."""
-    target, draft, config = call.target, call.draft, call.config
+    target = call.target
+    draft = call.draft
+    config = call.config
     draft.last_stats = None
     engine = choose_engine(target, draft)
     kept = None if call.cache is None else UserCache(call.cache, given=True)
@@ -262,7 +268,8 @@ def keep(run: Run, sequences: Tensor) -> None:
 
 def _sequences(run: Run, generation_config: GenerationConfig) -> torch.LongTensor:
     """Prompts and committed tokens `[B, S + longest answer]`, finished rows padded as `generate` pads them."""
-    state, pad = run.state, generation_config._pad_token_tensor
+    state = run.state
+    pad = generation_config._pad_token_tensor
     ends = zip(run.rows, state.cursor.tolist(), strict=True)
     texts = run.ended | {row: state.ids[index, :end] for index, (row, end) in enumerate(ends)}
     ids = state.ids.new_full((len(texts), max(map(len, texts.values()))), 0 if pad is None else int(pad))

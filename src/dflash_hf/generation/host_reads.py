@@ -104,11 +104,14 @@ def _copies_from_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     """
     name = _name(func)
     if name == "_to_copy":
-        device, given = kwargs.get("device"), args[:1]
+        device = kwargs.get("device")
+        given = args[:1]
     elif name == "copy_":
-        device, given = args[0].device, args[1:2]
+        device = args[0].device
+        given = args[1:2]
     elif name in _INDEXING:
-        device, given = args[0].device, [*args[1], *args[2:3]]
+        device = args[0].device
+        given = [*args[1], *args[2:3]]
     else:
         return False
     is_device = device is not None and torch.device(device).type not in ("cpu", "meta")

@@ -125,7 +125,8 @@ def _start(call: Call, propose: Propose | None, accept: Accept | None) -> Run:
     """Stands where `decode` stands, and returns after the prefill."""
     options = call.draft.generation_config
     if propose is not None or accept is not None:
-        what, proposal = "proposal 'argmax' or 'shared_noise' beside a rule of your own", options.proposal
+        what = "proposal 'argmax' or 'shared_noise' beside a rule of your own"
+        proposal = options.proposal
         reason = "its acceptance needs the distribution of the proposals, change draft.generation_config.proposal"
         require(proposal != "sample", what, proposal, reason)
         nodes = options.num_tree_nodes
@@ -155,12 +156,15 @@ def _start(call: Call, propose: Propose | None, accept: Accept | None) -> Run:
 
 def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generator[DFlashStep]:
     """Yields the prefill, then one step after the other; nothing is held while it waits."""
-    state, models = run.state, (run.call.target.parts, Inventory.of(run.generator.draft))
+    state = run.state
+    models = (run.call.target.parts, Inventory.of(run.generator.draft))
     # Looked up once: every part of both models has to be asked.
     compiled = [parts for parts in models if is_compiled(parts)]
     no_gradients = torch.inference_mode if run.call.target.takes_inference_mode else torch.no_grad
     # The prefill, as if it had verified the prompts' last tokens.
-    state.width, logits, counts = 1, None, run.reported[0]
+    state.width = 1
+    logits = None
+    counts = run.reported[0]
     before = state.ids[:, state.columns - 1], state.lengths - 1
     for index in itertools.count():
         if index:
@@ -170,7 +174,8 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
                 logits, counts = step(run)
         # Outside inference mode, so that autograd takes the copies.
         anchor, lengths = (tensor.clone() for tensor in before)
-        drafted, report = run.generator.logits, state.report
+        drafted = run.generator.logits
+        report = state.report
         rule = run.accept if index else None
         yield DFlashStep(
             index=index,
@@ -206,12 +211,16 @@ class _Checked:
     second: Tensor
 
     def __init__(self, rule: Any, dims: int, highest: int | None = None) -> None:
-        self.rule, self.dims, self.highest = rule, dims, highest
+        self.rule = rule
+        self.dims = dims
+        self.highest = highest
 
     def __call__(self, *given: Tensor) -> Tensor:
-        self.second, out = given[1].clone(), self.rule(*given)
+        self.second = given[1].clone()
+        out = self.rule(*given)
         name = getattr(self.rule, "__name__", type(self.rule).__name__)
-        shape, highest = given[0].shape[: self.dims], given[0].shape[1] if self.highest is None else self.highest
+        shape = given[0].shape[: self.dims]
+        highest = given[0].shape[1] if self.highest is None else self.highest
         if not isinstance(out, Tensor) or out.shape != shape or out.dtype.is_floating_point:
             got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
             raise ValueError(f"expected integers of shape {tuple(shape)} from {name}, got {got}; correct it")

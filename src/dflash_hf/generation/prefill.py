@@ -54,7 +54,11 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     something else is asked for. Raises `ValueError` if the run would cross a boundary of the target's RoPE,
     `OutOfRoomError` if its K/V have no room in memory, and `RuntimeError` if the taps did not fire.
     """
-    target, draft, input_ids, config, ranks = call.target, call.draft, call.input_ids, call.config, call.ranks
+    target = call.target
+    draft = call.draft
+    input_ids = call.input_ids
+    config = call.config
+    ranks = call.ranks
     devices = (input_ids.device, draft.device) if draft.generation_config.synchronize else ()
     watch = Stopwatch(stats := SpeculativeStats(), call.started, devices)
     watch.lap("prepare")
@@ -88,11 +92,13 @@ def prefill(call: Call, kept: UserCache | None = None, keeps_buffers: bool = Fal
     state = buffers.state
     state.begin(input_ids, lengths=lengths, limit=limit, position_delta=delta, eos_ids=eos_ids, seed=seed)
     stats.num_committed, stats.num_accepted = ([[] for _ in range(len(input_ids))] for _ in range(2))
-    stats.num_proposed, stats.num_target_forwards = shape.path - 1, 1
+    stats.num_proposed = shape.path - 1
+    stats.num_target_forwards = 1
     stats.proposal = "greedy" if state.key is None else rule
     stats.cache_bytes = cache.num_bytes() + generator.cache.num_bytes()
     stats.float8_bytes = 0 if drafter is draft else float8_bytes(drafter)
-    recorder, num_positions = Recorder(config, input_ids.shape[0]), target.facts.num_positions
+    recorder = Recorder(config, input_ids.shape[0])
+    num_positions = target.facts.num_positions
     run = Run(
         call=call,
         generator=generator,
@@ -127,17 +133,20 @@ def _fill(
     The taps are projected to draft context chunk by chunk, so no feature tensor of the whole prompt is kept. Returns
     the target's output (of the last chunk) and the cache that it filled.
     """
-    target, draft = call.target, call.draft
+    target = call.target
+    draft = call.draft
     given = kept.cache if kept is not None and kept.given else None
     call.inputs[CACHE_NAME] = _empty_cache(call) if given is None else given
-    seen = past = 0 if kept is None else kept.past
+    past = 0 if kept is None else kept.past
+    seen = past
 
     def sink(states: Tensor) -> None:
         nonlocal seen
         generator.observe_prompt(states, positions[:, seen : seen + states.shape[1]])
         seen += states.shape[1]
 
-    ids, deepstack = draft.config.target_layer_ids, draft.config.tap_after_deepstack
+    ids = draft.config.target_layer_ids
+    deepstack = draft.config.tap_after_deepstack
     with (
         # Nobody else calls it where nothing of the user's runs in it.
         nullcontext(lambda: True) if runs_whole(target) else outermost(target.model, target.decoder) as is_ours,
@@ -186,7 +195,9 @@ def _into_ragged(
     The prefill's own cache is emptied, one passed in is not. Where there is no room beside what calls of other shapes
     have left, that is freed, and fixed buffers are made no longer than they have to be.
     """
-    buffers, width, keep = generator.buffers, generator.verify_width, kept is not None and kept.given
+    buffers = generator.buffers
+    width = generator.verify_width
+    keep = kept is not None and kept.given
     exact = max_length + (buffers.shape.block if keeps_buffers else width)
 
     def take(length: int) -> RaggedCache:
@@ -196,14 +207,16 @@ def _into_ragged(
 
     cache = else_freed(generator.draft, take, buffers.capacity if keeps_buffers else exact, exact)
     if cache is not buffers.cache:  # nothing was captured over this one
-        buffers.cache, buffers.graphs = cache, None
+        buffers.cache = cache
+        buffers.graphs = None
     return cache
 
 
 def _commit_first(run: Run, outputs: CausalLMOutputWithPast) -> None:
     """Commits the token that the prefill decides: a step that has verified the prompts' last tokens."""
     run.recorder.first_hidden_states = outputs.hidden_states
-    state, logits = run.state, outputs.logits
+    state = run.state
+    logits = outputs.logits
     assert logits is not None
     logits = logits[:, -1:].to(state.ids.device)
     scores = settle(run, logits)
@@ -220,16 +233,21 @@ def _resolved(call: Call, keeps_buffers: bool, is_looked_at: bool) -> tuple[int,
 
     Raises `ValueError` for processors and trees that `proposal="sample"`, and targets that a tree, cannot go with.
     """
-    target, draft, options, processors = call.target, call.draft, call.draft.generation_config, call.processors
+    target = call.target
+    draft = call.draft
+    options = call.draft.generation_config
+    processors = call.processors
     block_size = options.block_size or draft.config.block_size
     widest = draft.config.num_proposals(block_size) + 1
     width = _widest_verify(options.verify_width, widest, len(call.input_ids), keeps_buffers and not is_looked_at)
     rule: Rule = "argmax" if options.proposal == "auto" else options.proposal
     what = "only temperature, top-k, top-p and other warpers of single scores under proposal='sample'"
-    is_drawn, nodes = call.config.do_sample and rule == "sample", options.num_tree_nodes
+    is_drawn = call.config.do_sample and rule == "sample"
+    nodes = options.num_tree_nodes
     is_fit = not is_drawn or processors.is_stateless
     require(is_fit, what, [type(p).__name__ for p in processors.processors], "use proposal='shared_noise'")
-    what, do = "proposal 'argmax' or 'shared_noise' with num_tree_nodes", "rejection goes along a chain, leave one out"
+    what = "proposal 'argmax' or 'shared_noise' with num_tree_nodes"
+    do = "rejection goes along a chain, leave one out"
     require(not (is_drawn and nodes), what, rule, do)
     if nodes is None:
         # Without kernels the host of a GPU builds trees.
@@ -239,7 +257,8 @@ def _resolved(call: Call, keeps_buffers: bool, is_looked_at: bool) -> tuple[int,
         nodes = 0 if is_chain else min(width, ops.MAX_NODES)
     elif nodes == "auto":
         nodes = min(MOST_NODES * width, ops.num_paths(width - 1, num_choices(target, draft)) + 1, ops.MAX_NODES)
-    what, got = "a target of attention layers alone with num_tree_nodes", type(target.model).__name__
+    what = "a target of attention layers alone with num_tree_nodes"
+    got = type(target.model).__name__
     is_fit = not (nodes and target.recurrences)
     require(is_fit, what, got, "recurrent states follow one path, leave num_tree_nodes out")
     return block_size, nodes or width, nodes > 0, rule
@@ -262,7 +281,9 @@ def _chooser(generator: DFlashCandidateGenerator, state: DecodeState, keeps_buff
     Where nothing is said about it, only where steps are not to be captured, a graph per width, and where the text does
     not follow the width too: rejection draws another one, and in half precision near ties turn.
     """
-    target, draft, width = generator.target, generator.draft, generator.verify_width
+    target = generator.target
+    draft = generator.draft
+    width = generator.verify_width
     options = draft.generation_config
     asked = "auto" if options.num_tree_nodes == "auto" else options.verify_width
     if asked is None and not keeps_buffers:
@@ -271,10 +292,12 @@ def _chooser(generator: DFlashCandidateGenerator, state: DecodeState, keeps_buff
         asked = None if is_half or (state.key is not None and generator.rule == "sample") else "auto"
     if asked != "auto" or width < 2:
         return None
-    is_tree, longest = generator.trees is not None, generator.num_proposals + 1
+    is_tree = generator.trees is not None
+    longest = generator.num_proposals + 1
     # A number asks for trees; captured, each choice would be a graph more.
     may_be_chain = is_tree and options.num_tree_nodes in (None, "auto") and longest <= width and not keeps_buffers
-    chain, rows = longest if may_be_chain else None, state.ids.shape[0]
+    chain = longest if may_be_chain else None
+    rows = state.ids.shape[0]
     kept = None if keeps_buffers else take_chooser(draft, target.model, rows, width, is_tree, chain)
     chooser = WidthChooser(width, is_tree, longest, chain) if kept is None else kept
     chooser.use_rows(rows)
@@ -301,7 +324,8 @@ def _run_prefill(call: Call, past: int, num_columns: int) -> Any:
     config = copy.copy(call.config)
     config.prefill_chunk_size = None
     new = call.input_ids[:, past - num_columns :]
-    outputs, end = None, past
+    outputs = None
+    end = past
     for chunk in torch.split(new, call.config.prefill_chunk_size or new.shape[1], dim=1):
         end += chunk.shape[1]
         left = num_columns - end
@@ -320,7 +344,8 @@ def prompt_positions(call: Call, past: int) -> Tensor:
     which is in `position_delta`. Raises `ValueError` if a row ends in padding, or has padding between tokens where
     windows are counted in columns; also in a mask that `generate` inferred from pad ids.
     """
-    mask, embeds = call.inputs.get("attention_mask"), call.inputs.get("inputs_embeds")
+    mask = call.inputs.get("attention_mask")
+    embeds = call.inputs.get("inputs_embeds")
     batch, columns = call.input_ids.shape if embeds is None else embeds.shape[:2]
     if mask is not None:
         mask = mask.cpu() != 0
@@ -331,7 +356,8 @@ def prompt_positions(call: Call, past: int) -> Tensor:
         columns = getattr(call.config, "_mask_length", columns)
     if mask is None or bool(mask.all()):
         return torch.arange(columns, device="cpu").expand(batch, -1)
-    is_left, got = bool(mask[:, -1].all()), "padding after the last token (as which every pad token counts)"
+    is_left = bool(mask[:, -1].all())
+    got = "padding after the last token (as which every pad token counts)"
     require(is_left, "left-padded prompts", got, "tokenize with padding_side='left' and pass attention_mask")
     slides = bool((mask[:, 1:] < mask[:, :-1]).any()) and any(DynamicCache(config=call.target.config).is_sliding)
     what = "no padding between tokens with a target that has sliding windows, which plain generate counts in columns"
@@ -373,7 +399,8 @@ def keep_new_images(target: Target, input_ids: Tensor, past: int, arguments: dic
     are in the cache. Raises `ValueError` if the numbers of images, sizes and patches do not fit, there are videos, or
     a mask of the whole conversation is missing.
     """
-    types, grids = arguments.get("mm_token_type_ids"), arguments.get("image_grid_thw")
+    types = arguments.get("mm_token_type_ids")
+    grids = arguments.get("image_grid_thw")
     if types is None or grids is None:
         return
     mask = arguments.get("attention_mask")
@@ -394,10 +421,13 @@ def keep_new_images(target: Target, input_ids: Tensor, past: int, arguments: dic
     kwargs = {"attention_mask": mask, "mm_token_type_ids": types, "image_grid_thw": grids}
     if arguments.get("position_ids") is None:
         arguments["position_ids"] = model._prepare_position_ids_for_generation(input_ids, kwargs)
-    pixels, sizes = arguments.get("pixel_values"), grids.prod(dim=-1)
-    num_all, num_new = int(sizes.sum()), int(sizes[is_new].sum())
+    pixels = arguments.get("pixel_values")
+    sizes = grids.prod(dim=-1)
+    num_all = int(sizes.sum())
+    num_new = int(sizes[is_new].sum())
     if pixels is not None:
-        num, what = pixels.shape[0], f"pixel_values of {num_all} patches (all images) or {num_new} (the new ones)"
+        num = pixels.shape[0]
+        what = f"pixel_values of {num_all} patches (all images) or {num_new} (the new ones)"
         require(num in (num_all, num_new), what, num, "pass what the processor made of the conversation")
         pixels = pixels[is_new.repeat_interleave(sizes).to(pixels.device)] if num == num_all else pixels
     if num_new:

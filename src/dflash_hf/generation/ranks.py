@@ -31,7 +31,9 @@ from dflash_hf.generation.accept import SynchronizedRows, accepted
 from dflash_hf.generation.state import DecodeState
 
 # What a rank says of itself when they meet.
-WELL, FAILED, INTERRUPTED = 0, 1, 2
+WELL = 0
+FAILED = 1
+INTERRUPTED = 2
 
 
 class Ranks:
@@ -74,7 +76,8 @@ class Ranks:
         """
         if self.group is None:
             return
-        mine, given = _digests(call), [dict[str, str]()] * self.size
+        mine = _digests(call)
+        given = [dict[str, str]()] * self.size
         self.meet()
         self._meets_next = False
         dist.all_gather_object(given, mine, group=self.group)

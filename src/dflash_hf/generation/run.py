@@ -81,8 +81,11 @@ class Call:
         **inputs: Any,
     ) -> Any:
         """Takes what `generate` has prepared, and answers."""
-        self.given_on, self.input_ids = input_ids.device, cast(torch.LongTensor, input_ids.to(self.target.device))
-        self.criteria, self.config, self.inputs = stopping_criteria, generation_config, inputs
+        self.given_on = input_ids.device
+        self.input_ids = cast(torch.LongTensor, input_ids.to(self.target.device))
+        self.criteria = stopping_criteria
+        self.config = generation_config
+        self.inputs = inputs
         pad: Any = generation_config._pad_token_tensor
         self.processors = BlockProcessors(logits_processor, 0 if pad is None else int(pad))
         return self.answer(self)
@@ -146,7 +149,8 @@ class Run:
 
     def note_longest(self) -> None:
         """Notes what follows from `reported`."""
-        self.longest, self.num_new = max(self.reported[2]), max(self.reported[4]) - self.state.columns
+        self.longest = max(self.reported[2])
+        self.num_new = max(self.reported[4]) - self.state.columns
 
     def decides(self) -> bool:
         """Returns True if nothing of the user's has to look at a step before it is committed or after it."""
@@ -244,7 +248,8 @@ def make_room(run: Run) -> None:
 
 
 def _grow(run: Run, room: int) -> None:
-    generator, state = run.generator, run.state
+    generator = run.generator
+    state = run.state
     length = run.prompt + room + max(generator.block_size, generator.verify_width)
     for cache in (generator.cache, run.cache):
         cache.grow(length)
@@ -252,5 +257,7 @@ def _grow(run: Run, room: int) -> None:
         ids = state.ids.new_zeros(state.ids.shape[0], state.columns + room + state.whole_block.shape[1])
         num = min(ids.shape[1], state.ids.shape[1])
         ids[:, :num] = state.ids[:, :num]
-    state.ids, run.room, run.keeps_buffers = ids, room, False
+    state.ids = ids
+    run.room = room
+    run.keeps_buffers = False
     run.stats.cache_bytes = run.cache.num_bytes() + generator.cache.num_bytes()

@@ -47,7 +47,10 @@ STATELESS = (
 )
 # Streams of keyed noise: what the target samples with (and, under shared_noise, the draft), what a draft that samples
 # on its own draws with, and what a rejection test and the redraw after it use.
-TARGET_STREAM, DRAFT_STREAM, REJECT_STREAM, RESIDUAL_STREAM = 0, 1, 2, 3
+TARGET_STREAM = 0
+DRAFT_STREAM = 1
+REJECT_STREAM = 2
+RESIDUAL_STREAM = 3
 # Tokens that equal the k-th may all be drawn: so many of them are looked for.
 MAX_TIES = 8
 
@@ -102,8 +105,10 @@ def _draw_of(warpers: LogitsProcessorList) -> Draw | None:
         is_next = bool(rest) and type(rest[0]) is kind
         return rest.pop(0) if is_next else None
 
-    temperature, top_k = taken(TemperatureLogitsWarper), taken(TopKLogitsWarper)
-    top_p, min_p = taken(TopPLogitsWarper), taken(MinPLogitsWarper)
+    temperature = taken(TemperatureLogitsWarper)
+    top_k = taken(TopKLogitsWarper)
+    top_p = taken(TopPLogitsWarper)
+    min_p = taken(MinPLogitsWarper)
     filters = [warper for warper in (top_k, top_p, min_p) if warper is not None]
     is_usual = all(warper.filter_value == -math.inf and warper.min_tokens_to_keep == 1 for warper in filters)
     if rest or not is_usual or (top_p is not None and top_k is None):
@@ -142,7 +147,8 @@ class BlockProcessors:
             if type(processor) is PrefixConstrainedLogitsProcessor:
                 # It may know nothing about the prefixes that rows standing elsewhere are shown with. It is told the
                 # row's number in the whole batch.
-                numbers, ask = rows.nonzero()[:, 0].tolist(), processor._prefix_allowed_tokens_fn
+                numbers = rows.nonzero()[:, 0].tolist()
+                ask = processor._prefix_allowed_tokens_fn
 
                 def allowed(row: int, prefix: Tensor, ask: Any = ask, numbers: list[int] = numbers) -> list[int]:
                     return ask(numbers[row], prefix)

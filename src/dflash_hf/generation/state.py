@@ -123,7 +123,9 @@ class DecodeState:
 
         Outside inference mode, like all that a call leaves behind.
         """
-        batch, width, device = shape.batch, shape.width, shape.device
+        batch = shape.batch
+        width = shape.width
+        device = shape.device
 
         def zeros(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.long, device=device)
@@ -158,7 +160,10 @@ class DecodeState:
 
         The first commit, of the token that the prefill decides, makes that token the anchor.
         """
-        self.columns, self.limit, self.width, self.is_chain = input_ids.shape[1], limit, 1, False
+        self.columns = input_ids.shape[1]
+        self.limit = limit
+        self.width = 1
+        self.is_chain = False
         self.moved = None
         self.ids.zero_()[:, : self.columns] = input_ids
         self.cursor.fill_(self.columns)
@@ -172,7 +177,9 @@ class DecodeState:
         torch.add(lengths[:, None], ahead, out=self.next_positions)
         self.position_delta.copy_(position_delta)
         self.padded_eos_ids.fill_(-1)
-        self.eos_ids = self.key = self.draft_probs = None
+        self.eos_ids = None
+        self.key = None
+        self.draft_probs = None
         if eos_ids is not None:
             self.eos_ids = self.padded_eos_ids
             self.eos_ids[: eos_ids.shape[0]] = eos_ids

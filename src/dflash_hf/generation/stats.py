@@ -168,7 +168,10 @@ class SpeculativeStats:
         Returns:
             `list[float]`: `num_proposed` values; a conditional one with nothing to divide by is 0.
         """
-        counts, joint, shares, is_complete = self._checked(row), 1.0, list[float](), True
+        counts = self._checked(row)
+        joint = 1.0
+        shares = list[float]()
+        is_complete = True
         reached = len(counts)
         for position in range(self.num_proposed):
             tried = sum(count >= position and checked > position for count, checked in counts)
@@ -228,8 +231,10 @@ class SpeculativeStats:
         Raises:
             ImportError: Without matplotlib; `pip install 'dflash-hf[research]'`.
         """
-        joint, conditional = self.acceptance_per_position(), self.acceptance_per_position(conditional=True)
-        histogram, positions = self.acceptance_histogram(), range(1, len(joint) + 1)
+        joint = self.acceptance_per_position()
+        conditional = self.acceptance_per_position(conditional=True)
+        histogram = self.acceptance_histogram()
+        positions = range(1, len(joint) + 1)
         with styled():
             figure = new_figure(8.0, 2.8)
             left, right = figure.subplots(1, 2)
@@ -253,7 +258,8 @@ class Stopwatch:
     """
 
     def __init__(self, stats: SpeculativeStats, started: float, devices: Sequence[torch.device]) -> None:
-        self.stats, self.last = stats, started
+        self.stats = stats
+        self.last = started
         self.devices = [device for device in devices if device.type != "cpu"]
 
     def lap(self, part: Part) -> None:

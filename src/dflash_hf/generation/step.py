@@ -39,11 +39,13 @@ def step(run: Run) -> tuple[Tensor, list[int]]:
 
 def begin(run: Run) -> None:
     """Sets the step's width and counts its two forwards; a block of one token is not drafted."""
-    state, chooser = run.state, run.chooser
+    state = run.state
+    chooser = run.chooser
     width = run.generator.verify_width if chooser is None else chooser.next_width()
     # One number says both: a chain's is negative.
     number = run.call.ranks.meet(-width if chooser is not None and chooser.is_chain else width)
-    state.width, state.is_chain = abs(number), number < 0
+    state.width = abs(number)
+    state.is_chain = number < 0
     run.stats.num_target_forwards += 1
     run.stats.num_draft_forwards += state.width > 1
 
@@ -53,9 +55,12 @@ def forwards(run: Run, bound: int | None = None) -> CausalLMOutputWithPast:
 
     `bound` is how many slots of every row to read; by default as many as the longest row needs.
     """
-    state, size, width = run.state, run.generator.block_size, run.state.width
+    state = run.state
+    size = run.generator.block_size
+    width = run.state.width
     # With one row the longest row is the row.
-    is_exact, positions = bound is None and state.ids.shape[0] == 1, state.next_positions
+    is_exact = bound is None and state.ids.shape[0] == 1
+    positions = state.next_positions
     block = RaggedBlock(positions[:, :width], bound or run.longest + width, is_exact, state.tree)
     if width > 1:
         drafted = RaggedBlock(positions[:, :size], bound or run.longest + size, is_exact)
@@ -75,7 +80,8 @@ def verify(run: Run, block: RaggedBlock) -> CausalLMOutputWithPast:
     go into the cache; the rejected ones are overwritten by the next block. Returns the target's output, with logits
     `[B, W, V]`; raises `RuntimeError` if a layer did not go over the ragged cache as it must.
     """
-    state, target = run.state, run.call.target
+    state = run.state
+    target = run.call.target
     with tapped(run) as taps:
         run.cache.begin(block)
         outputs = target.model(
@@ -93,14 +99,16 @@ def verify(run: Run, block: RaggedBlock) -> CausalLMOutputWithPast:
 
 def settle(run: Run, logits_BWV: Tensor) -> Tensor:
     """Decides, as the run does, and commits; returns scores `[B, W, V]` for the recorder, processed if it is on."""
-    state, processors = run.state, run.call.processors
+    state = run.state
+    processors = run.call.processors
     if run.synchronized is not None:
         scores, num_accepted = run.synchronized.decide(state, logits_BWV)
     elif processors.is_stateless:
         num_accepted = decide_at_once(state, logits_BWV, processors, run.accept)
         scores = processors.warp(state.along_path(logits_BWV)) if run.recorder.is_on else logits_BWV
     else:
-        scores, num_accepted = decide_by_position(state, logits_BWV, processors), None
+        scores = decide_by_position(state, logits_BWV, processors)
+        num_accepted = None
     if run.call.own_criteria and run.synchronized is None:
         stop_by_criteria(state, run.call.own_criteria, num_accepted)
     num_accepted = run.call.ranks.decided(state, num_accepted, run.synchronized)
@@ -139,7 +147,9 @@ def finish(run: Run, outcome: Tensor, width: int) -> list[int]:
     `outcome` is the step's `state.outcome`, on the host, `width` the tokens that it verified. Returns how many tokens
     each row has committed; raises `ValueError` if a row needs more positions than the target has.
     """
-    stats, tree, reported = run.stats, run.state.report_in(outcome, width), outcome[:NUM_REPORTED].tolist()
+    stats = run.stats
+    tree = run.state.report_in(outcome, width)
+    reported = outcome[:NUM_REPORTED].tolist()
     committed, accepted = reported[:2]
     put_tree = getattr(run.call.streamer, "put_tree", None)
     if tree is not None and put_tree is not None and run.synchronized is None and committed[0]:
@@ -153,7 +163,8 @@ def finish(run: Run, outcome: Tensor, width: int) -> list[int]:
     kept: list[list[int]] | None = None
     chains: list[tuple[int, int]] = []
     if tree is not None:
-        path, sources = tree.path.tolist(), tree.sources.tolist()
+        path = tree.path.tolist()
+        sources = tree.sources.tolist()
         kept = [path[row][1 : accepted[row] + 1] for row in running]
         stats.count_nodes(width, kept, [sources[row] for row in running])
         if run.chooser is not None and run.chooser.chain is not None:
@@ -223,7 +234,8 @@ class StaticStep:
 
     def _run_ahead(self) -> None:
         """Runs steps that decide by themselves, the host one step behind."""
-        run, begun = self.run, deque([self._begin(0)])
+        run = self.run
+        begun = deque([self._begin(0)])
         while begun and not run.finished:
             if has_room(run, 1) and not run.ends_at_next:
                 begun.append(self._begin(1))

@@ -65,11 +65,14 @@ class DraftContext:
         """Returns how many of the first columns of each row are as they were when this was attached: int64 `[B]`."""
         past = int(cache.get_seq_length())
         now = stored_columns(cache.layers[self.layer])[0][:, 0].to(self.sample.device)
-        first_now, first_then = past - now.shape[1], self.positions.shape[1] - self.sample.shape[1]
-        begin, end = max(first_now, first_then), min(past, self.positions.shape[1])
+        first_now = past - now.shape[1]
+        first_then = self.positions.shape[1] - self.sample.shape[1]
+        begin = max(first_now, first_then)
+        end = min(past, self.positions.shape[1])
         if begin >= end or now.shape[2] != self.sample.shape[2]:
             return torch.zeros_like(self.offset)
-        now, then = now[:, begin - first_now : end - first_now], self.sample[:, begin - first_then : end - first_then]
+        now = now[:, begin - first_now : end - first_now]
+        then = self.sample[:, begin - first_then : end - first_then]
         # Keys depend on everything before them: where these are as they were, so are earlier ones that are gone.
         num_same = (now == then).all(dim=-1).long().cumprod(dim=1).sum(dim=1)
         return torch.where(num_same > 0, begin + num_same, 0)
@@ -79,7 +82,8 @@ class UserCache:
     """The cache that a call leaves behind; the prefill runs on a `given` one, others are filled at the end."""
 
     def __init__(self, cache: Cache, given: bool) -> None:
-        self.cache, self.given = cache, given
+        self.cache = cache
+        self.given = given
         self.past = int(cache.get_seq_length())
         self.positions = torch.empty(0, 0, dtype=torch.long, device="cpu")
 
@@ -109,8 +113,11 @@ class UserCache:
         self.positions = positions
         if not self.past:
             return
-        past, context, reason = positions[:, : self.past], getattr(self.cache, "dflash_context", None), ""
-        generator.offset = num_past = (past >= 0).sum(dim=1)
+        past = positions[:, : self.past]
+        context = getattr(self.cache, "dflash_context", None)
+        reason = ""
+        num_past = (past >= 0).sum(dim=1)
+        generator.offset = num_past
         if not isinstance(context, DraftContext):
             reason = "none is attached: the cache was not advanced with a draft"
         elif context.draft != _names.get(generator.draft):
@@ -150,7 +157,8 @@ class UserCache:
         buffers of both caches are kept for the next call. Returns how many forwards of the target it took.
         """
         num_columns = int(state.num_new.max()) - 1
-        answer, first = torch.arange(num_columns, device=self.positions.device), self.positions[:, -1] + 1
+        answer = torch.arange(num_columns, device=self.positions.device)
+        first = self.positions[:, -1] + 1
         generator.flush()
         num_forwards = -(-int((state.num_new.max() - state.num_new).max()) // state.block.shape[1])
         if num_forwards:
@@ -253,7 +261,8 @@ def _usable_rows(
     Those whose real columns are as they were and have the indices they had, and of whose context no ring has lost
     anything that the next block sees, which begins at index `anchor` `[B]`.
     """
-    num_columns, offset = past.shape[1], context.offset
+    num_columns = past.shape[1]
+    offset = context.offset
     then = torch.full_like(past, -2)
     shared = min(num_columns, context.positions.shape[1])
     then[:, :shared] = context.positions[:, :shared]
@@ -272,7 +281,8 @@ def _usable_rows(
 def _write_context(generator: DFlashCandidateGenerator, context: DraftContext, length: Tensor) -> None:
     """Copies the first `length` `[B]` tokens of an attached context into a draft's cache."""
     device = generator.device
-    length, newest = length.to(device)[:, None], context.newest.to(device)[:, None]
+    length = length.to(device)[:, None]
+    newest = context.newest.to(device)[:, None]
     for index, (keys, values) in enumerate(context.buffers):
         ring = keys.shape[1]
         positions = slot_positions(newest, torch.arange(ring, device=device), ring)

@@ -31,12 +31,15 @@ PRIOR_WEIGHT = 2.0
 # Of each width the quickest of so many steps counts: the clock also sees whatever else the machine does.
 NUM_TIMES = 4
 # Steps at one width before another one is tried: at first without a draft, at first with one, and at most.
-FIRST_PAUSE, FIRST_HOLD, LONGEST_HOLD = 2, 16, 128
+FIRST_PAUSE = 2
+FIRST_HOLD = 16
+LONGEST_HOLD = 128
 # A width that has been held for so many steps is only looked at once in so many: to choose takes time, too.
 SETTLED = 4
 # Without a draft so much of the time may go into trying one: the less a try would lose, the sooner it comes. What a
 # try would bring is judged as if each position had been accepted so many times more than it was.
-TRYING, OPTIMISM = 0.005, 0.5
+TRYING = 0.005
+OPTIMISM = 0.5
 # A narrower verify that is no cheaper than this is not worth graphs of its own.
 MIN_SAVING = 0.05
 # Steps with a draft that show whether it pays.
@@ -67,7 +70,8 @@ def candidate_widths(widest: int) -> list[int]:
     Few, because kernels are compiled and steps captured for each, and close enough that the best lies within a
     quarter of one.
     """
-    found, power = {1, widest}, 2
+    found = {1, widest}
+    power = 2
     while power < widest:
         found |= {width for width in (power, power * 3 // 2) if width < widest}
         power *= 2
@@ -106,7 +110,8 @@ def fitted_costs(known: Mapping[int, float], widths: Sequence[int]) -> dict[int,
     """
     widest = widths[0]
     drafted = {width: cost for width, cost in known.items() if width > 1} or {widest: 4.0 * known.get(1, 1.0)}
-    middle, mean = sum(drafted) / len(drafted), sum(drafted.values()) / len(drafted)
+    middle = sum(drafted) / len(drafted)
+    mean = sum(drafted.values()) / len(drafted)
     slope = mean / (middle + widest)
     if spread := sum((width - middle) ** 2 for width in drafted):
         slope = max(sum((width - middle) * cost for width, cost in drafted.items()) / spread, 0.0)
@@ -125,7 +130,8 @@ def along_chain(parents: Sequence[int], path: Sequence[int]) -> tuple[int, int]:
     behind its end. Returns how many proposals of the chain were accepted, and how many tried: one more where the
     target left the chain, not where the tree had no more of it.
     """
-    node, num = 0, 0
+    node = 0
+    num = 0
     while node + 1 < len(parents):
         try:
             node = parents.index(node, node + 1)
@@ -141,7 +147,8 @@ class _Counts:
     """Of each proposal how many verifies tried it and how many accepted it, exponentially forgotten."""
 
     def __init__(self, num: int) -> None:
-        self.tried, self.accepted = [0.0] * num, [0.0] * num
+        self.tried = [0.0] * num
+        self.accepted = [0.0] * num
 
     def add(self, tried: Sequence[int], accepted: Sequence[int]) -> None:
         """Counts what a step did: of each proposal, in how many rows it was tried and accepted."""
@@ -150,7 +157,8 @@ class _Counts:
 
     def add_chains(self, chains: Sequence[tuple[int, int]]) -> None:
         """Counts, per row, how many proposals of a chain were accepted and how many tried."""
-        tried, accepted = [0] * len(self.tried), [0] * len(self.tried)
+        tried = [0] * len(self.tried)
+        accepted = [0] * len(self.tried)
         for num_accepted, num_tried in chains:
             for index in range(num_tried):
                 tried[index] += 1
@@ -186,25 +194,32 @@ class WidthChooser:
         self.current = widest
         self._measured: dict[int, float] | None = None
         # What steps of each choice took, of the rows that are running, and of every number of rows.
-        self._rows, self._times = 0, dict[int, deque[float]]()
+        self._rows = 0
+        self._times = dict[int, deque[float]]()
         self._times_of = {0: self._times}
         self._clock = 0.0
         # The width that is held, for how many steps it has been, after how many another one is tried, and whether the
         # last verify brought more than steps without a draft had in its time.
         self._held = widest
-        self._steps, self._hold, self._pays = 0, FIRST_HOLD, False
+        self._steps = 0
+        self._hold = FIRST_HOLD
+        self._pays = False
         # Of the nodes of trees, and of chains: beside trees of their own length, else of the widest.
         self._nodes = _Counts(widest - 1)
         self._chains = _Counts((chain or (1 if is_tree else widest)) - 1)
         # Steps, those with a draft, the rows that these have verified, and the tokens that came of it.
-        self._num_steps = self._num_drafted = self._num_verifies = self._num_tokens = 0
+        self._num_steps = 0
+        self._num_drafted = 0
+        self._num_verifies = 0
+        self._num_tokens = 0
 
     def begin(self) -> None:
         """Begins another run with what earlier ones have shown, which the new text may soon contradict.
 
         How long a width has been held is counted on: many answers are shorter than a hold.
         """
-        self._clock, self._pays = 0.0, False
+        self._clock = 0.0
+        self._pays = False
         if self._held == 1:  # nothing is learned without a draft
             self._hold = min(self._hold, FIRST_HOLD)
 
@@ -212,9 +227,12 @@ class WidthChooser:
         """Goes on with so many rows: what a step of as many takes, at first as if it were in proportion to them."""
         if rows == self._rows:
             return
-        share, before = rows / (self._rows or rows), self._times
+        share = rows / (self._rows or rows)
+        before = self._times
         scaled = {width: deque((share * time for time in times), NUM_TIMES) for width, times in before.items()}
-        self._rows, self._times, self._steps = rows, self._times_of.setdefault(rows, scaled), 0
+        self._rows = rows
+        self._times = self._times_of.setdefault(rows, scaled)
+        self._steps = 0
 
     def set_costs(self, costs: Mapping[int, float]) -> None:
         """Gives the costs of the only widths that may be chosen from now on; the run's own times count no more."""
@@ -243,7 +261,9 @@ class WidthChooser:
         best = choose_width(self._tokens(), costs) if self._num_steps else max(allowed)
         self.current = best
         if best != self._held:
-            self._held, self._steps, self._hold = best, 1, FIRST_HOLD if best != 1 else FIRST_PAUSE
+            self._held = best
+            self._steps = 1
+            self._hold = FIRST_HOLD if best != 1 else FIRST_PAUSE
         elif len(costs) > 1 and (self._steps > self._hold or (best == 1 and self._pays)):
             others = {width: cost for width, cost in costs.items() if width != best}
             self.current = choose_width(self._tokens(OPTIMISM if best == 1 else 0.0), others)
@@ -287,7 +307,8 @@ class WidthChooser:
         self._chains.add_chains(chains)
         num_tokens = len(accepted) + sum(accepted)
         self._num_drafted += 1
-        self._num_verifies, self._num_tokens = self._num_verifies + len(accepted), self._num_tokens + num_tokens
+        self._num_verifies += len(accepted)
+        self._num_tokens += num_tokens
         if self._held == 1:
             self._judge(CHAIN if nodes is None and self.is_tree else width, num_tokens / len(accepted))
 
@@ -333,11 +354,15 @@ class WidthChooser:
         before = 1.0
         for index, (accepted, tried) in enumerate(zip(self._nodes.accepted, self._nodes.tried, strict=True)):
             likely = max(PRIOR_SHARE, index / (index + 1)) * before
-            accepted, tried = accepted + PRIOR_WEIGHT * likely + optimism * before, tried + PRIOR_WEIGHT + optimism
-            num, before = 1, accepted / tried
+            accepted = accepted + PRIOR_WEIGHT * likely + optimism * before
+            tried = tried + PRIOR_WEIGHT + optimism
+            num = 1
+            before = accepted / tried
             while runs and before > runs[-1][0] / runs[-1][1]:
                 earlier = runs.pop()
-                accepted, tried, num = accepted + earlier[0], tried + earlier[1], num + earlier[2]
+                accepted = accepted + earlier[0]
+                tried = tried + earlier[1]
+                num = num + earlier[2]
                 before = accepted / tried
             runs.append((accepted, tried, num))
         shares = [min(accepted / tried, 1.0) for accepted, tried, num in runs for _ in range(num)]

@@ -54,7 +54,9 @@ class Run(BaseGenerateManager, BaseStreamer):
     """
 
     def __init__(self, pair: Pair, name: str, asked: dict[str, Any]) -> None:
-        self.pair, self.name, self.gone = pair, name, threading.Event()
+        self.pair = pair
+        self.name = name
+        self.gone = threading.Event()
         self.seed = asked.pop("seed", None)  # the handler would set it here and now, beside the run of another
         self.samples = asked.get("temperature", 0) > 0
         self.has_limit = "max_tokens" in asked
@@ -102,8 +104,10 @@ class Run(BaseGenerateManager, BaseStreamer):
             Ended: If it ends before the answer does.
             ValueError: What `generate` refuses; anything else that it raises, as it is.
         """
-        pair, self.reader = self.pair, streamer
-        start, how = time.perf_counter(), ""
+        pair = self.pair
+        self.reader = streamer
+        start = time.perf_counter()
+        how = ""
         try:
             if self.seed is not None:
                 torch.manual_seed(self.seed)
@@ -143,11 +147,14 @@ class Endpoint:
     """An ASGI application that answers one kind of request: a handler of the library's, and the fields it takes."""
 
     def __init__(self, pair: Pair, handler: Any, fields: frozenset[str]) -> None:
-        self.pair, self.handler, self.fields = pair, handler, fields
+        self.pair = pair
+        self.handler = handler
+        self.fields = fields
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers; a client that goes away ends its run, whether it waits for all of the answer or for pieces."""
-        name, run = f"chatcmpl-{uuid.uuid4().hex[:24]}", None
+        name = f"chatcmpl-{uuid.uuid4().hex[:24]}"
+        run = None
         try:
             try:
                 body = await read_body(Request(scope, receive))
@@ -180,17 +187,23 @@ class Endpoint:
 
     def failed(self, error: Exception, name: str, run: Run | None) -> Response:
         """Returns the response to a request that came to nothing, and notes it."""
-        status, code, what = 500, None, f"{type(error).__name__}: {one_line(error)}"
+        status = 500
+        code = None
+        what = f"{type(error).__name__}: {one_line(error)}"
         if isinstance(error, Ended):
             return refused(503, str(error))
         if run is not None and run.acceptance_length is not None:  # a call of a tool that is cut, or no JSON
             sentence = f"expected an answer whose markup can be read, got {what}; ask for it in pieces"
         elif isinstance(error, Refusal):
-            status, code, sentence = error.status, error.code, str(error)
+            status = error.status
+            code = error.code
+            sentence = str(error)
         elif isinstance(error, ValueError):
-            status, sentence = 400, one_line(error)
+            status = 400
+            sentence = one_line(error)
         elif run is not None and not run.has_begun:  # a template that refuses a role, or what a tool looks like
-            status, sentence = 400, f"expected a conversation that the chat template takes, got {what}; change it"
+            status = 400
+            sentence = f"expected a conversation that the chat template takes, got {what}; change it"
         else:
             sentence = what
             self.pair.note(traceback.format_exc())

@@ -69,7 +69,8 @@ class Refusal(ValueError):
 
     def __init__(self, sentence: str, status: int = 400, code: str | None = None) -> None:
         super().__init__(sentence)
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
 
 
 class Pair:
@@ -93,8 +94,12 @@ class Pair:
         note: Callable[[str], None],
     ) -> None:
         self.target: Any = target
-        self.draft, self.processor, self.tokenizer = draft, processor, tokenizer_of(processor)
-        self.name, self.encoding, self.note = name, encoding, note
+        self.draft = draft
+        self.processor = processor
+        self.tokenizer = tokenizer_of(processor)
+        self.name = name
+        self.encoding = encoding
+        self.note = note
         config = target.config.get_text_config(decoder=True)
         self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31)
         self.vocab_size = int(config.vocab_size)

@@ -41,7 +41,8 @@ LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 # What is checked, beside the dtype that is asked for.
 DTYPES = (torch.float32, *ops.HALF)
 # Numbers per token of the states that a copy is tried on, and between the projections of a gated MLP.
-HIDDEN, INNER = 16, 12
+HIDDEN = 16
+INNER = 12
 # What a forward raises that is not called as it expects.
 _ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 # Random numbers of a shape, on the CPU.
@@ -177,10 +178,12 @@ def norm_eps(module: Any, dtype: torch.dtype, norm: Callable[..., Tensor] = ops.
     weight = module._parameters["weight"]
     if weight is None or not _is_plain(weight) or weight.dim() != 1:
         return None
-    eps, size = numbers[0], len(weight)
+    eps = numbers[0]
+    size = len(weight)
 
     def both(draw: Draw) -> tuple[Any, Any]:
-        like, states = copied(module, weight=draw(size)), draw(2, 3, size)
+        like = copied(module, weight=draw(size))
+        states = draw(2, 3, size)
         return type(module).forward(like, states), norm(states, like.weight, eps)
 
     return eps if agrees((norm, size, *facts(module)), dtype, both) else None
@@ -214,7 +217,8 @@ def attention_facts(module: Any) -> tuple[object, ...]:
 
 def attention_like(module: Any, draw: Draw) -> Any:
     """Returns a copy of an attention with random weights and few heads, for [`over_caches`]."""
-    size, groups = module.head_dim, 2
+    size = module.head_dim
+    groups = 2
     sizes = {"q_proj": (2 * groups * size, HIDDEN), "k_proj": (groups * size, HIDDEN)}
     sizes |= {"v_proj": (groups * size, HIDDEN), "o_proj": (HIDDEN, 2 * groups * size)}
     weights = {name: draw(*pair) for name, pair in sizes.items()}
@@ -224,7 +228,8 @@ def attention_like(module: Any, draw: Draw) -> Any:
     like = copied(module, **projections, **dict(zip(("q_norm", "k_norm"), norms, strict=False)))
     like.config = copy.copy(module.config)
     like.config._attn_implementation_internal = RAGGED_BLOCK
-    like.layer_idx, like.num_key_value_groups = 0, 2
+    like.layer_idx = 0
+    like.num_key_value_groups = 2
     for settings in (like, like.config):
         if getattr(settings, "sliding_window", None) is not None:
             settings.sliding_window = 3
@@ -238,9 +243,13 @@ def over_caches(
 
     Returns what each returns, with its cache's keys and values behind that.
     """
-    size, width, device = attention.head_dim, 4, torch.device("cpu")
-    hidden, angles = draw(2, width, HIDDEN), (draw(2, width, size), draw(2, width, size))
-    lengths, found = torch.tensor([3, 7], device=device), list[tuple[Any, ...]]()
+    size = attention.head_dim
+    width = 4
+    device = torch.device("cpu")
+    hidden = draw(2, width, HIDDEN)
+    angles = (draw(2, width, size), draw(2, width, size))
+    lengths = torch.tensor([3, 7], device=device)
+    found = list[tuple[Any, ...]]()
     for run in runs:
         shape = LayerShape(2, size, size, None, hidden.dtype, hidden.dtype, device)
         cache = RaggedCache([shape], batch=2, max_length=12, block=width)
@@ -254,7 +263,8 @@ def over_caches(
 
 def over_prompts(attention: Any, draw: Draw, *runs: Callable[[Tensor, Cache, dict[str, Any]], Any]) -> tuple[Any, Any]:
     """As [`over_caches`], over Transformers' own cache by its SDPA: a prompt without a mask, then more with one."""
-    size, width = attention.head_dim, 4
+    size = attention.head_dim
+    width = 4
     attention.config._attn_implementation_internal = "sdpa"
     seen = torch.ones(2, 1, width, 2 * width, dtype=torch.bool, device="cpu").tril(width)
     seen[0, :, :, 0] = False

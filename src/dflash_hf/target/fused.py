@@ -123,7 +123,8 @@ def fused_modules(target: Target, takes_prompts: bool = False) -> Generator[None
     if runs_whole(target) or (not is_kernels and not ops.shortens(weight)):
         yield
         return
-    plan, user = _plan(target, weight.dtype, is_kernels), object()
+    plan = _plan(target, weight.dtype, is_kernels)
+    user = object()
     before = _here.model, _here.layers, _here.is_whole_run, _here.following
 
     def put_back() -> None:
@@ -154,7 +155,9 @@ def fused_modules(target: Target, takes_prompts: bool = False) -> Generator[None
             config = target.config if takes_prompts else None
             if (module := weak()) is not None and (layer := short.prepared(module, config, takes_prompts)) is not None:
                 layers[module] = layer
-        _here.model, _here.layers, _here.is_whole_run = target.model, layers, takes_prompts
+        _here.model = target.model
+        _here.layers = layers
+        _here.is_whole_run = takes_prompts
         _here.following = plan.following
         yield
 
@@ -176,7 +179,8 @@ def runs_whole(target: Target) -> bool:
 
 def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
     """What can be fused; found again when modules were replaced, or what their classes compute."""
-    plan, kind = _plans.get(target.model), (dtype, is_kernels)
+    plan = _plans.get(target.model)
+    kind = (dtype, is_kernels)
     if (
         plan is None
         or plan[1:3] != kind
@@ -187,7 +191,8 @@ def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
         layers = list[tuple[weakref.ref[nn.Module], ShortLayer]]()
         # What torch.compile has traced is not to be traced again.
         is_compiled = any(module._compiled_call_impl is not None for module in target.parts.modules)
-        forward_of, within = _forward_of if is_kernels else short_forward_of, set[nn.Module]()
+        forward_of = _forward_of if is_kernels else short_forward_of
+        within = set[nn.Module]()
         for module in [] if is_compiled else target.decoder.modules():
             if module in within or (fused := forward_of(module, dtype)) is None:
                 continue
@@ -264,7 +269,8 @@ def _forward_of(module: Any, dtype: torch.dtype) -> Forward | None:
 def _norm_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs: Any) -> Any:
     if len(args) != 1 or kwargs or not ops.fuses(args[0], module.weight):
         return plain(module, *args, **kwargs)
-    ahead, _here.normed = _here.normed, None
+    ahead = _here.normed
+    _here.normed = None
     if ahead is not None and ahead.norm is module and ahead.total is args[0]:
         return ahead.normed
     return ops.rms_norm(args[0], module.weight, eps)
@@ -273,15 +279,18 @@ def _norm_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs:
 def _gated_forward(plain: Forward, module: Any, *args: Any, **kwargs: Any) -> Any:
     if len(args) != 1 or kwargs or (isinstance(module.act_fn, nn.Module) and not is_bare(module.act_fn)):
         return plain(module, *args, **kwargs)
-    gate, up = module.gate_proj(args[0]), module.up_proj(args[0])
+    gate = module.gate_proj(args[0])
+    up = module.up_proj(args[0])
     return module.down_proj(ops.silu_mul(gate, up) if ops.fuses(gate, up) else module.act_fn(gate) * up)
 
 
 def _attention_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs: Any) -> Any:
-    cache, states = cache_of_verify(module, kwargs), kwargs.get("hidden_states")
+    cache = cache_of_verify(module, kwargs)
+    states = kwargs.get("hidden_states")
     if args or cache is None or states is None:
         return plain(module, *args, **kwargs)
-    buffers, norms = cache.attention[module.layer_idx].buffers(), head_norms(module)
+    buffers = cache.attention[module.layer_idx].buffers()
+    norms = head_norms(module)
     taken = [states, *(norm.weight for norm in norms), *kwargs["position_embeddings"]]
     if not all(map(is_bare, norms)) or not ops.writes(taken, buffers):
         return plain(module, *args, **kwargs)
@@ -293,7 +302,8 @@ def _attend_by(
 ) -> tuple[Tensor, None]:
     """Attention over the ragged cache, its queries, keys and values by `norm_rope_write` or its reference."""
     assert cache.block is not None
-    shape, index = (*states.shape[:-1], -1, module.head_dim), module.layer_idx
+    shape = (*states.shape[:-1], -1, module.head_dim)
+    index = module.layer_idx
     heads = [project(states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj)]
     cos, sin = (part.expand(len(states), -1, -1) for part in kwargs["position_embeddings"])
     weights = [norm.weight for norm in head_norms(module)] or [None, None]
@@ -324,7 +334,8 @@ def _layer_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs
 
 def _is_handed_on(module: nn.Module, behind: FollowingNorm) -> bool:
     """Returns True if no hook comes between a layer's output and the norm, that may change the output in place."""
-    norm, part_of = behind.norm(), behind.part_of()
+    norm = behind.norm()
+    part_of = behind.part_of()
     if norm is None or part_of is None or not is_bare(norm):
         return False
     hooks = [*module._forward_hooks.values(), *part_of._forward_pre_hooks.values()]
@@ -345,8 +356,10 @@ def _residuals(
 
 def _is_gated(module: Any, dtype: torch.dtype) -> bool:
     def both(draw: Draw) -> tuple[Any, Any]:
-        like, states = gated_like(module, draw), draw(2, 3, HIDDEN)
-        gate, up = like.gate_proj(states), like.up_proj(states)
+        like = gated_like(module, draw)
+        states = draw(2, 3, HIDDEN)
+        gate = like.gate_proj(states)
+        up = like.up_proj(states)
         return type(module).forward(like, states), like.down_proj(ops.silu_mul.reference(gate, up))
 
     return agrees(("gated", *gated_facts(module)), dtype, both)
@@ -365,7 +378,8 @@ def _is_layer(module: Any, eps: float, dtype: torch.dtype) -> bool:
 
         names = ("input_layernorm", "post_attention_layernorm")
         norms = {name: copied(getattr(module, name), weight=draw(8)) for name in names}
-        clone, hidden = copied(module, self_attn=attend, mlp=run_mlp, **norms), draw(2, 3, 8)
+        clone = copied(module, self_attn=attend, mlp=run_mlp, **norms)
+        hidden = draw(2, 3, 8)
         handed: dict[str, Any] = {"attention_mask": None, "position_embeddings": 1, "position_ids": 2}
         handed |= {CACHE_NAME: 3, "use_cache": 4, KEYWORD: 5}
         plain = type(module).forward(clone, hidden, **handed)

@@ -49,7 +49,8 @@ class Target:
             indices_BW (`torch.Tensor` of shape `[B, W]`, int64): Index of each token in its row.
             delta (`torch.Tensor` of shape `[B]` or `[rows, B]`, int64): Position minus index.
         """
-        positions, num = indices_BW + delta[..., None], self.facts.num_positions
+        positions = indices_BW + delta[..., None]
+        num = self.facts.num_positions
         return positions if num is None else positions.clamp_max(num - 1)
 
     @property
@@ -91,15 +92,18 @@ def find_target(model: PreTrainedModel) -> Target:
     """
     embedding, head = vocabulary_of(model)
     config = model.config.get_text_config(decoder=True)
-    parts, facts = Inventory.of(model), _known.get(model)
-    modules, kinds = parts.modules, list(map(type, parts.modules))
+    parts = Inventory.of(model)
+    facts = _known.get(model)
+    modules = parts.modules
+    kinds = list(map(type, parts.modules))
     if (
         facts is None
         or facts.config is not config
         or facts.kinds != kinds
         or [module() for module in facts.modules] != modules
     ):
-        facts = _known[model] = _find_facts(model, modules, config, embedding)
+        facts = _find_facts(model, modules, config, embedding)
+        _known[model] = facts
     return Target(
         model=model,
         parts=parts,
@@ -116,7 +120,8 @@ def find_target(model: PreTrainedModel) -> Target:
 def _find_facts(
     model: PreTrainedModel, modules: list[nn.Module], config: PreTrainedConfig, embedding: nn.Module
 ) -> Facts:
-    name, num_layers = type(model).__name__, getattr(config, "num_hidden_layers", None)
+    name = type(model).__name__
+    num_layers = getattr(config, "num_hidden_layers", None)
     lists = [
         module
         for module in modules

@@ -135,7 +135,8 @@ def _norm_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs:
 
 
 def _attention_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs: Any) -> Any:
-    cache, states = cache_of_verify(module, kwargs), kwargs.get("hidden_states")
+    cache = cache_of_verify(module, kwargs)
+    states = kwargs.get("hidden_states")
     if args or cache is None or states is None or kwargs.get("attention_mask") is not None or module.training:
         return plain(module, *args, **kwargs)
     if not all(is_bare(norm) and _is_alike(states, norm) and floats_of(norm) == [eps] for norm in head_norms(module)):
@@ -249,7 +250,8 @@ class PreparedLayer(NamedTuple):
 
     def answer(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Runs the layer on what it is called with; `None` where its class has to: it is another call than ours."""
-        attention, cache = module._modules["self_attn"], None
+        attention = module._modules["self_attn"]
+        cache = None
         if KEYWORD not in kwargs:
             cache = cache_of_prefill(attention, kwargs) if self.takes_prompts else None
         elif kwargs.get("attention_mask") is None:
@@ -276,7 +278,9 @@ class ShortLayer:
     """
 
     def __init__(self, module: Any, epsilons: list[float], is_gated: bool, takes_prompts: bool) -> None:
-        self.epsilons, self.is_gated, self.takes_prompts = epsilons, is_gated, takes_prompts
+        self.epsilons = epsilons
+        self.is_gated = is_gated
+        self.takes_prompts = takes_prompts
         norms = [*_norms(module), *head_norms(module.self_attn)]
         # What each norm calls its epsilon.
         self._names = [next(n for n, v in vars(norm).items() if isinstance(v, float)) for norm in norms]
@@ -284,12 +288,15 @@ class ShortLayer:
         # What the layer of an untouched model was made of, by which settings, and what may end.
         self._kept: PreparedLayer | None = None
         self._settings: tuple[object, ...] = ()
-        self._products, self._parts = list[Parameters](), list[weakref.ref[nn.Module]]()
+        self._products = list[Parameters]()
+        self._parts = list[weakref.ref[nn.Module]]()
 
     @classmethod
     def of(cls, module: Any, dtype: torch.dtype) -> ShortLayer | None:
         """Returns one if a module computes this."""
-        norms, attention, mlp = _norms(module), module.self_attn, module.mlp
+        norms = _norms(module)
+        attention = module.self_attn
+        mlp = module.mlp
         if not all(map(is_published, (module, attention, *norms, *head_norms(attention)))):
             return None
         found = [norm_eps(norm, dtype, rms_norm) for norm in norms]
@@ -329,7 +336,8 @@ class ShortLayer:
             config (`PreTrainedConfig`, *optional*): The one whose attention is Transformers' SDPA.
             is_untouched (`bool`): Whether the whole model was found so; else hooks and forwards are looked for here.
         """
-        attention, mlp = module._modules["self_attn"], module._modules["mlp"]
+        attention = module._modules["self_attn"]
+        mlp = module._modules["mlp"]
         norms = [*_norms(module), *head_norms(attention)]
         weights = [norm._parameters["weight"] for norm in norms]
         dtype = weights[0].dtype
@@ -343,9 +351,11 @@ class ShortLayer:
             return None
         if not is_untouched:
             return self._look_up(module, False, takes_prompts)
-        kept, settings = self._kept, (takes_prompts, *_settings(attention))
+        kept = self._kept
+        settings = (takes_prompts, *_settings(attention))
         if kept is None or settings != self._settings or any(len(held) != 2 for held in self._products):
-            kept, self._settings = self._look_up(module, True, takes_prompts), settings
+            kept = self._look_up(module, True, takes_prompts)
+            self._settings = settings
             self._keep(kept, module, attention, mlp)
         return kept
 
@@ -361,7 +371,8 @@ class ShortLayer:
         self._parts = [weakref.ref(part, self._forget) for part in parts]
 
     def _forget(self, _: object) -> None:
-        self._kept, self._products = None, []
+        self._kept = None
+        self._products = []
 
 
 def _is_bare_layer(parts: list[Any], weights: list[Any]) -> bool:

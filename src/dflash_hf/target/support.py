@@ -18,7 +18,8 @@ KEEP_A_STATE = ("linear", "mamba", "conv", "hybrid", "recurrent")  # in names of
 
 def check_target(target: Target) -> None:
     """Refuses targets whose attention the ragged cache cannot reproduce exactly: `ValueError` names why."""
-    config, name = target.config, type(target.model).__name__
+    config = target.config
+    name = type(target.model).__name__
     if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
         raise ValueError(
             f"expected {name} under an attention implementation that knows its soft cap, got 'sdpa', which older "
@@ -47,7 +48,8 @@ def check_target(target: Target) -> None:
 
 def _check_recurrences(target: Target) -> None:
     """Refuses recurrent layers that cannot be taken back: a `ValueError` names their kind, or what they lack."""
-    kinds, recurrences = getattr(target.config, "layer_types", None) or [], target.recurrences
+    kinds = getattr(target.config, "layer_types", None) or []
+    recurrences = target.recurrences
     others = {str(kind) for index, kind in enumerate(kinds) if index not in recurrences}
     others = {kind for kind in others if any(word in kind for word in KEEP_A_STATE)}
     reasons = [found for each in recurrences.values() if (found := each.rule.why_not(each.module)) is not None]
@@ -75,12 +77,16 @@ def _adapter_reason(model: PreTrainedModel) -> str | None:
 
 def check_pair(target: Target, config: DFlashConfig) -> None:
     """Raises `ValueError` unless a draft fits a target: width, mask token, and depth and vocabulary where stated."""
-    text, depth, rows = target.config, len(target.layers), target.vocab_size
+    text = target.config
+    depth = len(target.layers)
+    rows = target.vocab_size
     other = "load the draft that was trained for this target"
     for width in (config.hidden_size, config.target_hidden_size):
         what = f"a draft for hidden size {text.hidden_size} (the target's)"
         require(width == text.hidden_size, what, width, other)
-    taps, mask, size = config.target_layer_ids, config.mask_token_id, config.vocab_size
+    taps = config.target_layer_ids
+    mask = config.mask_token_id
+    size = config.vocab_size
     require(max(taps) < depth, f"taps below {depth} (the target's depth)", taps, other)
     stated = config.num_target_layers or depth
     require(stated == depth, f"a draft for {depth} layers (the target's depth)", stated, other)

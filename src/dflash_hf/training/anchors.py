@@ -42,7 +42,8 @@ class Anchors(Movable):
 
     def select(self, start: int, stop: int) -> Anchors:
         """Returns the anchors in columns `start .. stop - 1`."""
-        indices, keep = self.indices[:, start:stop], self.keep[:, start:stop]
+        indices = self.indices[:, start:stop]
+        keep = self.keep[:, start:stop]
         reach = int(indices.max()) if indices.device.type == "cpu" and indices.numel() else self.reach
         return Anchors(indices=indices, keep=keep, block_size=self.block_size, reach=reach)
 
@@ -121,7 +122,8 @@ class BlockMaskRule:
 
     def __call__(self, row: Tensor, query: Tensor, key: Tensor, kind: AttentionKind) -> Tensor:
         """Says whether query `[row, query]` sees key `[row, key]` in a layer of this kind; arguments broadcast."""
-        key_position, key_block = self.key_BT[row, key], self.key_block_T[key]
+        key_position = self.key_BT[row, key]
+        key_block = self.key_block_T[key]
         in_context = (key_block < 0) & (key_position < self.anchor_BQ[row, query])
         in_context = in_context & (key_position >= self.start_BQ[row, query])
         in_block = key_block == query // self.block_size

@@ -190,7 +190,8 @@ class _Run:
 
     def begin(self) -> None:
         """Reads what has been answered before, and refuses what is not this run's."""
-        output, target = self.settings.output, self.target
+        output = self.settings.output
+        target = self.target
         by = {"server_model": target.model} if isinstance(target, AnswerServer) else target_identity(target)
         made = {"target": {**by, "chat_template": text_identity(self.template.text)}, **self.settings.sampling()}
         if not output.exists():
@@ -299,7 +300,8 @@ class _Run:
         self.report.num_new += len(lines)
 
     def _by_target(self, target: PreTrainedModel, examples: Sequence[Any], seed: int) -> list[Answer]:
-        settings, tokenizer = self.settings, self.template.tokenizer
+        settings = self.settings
+        tokenizer = self.template.tokenizer
         ends = getattr(target.generation_config, "eos_token_id", None)
         ends = tokenizer.eos_token_id if ends is None else ends
         require(ends is not None, "an end token of the target's", None, "set generation_config.eos_token_id")

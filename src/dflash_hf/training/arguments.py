@@ -118,7 +118,8 @@ class DFlashTrainingArguments(TrainingArguments):
         require(self.warmup_steps >= 0, "warmup_steps >= 0", self.warmup_steps, "0.04 (of all steps) is the paper's")
         require(self.num_anchors > 0, "num_anchors > 0", self.num_anchors, "512 is the paper's")
         require(self.gamma is None or self.gamma > 0, "gamma > 0", self.gamma, "None follows the block size")
-        size, length = self.block_size, self.packing_length
+        size = self.block_size
+        length = self.packing_length
         require(length is None or length >= 2, "packing_length >= 2", length, "None pads each example")
         require(size is None or size >= 2, "block_size >= 2", size, "None is the draft's")
         counts = (self.per_device_train_batch_size, self.gradient_accumulation_steps, self.chunk_blocks)

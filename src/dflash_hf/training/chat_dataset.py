@@ -53,7 +53,10 @@ class ChatDataset(Sequence[Example]):
             raise ValueError(
                 f"expected {len(rows)} answers (one per row), got {len(answers)}; [] stands for a prompt alone"
             )
-        self.rows, self.processing_class, self.answers, self.max_length = rows, processing_class, answers, max_length
+        self.rows = rows
+        self.processing_class = processing_class
+        self.answers = answers
+        self.max_length = max_length
         self._lengths = lengths
         self._count_tokens: Any = getattr(processing_class, "_get_num_multimodal_tokens", None)  # of images
         self._replaced: float | None = None
@@ -98,7 +101,8 @@ class ChatDataset(Sequence[Example]):
         messages, images = parts_of(row)
         options = row.get("chat_template_kwargs")
         if answer is None:
-            turns, kind = row.get("trained_turns"), self.processing_class
+            turns = row.get("trained_turns")
+            kind = self.processing_class
             example = Example.from_messages(kind, messages, images, turns=turns, chat_template_kwargs=options)
         else:
             template = ChatTemplate(self.processing_class, options)

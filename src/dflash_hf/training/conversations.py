@@ -45,7 +45,8 @@ class ConversationReader:
         images: Path | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self.template, self.folder = template, images
+        self.template = template
+        self.folder = images
         self.options = dict(chat_template_kwargs or {})
 
     def __call__(self, row: Row) -> dict[str, Any]:

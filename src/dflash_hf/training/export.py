@@ -96,7 +96,8 @@ def export(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix=f".{format}-") as fresh:
-        made, place = Path(fresh) / format, folder / format
+        made = Path(fresh) / format
+        place = folder / format
         try:
             save_draft(draft, made, format, target)
         except ValueError as error:
@@ -182,7 +183,8 @@ def _acceptance(facts: CardFacts) -> list[str]:
     ]
     for name, block in measured.items():
         ratio = (block["speedup"] or {}).get("ratio")
-        length, speed = block["acceptance"]["acceptance_length"], "" if ratio is None else f"{ratio:.2f}x"
+        length = block["acceptance"]["acceptance_length"]
+        speed = "" if ratio is None else f"{ratio:.2f}x"
         rows.append(f"| {Path(name).name} | {block['questions']} | {length:.2f} | {speed} |")
     return rows
 

@@ -81,7 +81,8 @@ class FeatureCache:
         # What is there already needs no room; lengths are known without building the examples.
         tokens = sum(example_lengths(examples))
         present = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
-        needed, free = max(0, tokens * size - present), _free(self.folder)
+        needed = max(0, tokens * size - present)
+        free = _free(self.folder)
         logger.warning(
             f"the features of {len(examples)} examples take {size / 1000:.1f} kB a token, "
             f"{tokens * size / 1e9:.2f} GB in all, in {self.folder}"
@@ -101,7 +102,8 @@ class FeatureCache:
         Raises:
             ValueError: Saying which.
         """
-        found, action = self._settings(), "use the target they were written with, or write them into another folder"
+        found = self._settings()
+        action = "use the target they were written with, or write them into another folder"
         for name, value in _settings(target, config, num_likely).items():
             got = found.get(name)
             is_good = isinstance(got, int) and got >= num_likely if name == "num_likely" else got == value
@@ -149,9 +151,11 @@ class FeatureCache:
 
     def _read(self, example: Example) -> dict[str, Tensor]:
         """One example's tensors, compared with their checksum the first time they are read."""
-        path, got = self._path(example), f"none of an example of {len(example.input_ids)} tokens"
+        path = self._path(example)
+        got = f"none of an example of {len(example.input_ids)} tokens"
         require(path.exists(), f"features of every example in {self.folder}", got, "write them first")
-        what, action = f"whole features in {path}", "delete the file and write it again"
+        what = f"whole features in {path}"
+        action = "delete the file and write it again"
         try:
             with safe_open(path, framework="pt") as file:
                 names = set(file.keys())

@@ -150,7 +150,8 @@ def likely_tokens(logits: Tensor, num_likely: int) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def check_packing(target: Target) -> None:
     """Raises `ValueError` if packed examples would not be as each is by itself; runs two short forwards."""
-    name, advice = type(target.model).__name__, "train without packing"
+    name = type(target.model).__name__
+    advice = "train without packing"
     decoder: Any = target.model.get_decoder()
     if target.recurrences:
         raise ValueError(f"expected a target without recurrent layers to pack examples, got {name}; {advice}")
@@ -163,7 +164,8 @@ def check_packing(target: Target) -> None:
         for part, begins in ((ids, starts), (ids[:, 11:], None))
     )
     last = [len(target.layers) - 1]
-    one, other = target_features(target, last, packed).taps[:, 11:], target_features(target, last, alone).taps
+    one = target_features(target, last, packed).taps[:, 11:]
+    other = target_features(target, last, alone).taps
     # Rounding may send a token of a mixture to other experts: most tokens count.
     error = ((one - other).float().norm(dim=-1) / other.float().norm(dim=-1).clamp_min(1e-9)).median()
     if not error < (1e-3 if other.dtype.itemsize >= 4 else 5e-2):
@@ -198,7 +200,8 @@ def run_blocks(
     Returns:
         `torch.Tensor` of shape `[B, A * K, D]`: States ready for the target's head; or what `then` makes of them.
     """
-    dtype, device = draft.fc.weight.dtype, draft.fc.weight.device
+    dtype = draft.fc.weight.dtype
+    device = draft.fc.weight.device
     seen = slice(0, None if anchors.reach is None else max(anchors.reach, 1))
     starts_BQ = None
     positions = anchors.positions.flatten(1)
@@ -290,7 +293,8 @@ def batch_loss(
             (else `ValueError`) where the objective or the labels need them.
         attention, module: See `run_blocks`.
     """
-    config, device = draft.config, draft.fc.weight.device
+    config = draft.config
+    device = draft.fc.weight.device
     num_likely = LIKELY_TOKENS if objective == "kl" else int(target_labels)
     if features is None:
         columns = _columns_before_labels(batch, anchors, int(config.sample_from_anchor)) if num_likely else None
@@ -302,7 +306,9 @@ def batch_loss(
             num_likely=num_likely,
             columns=columns,
         )
-    batch, anchors, features = batch.to(device), anchors.to(device), features.to(device)
+    batch = batch.to(device)
+    anchors = anchors.to(device)
+    features = features.to(device)
     likely = None
     if num_likely:
         wanted = min(num_likely, target.vocab_size)
@@ -321,7 +327,8 @@ def batch_loss(
         known[draft.d2t + torch.arange(len(draft.d2t), device=device)] = True
 
     def sums_of(hidden: Tensor) -> dict[str, Tensor]:
-        logits, selector = logits_of(draft, target), draft.candidate_selector
+        logits = logits_of(draft, target)
+        selector = draft.candidate_selector
         found = block_loss(
             hidden, labels, weights_K, logits, chunk_blocks, selector, objective=objective, known_V=known
         )
@@ -337,7 +344,8 @@ def batch_loss(
 
 def _columns_before_labels(batch: Batch, anchors: Anchors, ahead: int) -> Tensor:
     """The columns behind which some slot's token stands, ascending."""
-    anchors, num_columns = anchors.to(batch.input_ids.device), batch.input_ids.shape[1]
+    anchors = anchors.to(batch.input_ids.device)
+    num_columns = batch.input_ids.shape[1]
     mask = block_labels(batch, anchors, ahead).mask.flatten()
     columns = (anchors.positions + ahead - 1).flatten().clamp(0, num_columns - 1)
     return torch.zeros(num_columns, device=mask.device).index_add_(0, columns, mask.float()).nonzero()[:, 0]

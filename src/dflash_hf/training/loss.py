@@ -132,9 +132,11 @@ def _slot_losses(
         known = own.detach() > -torch.inf  # what a reduced vocabulary leaves out is no part of p
         theirs = log_probs.to(logits.dtype).masked_fill(~known, -torch.inf).log_softmax(dim=-1)
         known = theirs > -torch.inf
-        theirs, own = theirs.masked_fill(~known, 0), own.masked_fill(~known, 0)
+        theirs = theirs.masked_fill(~known, 0)
+        own = own.masked_fill(~known, 0)
         losses = (theirs.exp() * (theirs - own) * known).sum(dim=-1)
-    best, extra = logits.detach().argmax(dim=-1), torch.zeros_like(losses)
+    best = logits.detach().argmax(dim=-1)
+    extra = torch.zeros_like(losses)
     if selector is not None:
         candidates, scores = selector.score(hidden_ND, slots.before[:, None], logits)
         is_label = candidates == slots.ids[:, None]
@@ -153,7 +155,8 @@ class _FrozenHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, chunks: list[slice], losses_of: Callable[..., Any]) -> Any:
-        parts, gradient = [], torch.empty_like(hidden_ND)
+        parts = []
+        gradient = torch.empty_like(hidden_ND)
         for rows in chunks:
             with torch.enable_grad():
                 states = hidden_ND[rows].detach().requires_grad_()
@@ -226,7 +229,8 @@ def block_loss(
         known_V (`torch.Tensor` of shape `[V]`, bool, *optional*): The tokens that a draft with a reduced vocabulary
             can propose. Slots of others are wrong and add nothing to the loss.
     """
-    block_size, device = labels.ids.shape[2], hidden_BQD.device
+    block_size = labels.ids.shape[2]
+    device = hidden_BQD.device
     if objective == "kl" and labels.likely is None:
         raise ValueError("expected labels with likely tokens for objective='kl', got none; take them of the target")
     scored = labels.mask if known_V is None else labels.mask & known_V[labels.ids]
@@ -236,7 +240,8 @@ def block_loss(
     hidden_ND = hidden_BQD.flatten(0, 1)[places]
     # An empty batch still has to give a loss that can be differentiated.
     loss = selector_loss = hidden_ND.sum() * 0
-    right, finite = torch.zeros_like(labels.mask), torch.ones(len(scored), dtype=torch.bool, device=device)
+    right = torch.zeros_like(labels.mask)
+    finite = torch.ones(len(scored), dtype=torch.bool, device=device)
     if len(hidden_ND):
         losses, extra, best = _all_losses(hidden_ND, slots, logits_of, selector, chunk_blocks * (block_size - 1))
         table = losses.new_full(scored.shape, torch.inf)
@@ -247,7 +252,8 @@ def block_loss(
             reached = smooth.masked_fill(~labels.mask, 1).cumprod(dim=-1) * labels.mask
             weights_BAK = reached.flip(-1).cumsum(dim=-1).flip(-1)
         weights_N = weights_BAK.flatten()[places]
-        loss, selector_loss = (losses * weights_N).sum(), (extra * weights_N).sum()
+        loss = (losses * weights_N).sum()
+        selector_loss = (extra * weights_N).sum()
         table.view(-1)[places] = (losses + extra).detach()
         finite = (table.isfinite() | ~scored).flatten(1).all(dim=1)
         right.view(-1)[places] = best == slots.ids

@@ -62,7 +62,8 @@ def _answer_span(render: Render, messages: Messages, turn: int, text: str, ends:
             f"behind its own generation prompt, got one that does neither for turn {turn}; {REGENERATE}"
         )
     answer = text[len(prompt) :]
-    written, pieces = squeezed(answer), said(messages[turn])
+    written = squeezed(answer)
+    pieces = said(messages[turn])
     # Without a generation prompt what begins the assistant's turns is nowhere to be seen: there has to be nothing.
     has_prompt = prompt != render(messages[:turn], False)
     if _end_of(pieces, written, 0) is None or not (has_prompt or written.startswith("".join(pieces[:1]))):
@@ -85,7 +86,8 @@ def groups_in_place(render: Render, messages: Messages, turns: Sequence[int], en
     """
     texts = {turn: render(messages[: turn + 1], False) for turn in turns}
     spans = {turn: _answer_span(render, messages, turn, texts[turn], ends) for turn in turns}
-    left, groups = list(turns), list[list[int]]()
+    left = list(turns)
+    groups = list[list[int]]()
     while left:
         whole = texts[left[-1]]
         group = [turn for turn in left if whole.startswith(texts[turn][: spans[turn][1]])]
@@ -120,7 +122,8 @@ def check_turns(text: str, messages: Messages) -> None:
     Raises:
         ValueError: Naming the turn.
     """
-    whole, place = squeezed(text), 0
+    whole = squeezed(text)
+    place = 0
     for at, message in enumerate(messages):
         # Some templates put the system's turn into a later one of the user's.
         begin = 0 if message["role"] == "system" else place

@@ -96,7 +96,8 @@ class ChatTemplate:
     def __init__(
         self, processing_class: PreTrainedTokenizerBase | ProcessorMixin, options: Mapping[str, Any] | None = None
     ) -> None:
-        self.processing_class, self.options = processing_class, dict(options or {})
+        self.processing_class = processing_class
+        self.options = dict(options or {})
         inner = getattr(processing_class, "tokenizer", None)
         self.is_processor = inner is not None
         self.tokenizer: Any = inner if self.is_processor else processing_class
@@ -238,7 +239,8 @@ def _laid(template: ChatTemplate, ids: list[int], plain: Mapping[str, Any], mask
 
     The pieces of text between images are found from the last one to the first, each as far right as it fits.
     """
-    name, tokens = type(template.processing_class).__name__, list(plain["input_ids"])
+    name = type(template.processing_class).__name__
+    tokens = list(plain["input_ids"])
     place = template.tokenizer.convert_tokens_to_ids(getattr(template.processing_class, "image_token", None))
     aligned = [0] * len(ids)
     stop = len(ids)

@@ -32,7 +32,9 @@ class MuonAndAdamW(Optimizer):
         names = set(matrix_names(model))
         trainable = [(name in names, p) for name, p in model.named_parameters() if p.requires_grad]
         matrices, others = ([p for is_matrix, p in trainable if is_matrix is wanted] for wanted in (True, False))
-        lr, decay, betas = args.learning_rate, args.weight_decay, (args.adam_beta1, args.adam_beta2)
+        lr = args.learning_rate
+        decay = args.weight_decay
+        betas = (args.adam_beta1, args.adam_beta2)
         self._parts: list[Optimizer] = []
         if matrices:
             muon = torch.optim.Muon(matrices, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
@@ -51,6 +53,7 @@ class MuonAndAdamW(Optimizer):
                 loss = closure()
         for part, group in zip(self._parts, self.param_groups, strict=True):
             # Loading a checkpoint and sharding put other groups and states here.
-            part.param_groups, part.state = [group], self.state
+            part.param_groups = [group]
+            part.state = self.state
             part.step()
         return loss

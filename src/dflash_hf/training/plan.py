@@ -106,7 +106,9 @@ class Plan:
         mean_length: float | None = None,
         target_dtype: str | None = None,
     ) -> None:
-        self.target, self.draft, self.sizes = target, draft, sizes
+        self.target = target
+        self.draft = draft
+        self.sizes = sizes
         self.model = meta_model(target)
         with torch.device("meta"):
             self.drafted = DFlashDraftModel(draft)
@@ -129,12 +131,15 @@ class Plan:
     def memory(self, sizes: Sizes) -> dict[str, int]:
         """Returns `bytes_by_part` under some options; sequences are as long as the longest."""
         text: Any = self.target.get_text_config(decoder=True)
-        draft, drafted, width = self.draft, self.drafted, self.width
+        draft = self.draft
+        drafted = self.drafted
+        width = self.width
         weights = sum(p.numel() for p in drafted.parameters())
         matrices = sum(p.numel() for p in drafted.parameters() if p.ndim == 2)
         tokens = sizes.per_device_train_batch_size * sizes.max_length
         blocks = sizes.per_device_train_batch_size * min(sizes.num_anchors, max(1, sizes.max_length - 1))
-        slots, depth = blocks * sizes.block_size, draft.num_hidden_layers
+        slots = blocks * sizes.block_size
+        depth = draft.num_hidden_layers
         kept = {
             "target": weights_of(self.target, self.model, width),
             "draft in float32": 4 * weights,
@@ -143,7 +148,8 @@ class Plan:
         gradients = {"gradients": 4 * weights}
         kept |= gradients if sizes.gradient_accumulation_steps > 1 else {}
         kept |= {"gradients being sent": 4 * weights} if sizes.world_size > 1 else {}
-        features, context = tokens * len(draft.target_layer_ids) * draft.target_hidden_size, tokens * draft.hidden_size
+        features = tokens * len(draft.target_layer_ids) * draft.target_hidden_size
+        context = tokens * draft.hidden_size
         copies = {"bfloat16 copies of the draft": 2 * weights} if sizes.mixed_precision else {}
         # As the target gave them and in float32; under autocast the backward pass keeps a copy of its own.
         given = width + 4 + (2 if sizes.mixed_precision else 0)
@@ -176,7 +182,9 @@ class Plan:
         target runs up to its last tapped layer. Of a mixture of experts all are counted, which is too many.
         """
         text: Any = self.target.get_text_config(decoder=True)
-        sizes, draft, model = self.sizes, self.draft, self.model
+        sizes = self.sizes
+        draft = self.draft
+        model = self.model
         rows = sizes.per_device_train_batch_size * sizes.gradient_accumulation_steps
         tokens = rows * mean_length
         blocks = rows * min(sizes.num_anchors, max(1.0, mean_length - 1))
@@ -282,7 +290,8 @@ def _lowered(sizes: Sizes) -> Iterator[tuple[Sizes, str]]:
     """Options that take less and less, each with the words that ask for them."""
     said: dict[str, Any] = {}
     for name, last in LOWER.items():
-        is_halved, value = type(last) is int, getattr(sizes, name)
+        is_halved = type(last) is int
+        value = getattr(sizes, name)
         while value > last if is_halved else value != last:
             value = value // 2 if is_halved else last
             changed = {name: value}

@@ -150,7 +150,9 @@ class _Maker:
     """Makes prepared rows."""
 
     def __init__(self, settings: PrepareSettings, processing_class: Processing, report: Prepared) -> None:
-        self.settings, self.processing_class, self.report = settings, processing_class, report
+        self.settings = settings
+        self.processing_class = processing_class
+        self.report = report
         folder = settings.output.parent / "images"
         self.read = ConversationReader(settings.template, folder, settings.chat_template_kwargs)
         self.seen: set[str] = set()
@@ -276,7 +278,8 @@ class _Sequences(Sequence[dict[str, Any]]):
     """Rows of a file, once for each sequence of theirs that is trained on."""
 
     def __init__(self, rows: RowFile, chosen: Sequence[tuple[int, int]]) -> None:
-        self.file, self.chosen = rows, chosen
+        self.file = rows
+        self.chosen = chosen
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -322,7 +325,8 @@ def read_examples(path: str | Path, processing_class: Processing, max_length: in
                 path,
                 max_length,
             )
-        rows, known = _Sequences(file, [rows.chosen[at] for at in kept]), [min(known[at], max_length) for at in kept]
+        rows = _Sequences(file, [rows.chosen[at] for at in kept])
+        known = [min(known[at], max_length) for at in kept]
     num_prompts = len(file) - len({at for at, *_ in found})
     got = f"{num_prompts} prompts without one" if num_prompts else "none"
     action = "let the target answer them (`regenerate`)" if num_prompts else "take other data, or a greater length"

@@ -33,7 +33,9 @@ class EpochBatches(Sampler[list[int]]):
     def __init__(
         self, batches_of: Callable[[int], list[list[int]]], args: TrainingArguments, next_step: Callable[[], int]
     ) -> None:
-        self.batches_of, self.args, self.next_step = batches_of, args, next_step
+        self.batches_of = batches_of
+        self.args = args
+        self.next_step = next_step
         self.num_batches = len(batches_of(0))
 
     def __len__(self) -> int:
@@ -41,7 +43,8 @@ class EpochBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         steps_per_epoch = math.ceil(len(self) / self.args.gradient_accumulation_steps)
-        batches, world_size = self.batches_of(self.next_step() // steps_per_epoch), self.args.world_size
+        batches = self.batches_of(self.next_step() // steps_per_epoch)
+        world_size = self.args.world_size
         for at in range(self.args.process_index, len(self) * world_size, world_size):
             yield batches[at] if at < len(batches) else [~index for index in batches[0]]
 
@@ -69,7 +72,8 @@ class Collator:
     """
 
     def __init__(self, packing_length: int | None = None, cache: FeatureCache | None = None) -> None:
-        self.packing_length, self.cache = packing_length, cache
+        self.packing_length = packing_length
+        self.cache = cache
 
     def __call__(self, rows: Sequence[tuple[int, Example]]) -> dict[str, Any]:
         examples = [example for _, example in rows]

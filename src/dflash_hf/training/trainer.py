@@ -163,7 +163,8 @@ class DFlashTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Overrides: batches of similar length; accelerate's own division among processes would change them."""
-        args, dataset = self.args, self.train_dataset
+        args = self.args
+        dataset = self.train_dataset
         assert dataset is not None
         if args.packing_length is not None:
             check_packing(self.target)
@@ -184,7 +185,9 @@ class DFlashTrainer(Trainer):
 
     def _cache(self) -> FeatureCache | None:
         """The target's features on disk, all of them; each process writes its share of what is missing."""
-        args, config, examples = self.args, self.draft.config, self.train_dataset
+        args = self.args
+        config = self.draft.config
+        examples = self.train_dataset
         if args.feature_cache is None:
             return None
         num_likely = LIKELY_TOKENS if args.loss == "kl" else int(args.labels == "target")
@@ -251,7 +254,8 @@ class DFlashTrainer(Trainer):
 
     def _anchors(self, batch: Batch, micro: int) -> Anchors:
         """Draws the anchors of a batch, on the CPU, from the seed, the step and the batch's place in it."""
-        args, seed = self.args, 0
+        args = self.args
+        seed = 0
         place = micro * args.world_size + args.process_index
         for part in (args.seed, self.state.global_step, place):
             seed = (seed * 1_000_003 + part) % 2**63
@@ -340,7 +344,8 @@ class DFlashTrainer(Trainer):
         """Overrides: `save_dtype`, and the processing class. Checkpoints hold the weights as they are."""
         if self._saved_beside is not None and self.args.should_save:
             self._saved_beside.save_pretrained(output_dir or str(self.args.output_dir))
-        draft, own = self.draft, self.draft.dtype
+        draft = self.draft
+        own = self.draft.dtype
         as_loaded = self.args.save_dtype == "auto" and not _internal_call and own != self.draft_dtype
         kept = [(parameter, parameter.data) for parameter in draft.parameters()] if as_loaded else []
         try:

@@ -128,7 +128,8 @@ def _along_tree(
     draft: DFlashDraftModel, hidden: Tensor, logits_BDV: Tensor, heads: Tensor, truth_BD: Tensor
 ) -> Tensor:
     """How far the truth goes along a tree of as many tokens as the chain has, `[B]`; one row per block."""
-    (batch, depth), device = truth_BD.shape, logits_BDV.device
+    batch, depth = truth_BD.shape
+    device = logits_BDV.device
     selector = draft.candidate_selector
     trees = TreeBuilder(depth + 1, depth, logits_BDV.shape[-1] if selector is None else selector.top_k, device)
     nodes, block = (torch.zeros(*size, batch, depth + 1, dtype=torch.long, device=device) for size in ((4,), ()))
