@@ -46,11 +46,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from dflash_hf.cache.ragged import RaggedLayer
-from dflash_hf.generation import cuda_graph, prefill, step
+from dflash_hf.generation import cuda_graph, prefill, static_step
 from dflash_hf.generation.cuda_graph import Captured, GraphStep
 from dflash_hf.generation.host_reads import reads_on_host
 from dflash_hf.generation.run import Run
-from dflash_hf.generation.step import StaticStep
+from dflash_hf.generation.static_step import StaticStep
 from helpers import pretended_gpu as pretended
 
 TEMPERATURE = 0.7
@@ -73,9 +73,9 @@ def parts_of(count: CountLaunches) -> Generator[None]:
         return run
 
     with (
-        mock.patch.object(step, "forwards", named("draft", step.forwards)),
-        mock.patch.object(step, "verify", named("verify", step.verify)),
-        mock.patch.object(step, "settle", named("decide", step.settle)),
+        mock.patch.object(static_step, "draft", named("draft", static_step.draft)),
+        mock.patch.object(static_step, "verify", named("verify", static_step.verify)),
+        mock.patch.object(static_step, "accept", named("decide", static_step.accept)),
     ):
         yield
 

@@ -28,7 +28,8 @@ from harness.report import show
 from dflash_hf import DFlashDraftModel, load_draft
 from dflash_hf.bench.sets import load_questions
 from dflash_hf.generation import prefill
-from dflash_hf.target.parts import Target, find_target
+from dflash_hf.generation.widths import FixedWidth
+from dflash_hf.target_model.parts import Target, find_target
 from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import collate
 from dflash_hf.training.data import Example
@@ -96,7 +97,8 @@ def main(
         raise typer.BadParameter(
             "expected a draft whose positions are independent, got DFlash 2; use --generate's number"
         )
-    prefill._chooser = lambda generator, state, keeps_buffers: None  # whole trees: what is simulated has no clock
+    # Whole trees: what is simulated has no clock.
+    prefill.choose_widths = lambda generator, state, keeps_buffers: FixedWidth(generator.verify_width)
     sizes, rows = [int(num) for num in nodes.split(",")], list[dict[str, Any]]()
     for name in data.split(","):
         committed: dict[int, list[int]] = {size: [] for size in sizes}

@@ -64,7 +64,7 @@ def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has what a run chooses not depend on the machine: trees and their widths are chosen as ever, by equal times."""
     from helpers.widths import SteadyWidths
 
-    monkeypatch.setattr("dflash_hf.generation.prefill.WidthChooser", SteadyWidths)
+    monkeypatch.setattr("dflash_hf.generation.options.WidthChooser", SteadyWidths)
 
 
 @pytest.fixture
@@ -73,7 +73,12 @@ def whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
 
     For tests that count or compare the steps of trees; those of chains have `helpers.whole_blocks`.
     """
-    monkeypatch.setattr("dflash_hf.generation.prefill._chooser", lambda generator, state, keeps_buffers: None)
+    from dflash_hf.generation.widths import FixedWidth
+
+    def widest(generator: Any, state: Any, keeps_buffers: bool) -> FixedWidth:
+        return FixedWidth(generator.verify_width)
+
+    monkeypatch.setattr("dflash_hf.generation.prefill.choose_widths", widest)
 
 
 @pytest.fixture(autouse=True)

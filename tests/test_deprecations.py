@@ -63,7 +63,7 @@ def test_the_old_name_of_a_cache_is_seen(deprecations: DeprecationLog) -> None:
     outputs: Any = transformers.modeling_outputs.BaseModelOutputWithPast()
     if not hasattr(outputs, "cache"):
         pytest.skip("this Transformers knows a cache by its old name alone")
-    namespace: dict[str, Any] = {"__name__": "dflash_hf.target.pretended", "outputs": outputs}
+    namespace: dict[str, Any] = {"__name__": "dflash_hf.target_model.pretended", "outputs": outputs}
     exec("outputs.past_key_values", namespace)
     assert len(deprecations.messages) == 1
     deprecations.messages.clear()

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.generation import generate
+from dflash_hf.generation import decode
 from dflash_hf.generation.run import Run
 
 VOCAB = 64
@@ -226,14 +226,14 @@ class OracleDraft(DFlashDraftModel):
 
 def _tell_which_rows_go_on() -> None:
     """Has every oracle know which of the call's rows its batch consists of."""
-    drop = generate.drop_finished
+    drop = decode.drop_finished
 
     def told(run: Run) -> None:
         drop(run)
         if isinstance(run.generator.draft, OracleDraft):
             run.generator.draft.rows = run.rows.copy()
 
-    generate.drop_finished = told
+    decode.drop_finished = told
 
 
 _tell_which_rows_go_on()

@@ -8,8 +8,8 @@ from transformers import DynamicCache
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache_name import CACHE_NAME
-from dflash_hf.target.parts import find_target
-from dflash_hf.target.reentry import ragged_attention
+from dflash_hf.target_model.parts import find_target
+from dflash_hf.target_model.reentry import ragged_attention
 
 from .clock import Marks
 from .pair import Pair

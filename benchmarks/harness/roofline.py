@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from dflash_hf.layer_configs import AttentionSizes, attention_sizes, layer_values
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 
 from .pair import Pair
 

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dflash_hf.generation import generate
-from dflash_hf.generation import step as step_module
+from dflash_hf.generation import decode
+from dflash_hf.generation import static_step as step_module
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.cuda_graph import GraphStep, NotCapturableError, uncaptured
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
 from dflash_hf.generation.run import Run
-from dflash_hf.generation.step import StaticStep
+from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.scopes import held
 
 from .clock import Marks, synchronize
@@ -145,23 +145,23 @@ def measure_stages(pair: Pair, inputs: Inputs, settings: Settings, width: int | 
 @contextmanager
 def _at_first_step(probe: Callable[[Run], None]) -> Generator[None]:
     """Has `generate` call a function where it would take its first step, and end there."""
-    whole = generate.advance
+    whole = decode.advance
 
     def advance(run: Run, *args: Any, **kwargs: Any) -> None:
         with torch.inference_mode():
             probe(run)
 
-    generate.advance = advance  # pyright: ignore[reportAttributeAccessIssue]
+    decode.advance = advance  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
-        generate.advance = whole
+        decode.advance = whole
 
 
 def _time(run: Run, samples: int) -> Stages:
     """Freezes a run's rows and times a step's parts; the rows are as they were afterwards."""
     prefill = run.stats.time_to_first_token * 1e3
-    is_cuda = run.call.target.device.type == "cuda"
+    is_cuda = run.request.target.device.type == "cuda"
     reason = None
     done = run.state.done.clone()
     run.state.done.fill_(True)
@@ -188,10 +188,10 @@ def _timed(run: Run, step: _GraphPart | _PlainPart, samples: int, prefill: float
             launches[name] = _launch(step, bound)
             seconds = time.perf_counter() - began  # the last counts
         for name, launch in launches.items():
-            until[name] = _samples(launch, run.call.target.device, samples)
+            until[name] = _samples(launch, run.request.target.device, samples)
         step.part = None
         reads = _host_reads(launches["step"], run)
-        kernels, gaps = _profile(launches["step"], run.call.target.device)
+        kernels, gaps = _profile(launches["step"], run.request.target.device)
     return Stages(
         prefill_ms=prefill,
         until_ms=until,

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.positions import build_target_layer_ids
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from dflash_hf.training import DFlashTrainer, DFlashTrainingArguments, Example, walked_acceptance
 
 MAX_PAIR_BYTES: Final = 16 * 2**20

@@ -1,7 +1,7 @@
 """Attention of a block of new tokens over a ragged cache: one function for the target's verify and for the draft.
 
 `RaggedBlock` says where each row stands and derives slots and masks from it, once per step and not once per layer.
-`attend` is the arithmetic; `target.reentry` hands it to Transformers.
+`attend` is the arithmetic; `target_model.reentry` hands it to Transformers.
 
 Shapes: `B` rows, `K` new tokens per row, `H`/`G` query/key heads, `R` slots, `E` head size.
 """

@@ -23,8 +23,8 @@ from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.errors import listed, require
 from dflash_hf.formats import FormatName
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target.parts import find_target
-from dflash_hf.target.support import check_pair
+from dflash_hf.target_model.parts import find_target
+from dflash_hf.target_model.support import check_pair
 
 
 def load_draft(path_or_repo: str | PathLike[str], **kwargs: Any) -> DFlashDraftModel:

@@ -71,12 +71,13 @@ class DFlashGenerationConfig(GenerationConfig):
         num_tree_nodes (`int` or `"auto"`, *optional*): Verify a tree of so many tokens, the anchor included, at most
             64: the draft's most likely paths, branching where it is unsure, and what followed the last few tokens
             earlier in the text. 0 is a chain, the draft's first choice alone. Exact under `"argmax"` and
-            `"shared_noise"`; `"sample"` verifies chains. `verify_width` left out or `"auto"` then chooses how many
-            of the nodes to verify. `"auto"` has it choose among up to four times as many as the chain has tokens, in
-            half precision and in captured steps too. Left out, it is a tree of as many tokens as the chain has, by
-            the table where `verify_width` goes by one; where the target has attention layers alone, `verify_width` is
-            no number, not in [`~dflash_hf.iterate`], and not where proposals are drawn (`"sample"`). Without a
-            number, eager steps whose width follows the run verify the chain instead while that pays more.
+            `"shared_noise"`; `"sample"` verifies chains, and trees are refused beside it. `verify_width` left out or
+            `"auto"` then chooses how many of the nodes to verify. `"auto"` has it choose among up to four times as
+            many as the chain has tokens, in half precision and in captured steps too. Left out, it is a tree of as
+            many tokens as the chain has, by the table where `verify_width` goes by one; where the target has attention
+            layers alone, `verify_width` is no number, not in [`~dflash_hf.iterate`], and not where proposals are drawn
+            (`"sample"`). Without a number, eager steps whose width follows the run verify the chain instead while that
+            pays more.
         max_matching_ngram_size (`int`, *optional*): How many of the last tokens are looked for in the text, for trees;
             4 at most and by default, 0 is none.
         engine (`str`, defaults to `"auto"`): `"eager"` launches every operation of a step from the host, over exactly
@@ -142,7 +143,7 @@ class DFlashGenerationConfig(GenerationConfig):
         """
         for name, allowed in (("engine", get_args(Engine)), ("proposal", get_args(Proposal))):
             require(getattr(self, name) in allowed, f"{name} in {allowed}", getattr(self, name), "leave it at 'auto'")
-        require(isinstance(self.synchronize, bool), "True or False as synchronize", self.synchronize, "leave it out")
+        require(is_a(self.synchronize, bool), "True or False as synchronize", self.synchronize, "leave it out")
         what = "draft_dtype left out or 'float8_e4m3fn'"
         dtype = self.draft_dtype
         require(dtype is None or dtype == "float8_e4m3fn", what, dtype, "leave it out")

@@ -54,8 +54,9 @@ class DFlashMLP(nn.Module):
         """Returns `down(act(gate(x)) * up(x))`."""
         gate = self.gate_proj(hidden_states)
         up = self.up_proj(hidden_states)
-        is_fused = self.is_silu and ops.fuses(gate, up)
-        return self.down_proj(ops.silu_mul(gate, up) if is_fused else self.act_fn(gate) * up)
+        if self.is_silu and ops.fuses(gate, up):
+            return self.down_proj(ops.silu_mul(gate, up))
+        return self.down_proj(self.act_fn(gate) * up)
 
 
 class DFlashAttention(nn.Module):
@@ -163,12 +164,18 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         else:
             normed, stream = self.input_layernorm(hidden_states, residual)
         attention = functools.partial(self.self_attn, attended=attended)
-        conv = self.attention_conv
-        hidden_states = attention(normed) if conv is None else conv(normed, attention, block_size)
+        hidden_states = self._mixed(self.attention_conv, normed, attention, block_size)
         normed, stream = self.post_attention_layernorm(hidden_states, stream)
-        conv = self.mlp_conv
-        hidden_states = self.mlp(normed) if conv is None else conv(normed, self.mlp, block_size)
-        return hidden_states, stream
+        return self._mixed(self.mlp_conv, normed, self.mlp, block_size), stream
+
+    @staticmethod
+    def _mixed(
+        conv: GroupedDynamicConvolution | None, states: Tensor, part: Callable[[Tensor], Tensor], block_size: int
+    ) -> Tensor:
+        """Runs a part of the layer on states `[B, K, D]`, with the convolutions of DFlash 2 around it."""
+        if conv is None:
+            return part(states)
+        return conv(states, part, block_size)
 
 
 class DFlashDraftModel(DFlashPreTrainedModel):
@@ -294,8 +301,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         cos_sin = (cos[:, earlier:], sin[:, earlier:])
         if context is not None and features is not None and context.weights is not None:
             angles = (cos[:, :earlier], sin[:, :earlier])
-            eps = self.config.rms_norm_eps
-            context = None if context.written_at_once(features, angles, cache, eps) else context
+            is_written = context.written_at_once(features, angles, cache, self.config.rms_norm_eps)
+            if is_written:
+                context = None
 
         def attended(attention: DFlashAttention, normed: Tensor) -> Attended:
             mask = RaggedMask(block, attention.kind)
@@ -348,8 +356,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         cache = one_cache(cache=cache, past_key_values=past_key_values)
         num_new = context_hidden_states.shape[1] + noise_embeds.shape[1]
         if position_ids is None:
-            past = cache.get_seq_length() if cache is not None else 0
-            position_ids = (torch.arange(num_new, device=noise_embeds.device) + past)[None]
+            position_ids = torch.arange(num_new, device=noise_embeds.device)[None]
+            if cache is not None:
+                position_ids = position_ids + cache.get_seq_length()
         context = self.project_context(context_hidden_states)
         cos, sin = self.rotary_emb(position_ids, noise_embeds.dtype)
         num_queries = noise_embeds.shape[1]
@@ -370,7 +379,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 if isinstance(mask, Tensor):
                     repeats = mask_repeats(attention.repeats, mask.device)
                     mask = additive_mask(~mask, noise_embeds.dtype)
-                    mask = mask if repeats == 1 else mask.repeat(1, 1, repeats, 1)
+                    if repeats > 1:
+                        mask = mask.repeat(1, 1, repeats, 1)
                 masks[key] = mask
             return masks[key]
 
@@ -386,7 +396,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         hidden = self._run_layers(noise_embeds, attended, block_size or num_queries)
         filled: dict[str, Any] = {CACHE_NAME: cache}
         output = BaseModelOutputWithPast(last_hidden_state=hidden, **filled)
-        return output if then is None else then(hidden)
+        if then is not None:
+            return then(hidden)
+        return output
 
     def compute_logits(self, hidden_states: Tensor, head: nn.Module) -> Tensor:
         """Applies the head and the draft's own multiplier and soft cap.
@@ -399,11 +411,13 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             `torch.Tensor` of shape `[..., V]`: Logits over the target's vocabulary; minus infinity for the tokens that
             a reduced draft vocabulary leaves out.
         """
-        logits = (head if self.lm_head is None else self.lm_head)(hidden_states)
+        own_head = self.lm_head
+        logits = head(hidden_states) if own_head is None else own_head(hidden_states)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
-        logits = logits if not cap else torch.tanh(logits / cap) * cap
+        if cap:
+            logits = torch.tanh(logits / cap) * cap
         if self.d2t is None:
             return logits
         assert self.config.vocab_size is not None
@@ -436,7 +450,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         else:
             states = embedding(token_ids)
         scale = self.config.input_embedding_scale
-        return states if scale == 1.0 else states * scale
+        if scale == 1.0:
+            return states
+        return states * scale
 
     def generate(self, *args: Any, **kwargs: Any) -> None:
         """Explains how a draft is used: it cannot generate on its own.

@@ -1,19 +1,18 @@
 """Changes that last for a while and are taken back however it ends: hooks, and switches that other code looks at.
 
 An interrupt may come between any two lines, so also while a change is made or taken back. What is taken back here can
-be taken back twice, is taken back whole if an interrupt cuts the first attempt short, and again at the thread's next
-call of `generate` if a traceback that is kept (as in a notebook) holds on to what should have taken it back.
+be taken back twice, and is taken back whole if an interrupt cuts the first attempt short. What a call of `generate`
+with a draft has changed is taken back at the thread's next call at the latest, also where a traceback that is kept (as
+in a notebook) holds on to what should have done it.
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -30,13 +29,30 @@ _TABLES = (
 
 
 class _Open(threading.local):
-    """The changes of this thread that are in force: the frame that waits for their end, and how to take them back."""
+    """The calls of this thread that are running, and how to take back the changes that they have in force."""
 
     def __init__(self) -> None:
-        self.changes: list[tuple[FrameType, Callable[[], None]]] = []
+        self.calls: set[object] = set()
+        self.changes: list[Callable[[], None]] = []
 
 
 _open = _Open()
+
+
+@contextmanager
+def calling() -> Generator[None]:
+    """Marks a call of `generate` with a draft, or a step of one that is looked at."""
+    # Of the thread that it is entered in: what is collected late may end in another one.
+    calls = _open.calls
+    call = object()
+    try:
+        try:
+            calls.add(call)
+            yield
+        finally:
+            calls.discard(call)
+    finally:
+        calls.discard(call)  # an interrupt may have come before the first one
 
 
 @contextmanager
@@ -45,11 +61,12 @@ def undoing(undo: Callable[[], None]) -> Generator[None]:
 
     It may be called several times, and before the change was made.
     """
-    change = (_holder(), undo)
     is_undone = False
+    changes = _open.changes
     try:
         try:
-            _open.changes.append(change)
+            if _open.calls:
+                changes.append(undo)
             yield
         finally:
             undo()
@@ -57,32 +74,17 @@ def undoing(undo: Callable[[], None]) -> Generator[None]:
     finally:
         if not is_undone:  # an interrupt may have cut the first one short, or come before it
             undo()
-        _open.changes[:] = [other for other in _open.changes if other is not change]
+        if undo in changes:
+            changes.remove(undo)
 
 
 def undo_stale() -> None:
-    """Takes back changes of this thread whose end has been missed; those that calls further up wait for stay."""
-    if not _open.changes:
+    """Takes back changes whose end has been missed: those of calls of this thread that are not running any more."""
+    if _open.calls or not _open.changes:
         return
-    running = list[FrameType]()
-    frame = sys._getframe(1)
-    while frame is not None:
-        running.append(frame)
-        frame = frame.f_back
-    for holder, undo in reversed(_open.changes):
-        if holder not in running:
-            undo()
-    _open.changes[:] = [change for change in _open.changes if change[0] in running]
-
-
-def _holder() -> FrameType:
-    """The function that has entered a scope: generators are off the stack while what they hold is open."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and (
-        frame.f_code.co_flags & inspect.CO_GENERATOR or frame.f_globals.get("__name__") == "contextlib"
-    ):
-        frame = frame.f_back
-    return frame
+    for undo in reversed(_open.changes):
+        undo()
+    _open.changes.clear()
 
 
 class Current(threading.local):

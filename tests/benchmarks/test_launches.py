@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from dflash_hf import ops
 from dflash_hf.cache.ragged import RaggedLayer
-from dflash_hf.generation import step
+from dflash_hf.generation import static_step
 from dflash_kernels import keep_path, top_tokens
 
 X = torch.ones(4, 6)
@@ -121,18 +121,18 @@ def test_a_step_without_kernels_is_more_launches() -> None:
 
 
 def test_what_is_added_to_a_step_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, settle, write_rows = plain_run(), step.settle, RaggedLayer.write_rows
+    before, accept, write_rows = plain_run(), static_step.accept, RaggedLayer.write_rows
     planted = 1 << 20
 
     def slower(run_: Any, logits: Tensor) -> Tensor:
         torch.ones(planted, dtype=torch.uint8, device="cuda").add_(1)
-        return settle(run_, logits)
+        return accept(run_, logits)
 
     def reading(layer: RaggedLayer, *args: Any) -> None:
         layer.key_buffer.sum().item()
         write_rows(layer, *args)
 
-    monkeypatch.setattr(step, "settle", slower)
+    monkeypatch.setattr(static_step, "accept", slower)
     monkeypatch.setattr(launches, "_write_rows", reading)
     after = run()
     assert after["kernels"] == before["kernels"] + 2

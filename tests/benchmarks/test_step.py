@@ -36,7 +36,7 @@ from typer.testing import CliRunner, Result
 
 from dflash_hf.generation import step as step_module
 from dflash_hf.positions import build_target_layer_ids
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 
 HAS_ZLAB = importlib.util.find_spec("dflash") is not None
 CPU = torch.device("cpu")

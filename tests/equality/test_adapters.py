@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 # PEFT's own use of a property that Transformers renamed.

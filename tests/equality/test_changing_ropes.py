@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from dflash_hf.cache_name import CACHE_NAME
-from dflash_hf.target.parts import find_target
-from dflash_hf.target.support import changing_ropes
+from dflash_hf.target_model.parts import find_target
+from dflash_hf.target_model.support import changing_ropes
 from helpers.changing_ropes import BOUNDARY, DEFAULT, TARGETS, check, draw, flat, per_layer
 from helpers.static import tensor_oracle
 from tiny import prompts, tiny_draft, tiny_target, truth_of

@@ -26,7 +26,7 @@ import dflash_hf
 from dflash_hf import DFlashDraftModel, DFlashGenerateOutput, SpeculativeStats, save_draft
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache_name import CACHE_NAME
-from dflash_hf.target.reentry import RAGGED_BLOCK
+from dflash_hf.target_model.reentry import RAGGED_BLOCK
 from tiny import COMMON, VOCAB, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
@@ -270,6 +270,7 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"head_dim": 8, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 4},
         "shared-K/V",
     ),
+    "keywords": ("Nemotron", {}, "layers that do not hand keywords of the forward down"),
 }
 
 

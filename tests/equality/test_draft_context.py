@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.target.hidden_states import Taps
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.hidden_states import Taps
+from dflash_hf.target_model.parts import find_target
 from tiny import OracleDraft, oracle_draft, prompts, tiny_target, truth_of
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.generation import generate, step
+from dflash_hf.generation import decode, step
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.run import Run
 from fuzz.targets import Oracle
@@ -53,7 +53,7 @@ def check(
         sizes.clear()
         with pytest.MonkeyPatch.context() as patch:
             if not drops:
-                patch.setattr(generate, "drop_finished", lambda run: None)
+                patch.setattr(decode, "drop_finished", lambda run: None)
             draft.arm(truth_of(inputs, ref), 0)  # pyright: ignore[reportCallIssue]
             out: Any = target.generate(**inputs, **settings, assistant_model=draft)
         assert torch.equal(out, ref)
@@ -110,7 +110,7 @@ def test_sampled_texts_do_not_follow_from_where_rows_stand(
             sizes.clear()
             with pytest.MonkeyPatch.context() as patch:
                 if not drops:
-                    patch.setattr(generate, "drop_finished", lambda run: None)
+                    patch.setattr(decode, "drop_finished", lambda run: None)
                 torch.manual_seed(seed)
                 draft = tiny_draft(target, 6, **options)
                 draft.generation_config.proposal, draft.generation_config.num_tree_nodes = rule, nodes
@@ -149,7 +149,7 @@ def test_buffers_that_are_kept_keep_their_rows(sizes: list[int], monkeypatch: py
     ref = target.generate(**inputs, **SETTINGS, do_sample=False)
     draft = tensor_oracle(target, truth_of(inputs, ref), 0, 6)
     set_engine(draft, "static")
-    monkeypatch.setattr(generate, "start_engine", lambda run, engine: None)
+    monkeypatch.setattr(decode, "start_engine", lambda run: None)
     for _ in range(2):
         assert torch.equal(target.generate(**inputs, **SETTINGS, do_sample=False, assistant_model=draft), ref)
         assert [kept.shape.batch for kept in kept_buffers(draft)] == [len(LENGTHS)]

@@ -19,7 +19,7 @@ from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.recurrent import RecurrentGroup
 from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation import step as step_module
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from dflash_hf.training.collators import Batch
 from dflash_hf.training.forward import target_features
 from helpers.hybrid import fresh_states, relative_error, use_float64_rules, watch_states

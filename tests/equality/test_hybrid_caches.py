@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from dflash_hf.cache.recurrence import RULES
 from dflash_hf.cache_name import CACHE_NAME
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from helpers.hybrid import use_float64_rules
 from helpers.static import set_engine
 from helpers.turns import CACHES, GREEDY, answer_mask, arm, check_caches, next_turn, real_tokens, recording_draft, turn

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_hf.scopes import Hook, hooked, undo_stale, undoing
+from dflash_hf.scopes import Hook, calling, hooked, undo_stale, undoing
 from fuzz.cases import Case, Turn
 from fuzz.check import Conversation, check_left, sequences_of
 from fuzz.interrupts import check_unchanged
@@ -106,9 +106,10 @@ def test_what_a_kept_traceback_holds_on_to_is_taken_back_at_the_next_call() -> N
         pass
 
     def holds() -> None:
-        scope = hooked(Hook(target, listen))
-        scope.__enter__()
-        raise KeyboardInterrupt
+        with calling():
+            scope = hooked(Hook(target, listen))
+            scope.__enter__()
+            raise KeyboardInterrupt
 
     try:
         holds()
@@ -126,11 +127,15 @@ def test_changes_that_calls_further_up_wait_for_stay() -> None:
     def put_back() -> None:
         values[0] = "before"
 
-    with undoing(put_back):
+    with calling(), undoing(put_back):
         values[0] = "changed"
         undo_stale()
         assert values == ["changed"]
     assert values == ["before"]
+    with undoing(put_back):
+        values[0] = "changed"
+        undo_stale()
+        assert values == ["changed"], "of no call, such as a training step"
 
 
 def test_taking_back_is_done_again_if_it_is_interrupted() -> None:

@@ -90,7 +90,7 @@ def test_a_step_says_what_was_proposed_checked_and_kept() -> None:
     draft = armed(target, inputs, 2)
     full = target.generate(**inputs, **GREEDY)
     starts = inputs["attention_mask"].argmax(dim=1)
-    with dflash_hf.target.hidden_states.Taps(target.model.layers, draft.config.target_layer_ids).open() as taps:
+    with dflash_hf.target_model.hidden_states.Taps(target.model.layers, draft.config.target_layer_ids).open() as taps:
         positions = (torch.arange(full.shape[1]) - starts[:, None]).clamp_min(0)
         mask = torch.arange(full.shape[1]) >= starts[:, None]
         whole = target(full, attention_mask=mask.long(), position_ids=positions)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.target.hidden_states import Taps
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.hidden_states import Taps
+from dflash_hf.target_model.parts import find_target
 from helpers.whole_blocks import use_whole_blocks
 from tiny import VOCAB, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from dflash_hf import iterate
 from dflash_hf.cache_name import CACHE_NAME
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from helpers.half import pairs
 from helpers.static import set_engine, tensor_oracle
 from tiny import DEPTH, VOCAB, oracle_draft, prompts, tiny_target, truth_of

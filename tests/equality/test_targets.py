@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.devices import Inventory, eagerly, execution_device, is_compiled
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from helpers.half import pairs
 from tiny import DEPTH, OracleDraft, draft_config, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel, TextIteratorStreamer
 from transformers.generation import BaseStreamer
 
-from dflash_hf.target.parts import find_target
-from dflash_hf.target.reentry import RAGGED_BLOCK, ragged_attention
+from dflash_hf.target_model.parts import find_target
+from dflash_hf.target_model.reentry import RAGGED_BLOCK, ragged_attention
 from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}

@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, iterate
 from dflash_hf.generation.widths import WidthChooser, _kept
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from dflash_hf.tree import TreeBuilder
 from fuzz.targets import Oracle, arm
 from helpers.half import pairs

@@ -13,8 +13,8 @@ from transformers import DynamicCache
 
 from dflash_hf import DFlashCandidateGenerator, iterate
 from dflash_hf.cache_name import CACHE_NAME
-from dflash_hf.target.hidden_states import Taps
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.hidden_states import Taps
+from dflash_hf.target_model.parts import find_target
 from dflash_hf.training.collators import Batch
 from dflash_hf.training.forward import target_features
 from helpers.half import half

@@ -16,7 +16,7 @@ from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation import buffers, step
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.host_reads import NoHostReads
-from dflash_hf.generation.step import StaticStep
+from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.widths import candidate_widths
 from helpers.half import pairs
 from helpers.static import Tape, TapeStep, set_engine, tensor_oracle, use_tapes

@@ -19,12 +19,12 @@ from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.cache.recurrent import RecurrentGroup
 from dflash_hf.generation import accept, generate, prefill, sampling, step
-from dflash_hf.generation.accept import SynchronizedRows, accepted
+from dflash_hf.generation.accept import PositionRule, SynchronizedRows, accepted
 from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import Recorder
 from dflash_hf.generation.user_cache import UserCache
-from dflash_hf.target import hidden_states
+from dflash_hf.target_model import hidden_states
 
 Patches = pytest.MonkeyPatch
 
@@ -110,17 +110,17 @@ def position_off_by_one(patches: Patches) -> None:
 def rejected_token_shown(patches: Patches) -> None:
     """A processor sees all proposals before it is known which stand."""
 
-    def shown(decide: Any, state: Any, logits: Tensor, processors: BlockProcessors) -> Any:
+    def shown(choose: Any, self: PositionRule, state: Any, logits: Tensor) -> Any:
         if state.width == 1:
-            return decide(state, logits, processors)
+            return choose(self, state, logits)
         positions, right = iter(range(state.width)), torch.cat([state.proposals, state.proposals[:, :1]], dim=1)
         with pytest.MonkeyPatch.context() as meanwhile:
             meanwhile.setattr(accept, "choose", lambda *_: right[:, next(positions), None])
-            scores = decide(state, logits, processors)
+            scores = choose(self, state, logits)
         state.tokens.copy_(accept.choose(scores, state.key, state.decided_positions))
         return scores
 
-    _wrapped(patches, step, "decide_by_position", shown)
+    _wrapped(patches, PositionRule, "_choose_tokens", shown)
 
 
 def neighbours_row(patches: Patches) -> None:
@@ -207,14 +207,14 @@ def criterion_forgotten(patches: Patches) -> None:
         if state.width == 1:
             stop(state, *args)
 
-    _wrapped(patches, step, "stop_by_criteria", forgotten)
-    _wrapped(patches, SynchronizedRows, "decide", _decided_at_once)
+    _wrapped(patches, accept, "stop_by_criteria", forgotten)
+    _wrapped(patches, SynchronizedRows, "choose", _chosen_without_criteria)
 
 
-def _decided_at_once(decide: Any, self: SynchronizedRows, state: Any, logits: Tensor) -> Any:
+def _chosen_without_criteria(choose: Any, self: SynchronizedRows, state: Any, logits: Tensor) -> Any:
     criteria, self.criteria = self.criteria, []
     try:
-        return decide(self, state, logits)
+        return choose(self, state, logits)
     finally:
         self.criteria = criteria
 
@@ -223,9 +223,10 @@ def streamer_gets_more(patches: Patches) -> None:
     """A streamer gets a token that was not committed."""
 
     def more(note: Any, one: Any, reported: Any, tokens: Tensor) -> None:
-        streamer = one.call.streamer
-        if streamer is not None and one.synchronized is None and tokens.shape[1] > reported[0][0] > 0:
-            streamer.put(tokens[0, reported[0][0] : reported[0][0] + 1].clone())
+        streamer = one.request.streamer
+        num_new = reported.committed[0]
+        if streamer is not None and not one.rule.feeds_streamer and tokens.shape[1] > num_new > 0:
+            streamer.put(tokens[0, num_new : num_new + 1].clone())
         note(one, reported, tokens)
 
     _wrapped(patches, step, "take_note", more)

@@ -23,7 +23,7 @@ from transformers.generation import BaseStreamer
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.generation import run
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from fuzz.cases import EOS, PROCESSORS, SAMPLERS, Turn
 from helpers.static import set_engine, use_tapes
 

@@ -22,11 +22,12 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.attention import RaggedBlock, attend, mask_repeats
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache_name import CACHE_NAME
-from dflash_hf.generation import generate
+from dflash_hf.generation import decode
 from dflash_hf.generation.run import Run, tapped
-from dflash_hf.generation.step import finish, forwards, settle
+from dflash_hf.generation.step import accept, report, verify
+from dflash_hf.generation.step import draft as draft_block
 from dflash_hf.positions import slot_positions, visible
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from dflash_hf.training import forward
 from dflash_hf.training.anchors import BlockMaskRule, sample_anchors
 from dflash_hf.training.collators import Batch, collate
@@ -241,21 +242,21 @@ def test_steps_read_nothing_on_the_host(
     num_guarded = 0
 
     def guarded(run: Run, engine: str) -> None:
-        """`generate.advance`, with each step under guard once each has run and loaded its kernels."""
+        """`decode.advance`, with each step under guard once each has run and loaded its kernels."""
         nonlocal num_guarded
         with torch.no_grad(), tapped(run):
             while not bool(run.state.done.all()):
                 with nullcontext() if num_guarded == 0 else no_host_reads(device):
                     step(run)
                 num_guarded += 1
-                finish(run, run.state.outcome.cpu(), run.state.width)
+                report(run, run.state.outcome.cpu(), run.state.width)
 
     def step(run: Run) -> None:
-        logits = forwards(run).logits
+        logits = verify(run, draft_block(run)).logits
         assert logits is not None
-        settle(run, logits)
+        accept(run, logits)
 
-    monkeypatch.setattr(generate, "advance", guarded)
+    monkeypatch.setattr(decode, "advance", guarded)
     torch.manual_seed(0)
     out = target.generate(**inputs, **settings, assistant_model=draft)
     assert num_guarded > 2

@@ -19,9 +19,9 @@ from dflash_hf import free_buffers
 from dflash_hf.generation import buffers, cuda_graph, widths
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.cuda_graph import why_not
-from dflash_hf.generation.step import StaticStep
+from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.widths import candidate_widths
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from helpers.host_reads import no_host_reads
 from helpers.static import set_engine, tensor_oracle, use_tapes
 from helpers.vision import vision_prompts, vision_target

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from dflash_hf import DFlashDraftModel
 from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.run import Run
-from dflash_hf.generation.step import StaticStep
+from dflash_hf.generation.static_step import StaticStep
 from helpers.static import set_engine, tensor_oracle
 from tiny import prompts, tiny_target, truth_of
 

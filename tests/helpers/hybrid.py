@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from dflash_hf.cache.recurrent import RecurrentGroup
 from dflash_hf.cache_name import CACHE_NAME
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 
 
 def gated_delta(

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import dflash_kernels
 from dflash_hf import ops
-from dflash_hf.target.fused import fused_modules
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.fused import fused_modules
+from dflash_hf.target_model.parts import find_target
 
 INTERPRETED = pytest.param(
     "cpu",

@@ -14,14 +14,12 @@ What this cannot see:
 * streams, events, memory, `torch.cuda.graph` itself, time;
 * what Transformers does only where `torch.cuda.is_available()`, which stays false, or where packages are installed
   that are not (flash-attn, causal-conv1d, mamba-ssm, flash-linear-attention);
-* compiled layers: `torch.compile` needs a device to compile for;
 * the prefill's writes into caches, which index by masks and are left out, and its first token.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -54,10 +52,12 @@ from dflash_hf.generation import float8
 from dflash_hf.generation import prefill as prefill_module
 from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.ranks import Ranks
-from dflash_hf.generation.run import Call, Run
-from dflash_hf.generation.step import StaticStep
-from dflash_hf.target import formulas
-from dflash_hf.target.parts import find_target
+from dflash_hf.generation.run import Request, Run
+from dflash_hf.generation.sampling import BlockProcessors
+from dflash_hf.generation.static_step import StaticStep
+from dflash_hf.generation.user_cache import NoUserCache
+from dflash_hf.target_model import formulas
+from dflash_hf.target_model.parts import find_target
 
 PROMPT = 64
 LIMIT = 4096
@@ -174,17 +174,21 @@ def begin(
         kwargs["position_ids"] = model._prepare_position_ids_for_generation(ids, {"input_ids": ids, **kwargs})
     criteria = [MaxLengthCriteria(prompt + limit), EosTokenCriteria(torch.tensor([1, 2], device="cuda"))]
     with Answers(prompt - 1):
-        call = Call(
+        request = Request(
             target=find_target(model),
             draft=draft,
             draft_parts=Inventory.of(draft),
             ranks=Ranks(model),
-            answer=functools.partial(prefill_module.prefill, keeps_buffers=True),
             streamer=None,
             cache=None,
             started=0.0,
+            input_ids=ids,
+            given_on=ids.device,
+            processors=BlockProcessors(LogitsProcessorList(processors)),
+            criteria=StoppingCriteriaList(criteria),
+            config=settings,
         )
-        return call(model, ids, LogitsProcessorList(processors), StoppingCriteriaList(criteria), settings, **kwargs)
+        return prefill_module.prefill(request, kwargs, NoUserCache(), keeps_buffers=True)
 
 
 @dataclass(slots=True)
@@ -228,7 +232,7 @@ def captured_step(run: Run) -> Step:
     step = StaticStep(run)
     state = run.state
     changed = {"proposals": state.whole_block}
-    if step.decides:
+    if step.accepts:
         changed |= {"draft": state.draft_ids, "outcome": state.outcome, "ids": state.ids, "lengths": state.lengths}
     caches = {"target": run.cache, "draft": run.generator.cache}
     changed |= {
@@ -237,7 +241,7 @@ def captured_step(run: Run) -> Step:
     before = {name: tensor._version for name, tensor in changed.items()}
     with torch.inference_mode(), _Count() as count, NoHostReads():
         step.body(step.bound(1))
-    return Step(count.calls, {name: t._version > before[name] for name, t in changed.items()}, step.decides)
+    return Step(count.calls, {name: t._version > before[name] for name, t in changed.items()}, step.accepts)
 
 
 def _written_by_step(cache: Any) -> list[Tensor]:

@@ -29,7 +29,7 @@ from transformers.initialization import no_init_weights
 
 from dflash_hf import DFlashConfig, DFlashDraftModel, attention, modeling_dflash
 from dflash_hf.configuration_dflash import AttentionKind
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from dflash_hf.training.anchors import Anchors, BlockMaskRule
 from dflash_hf.training.collators import Batch
 from dflash_hf.training.forward import Attention, batch_loss

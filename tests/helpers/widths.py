@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from dflash_hf.generation import prefill
+from dflash_hf.generation import options
 from dflash_hf.generation.widths import CHAIN, WidthChooser
 
 
@@ -69,4 +69,4 @@ def use_random_widths(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
         ) -> None:
             super().__init__(widest, seed, is_tree, first, chain)
 
-    monkeypatch.setattr(prefill, "WidthChooser", Seeded)
+    monkeypatch.setattr(options, "WidthChooser", Seeded)

@@ -34,26 +34,27 @@ def conditions_stay_conditions() -> Iterator[None]:
 def whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verifies chains of whole blocks where a test names neither trees nor a width: launches are counted by step."""
     from dflash_hf.generation import prefill
+    from dflash_hf.generation.widths import FixedWidth
 
-    resolve = prefill._resolved
-    choose = prefill._chooser
+    resolve = prefill.resolve
+    choose = prefill.choose_widths
 
-    def resolved(call: Any, *args: Any) -> Any:
-        options = call.draft.generation_config
+    def resolved(request: Any, *args: Any) -> Any:
+        options = request.draft.generation_config
         nodes = options.num_tree_nodes
         options.num_tree_nodes = 0 if nodes is None else nodes
         try:
-            return resolve(call, *args)
+            return resolve(request, *args)
         finally:
             options.num_tree_nodes = nodes
 
     def chooser(generator: Any, *args: Any) -> Any:
         options = generator.draft.generation_config
         is_named = options.verify_width is not None or options.num_tree_nodes is not None
-        return choose(generator, *args) if is_named else None
+        return choose(generator, *args) if is_named else FixedWidth(generator.verify_width)
 
-    monkeypatch.setattr(prefill, "_resolved", resolved)
-    monkeypatch.setattr(prefill, "_chooser", chooser)
+    monkeypatch.setattr(prefill, "resolve", resolved)
+    monkeypatch.setattr(prefill, "choose_widths", chooser)
 
 
 @pytest.fixture(scope="session", autouse=True)

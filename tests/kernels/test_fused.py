@@ -21,9 +21,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 import dflash_kernels
 from dflash_hf import ops
-from dflash_hf.target import formulas
-from dflash_hf.target.fused import _forward_of, fused_modules
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model import formulas
+from dflash_hf.target_model.fused import _forward_of, fused_modules
+from dflash_hf.target_model.parts import find_target
 from helpers.kernel_checks import OPERATIONS, POINTWISE, Calls
 from helpers.static import tensor_oracle
 from tiny import prompts, tiny_target, truth_of

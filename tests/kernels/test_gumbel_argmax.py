@@ -111,7 +111,7 @@ def test_it_is_the_choice_from_processed_scores(
     warpers: list[Any] = [kind(value) for kind, value in filters if value is not None]
     processors = BlockProcessors(LogitsProcessorList([TemperatureLogitsWarper(0.8), *warpers]))
     is_known = top_p is None or top_k is not None
-    assert processors.draw == (Draw(0.8, top_k, top_p or 1.0, min_p or 0.0) if is_known else None)
+    assert processors.draw == (Draw(0.8, top_k or 0, top_p or 1.0, min_p or 0.0) if is_known else None)
     with ops.kernels(True):
         found = draw_from_logits(logits, processors, seed, positions)
     assert torch.equal(found, choose(processors.warp(logits), seed, positions))

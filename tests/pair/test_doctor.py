@@ -29,7 +29,7 @@ from dflash_hf.evaluation.diagnosis import Diagnosis, diagnose, write_answers
 from dflash_hf.evaluation.harness import encode_prompt
 from dflash_hf.evaluation.probe import Measurement, Probe, variant
 from dflash_hf.evaluation.prompt_files import image_names, read_prompts
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from dflash_hf.training.data import Example
 from helpers.whole_blocks import use_whole_blocks
 

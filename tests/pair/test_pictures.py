@@ -23,7 +23,7 @@ from dflash_hf.evaluation.harness import answer, compare_with_plain, encode_prom
 from dflash_hf.evaluation.probe import Probe, variant
 from dflash_hf.evaluation.prompt_files import image_names
 from dflash_hf.evaluation.prompt_files import read_prompts as read_doctor_prompts
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from helpers.vision_pair import KINDS, write_vision_pair
 from helpers.whole_blocks import use_whole_blocks
 

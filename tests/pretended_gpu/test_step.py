@@ -35,14 +35,15 @@ from transformers import (
 
 from dflash_hf import DFlashConfig, ops
 from dflash_hf.cache.ragged import RaggedLayer
+from dflash_hf.generation import static_step as static_module
 from dflash_hf.generation import step as step_module
 from dflash_hf.generation.cuda_graph import check_capturable, why_not
 from dflash_hf.generation.float8 import check_float8
 from dflash_hf.generation.float8 import why_not as why_not_float8
 from dflash_hf.generation.host_reads import HostReadError
 from dflash_hf.generation.run import Run
-from dflash_hf.generation.step import StaticStep
-from dflash_hf.target.parts import Target, find_target
+from dflash_hf.generation.static_step import StaticStep
+from dflash_hf.target_model.parts import Target, find_target
 from helpers.kernel_checks import TREES
 from helpers.pretended_gpu import Step, begin, build_draft, build_target, captured_step
 
@@ -220,8 +221,8 @@ def check(run: Run, step: Step, uses_kernels: bool) -> None:
     assert not missing
     if uses_kernels:
         assert step.num("block_attention") == attending
-        depth = run.call.target.config.num_hidden_layers
-        is_fused = run.call.target.config.model_type in FUSED
+        depth = run.request.target.config.num_hidden_layers
+        is_fused = run.request.target.config.model_type in FUSED
         assert step.num("::norm_rope_write") == layers + depth * is_fused
         # Of the draft those of the context and of the first layer's input; the others go with the sums before them.
         assert step.num("::rms_norm") >= 2 + is_fused
@@ -311,7 +312,7 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize("target", ["qwen3-30b-a3b-short", "gpt-oss-short"])
 def test_eager_experts_are_found_to_count_on_the_host(target: str) -> None:
     run = run_of(Case(target=target))  # in the prefill they count too, where they may
-    run.call.target.model.set_experts_implementation("eager")
+    run.request.target.model.set_experts_implementation("eager")
     with pytest.raises(HostReadError, match="on the host"):
         captured_step(run)
 
@@ -403,14 +404,14 @@ PLANTED: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("what", PLANTED)
 def test_what_needs_the_host_is_found_in_the_same_step(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, verify = run_of(Case(target=SHORT)), step_module.verify
+    run, verify = run_of(Case(target=SHORT)), static_module.verify
 
     def planted(*args: Any) -> Any:
         outputs = verify(*args)
         PLANTED[what](run.state.whole_block)
         return outputs
 
-    monkeypatch.setattr(step_module, "verify", planted)
+    monkeypatch.setattr(static_module, "verify", planted)
     with pytest.raises(HostReadError, match="the host"):
         captured_step(run)
 

@@ -8,7 +8,7 @@ from transformers import Qwen3ForCausalLM
 
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target.parts import Target, find_target
+from dflash_hf.target_model.parts import Target, find_target
 from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import collate
 from dflash_hf.training.data import Example

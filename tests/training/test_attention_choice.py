@@ -14,7 +14,7 @@ from transformers import Qwen3ForCausalLM
 
 from dflash_hf import attention
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target.parts import Target, find_target
+from dflash_hf.target_model.parts import Target, find_target
 from dflash_hf.training import anchors as anchors_module
 from dflash_hf.training import forward
 from dflash_hf.training.anchors import Anchors, BlockMaskRule, all_anchors, sample_anchors

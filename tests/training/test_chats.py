@@ -13,7 +13,7 @@ from transformers import AutoProcessor, Gemma3Processor, Idefics3Processor, PreT
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from dflash_hf.training import (
     ChatDataset,
     DFlashTrainer,

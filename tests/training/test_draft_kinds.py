@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from dflash_hf.training import Example, frequent_tokens, regenerate_answers, walked_acceptance
 from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import collate

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import Qwen3ForCausalLM
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target.parts import Target, find_target
+from dflash_hf.target_model.parts import Target, find_target
 from dflash_hf.training import features as module
 from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import collate, collate_packed

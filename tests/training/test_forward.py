@@ -13,7 +13,7 @@ from transformers import Qwen3ForCausalLM
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target.parts import Target, find_target
+from dflash_hf.target_model.parts import Target, find_target
 from dflash_hf.training.anchors import Anchors, BlockMaskRule, all_anchors, sample_anchors
 from dflash_hf.training.collators import Batch
 from dflash_hf.training.forward import (

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, modeling_outputs
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from dflash_hf.training import DFlashTrainer, DFlashTrainingArguments, Example, regenerate_answers, walked_acceptance
 from dflash_hf.training.collators import collate
 from dflash_hf.training.forward import forward_inputs, target_features

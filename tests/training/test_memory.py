@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 from transformers import Qwen3Config
 
 from dflash_hf import DFlashConfig
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from dflash_hf.training.anchors import Anchors, all_anchors
 from dflash_hf.training.collators import Batch
 from dflash_hf.training.forward import batch_loss

@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from dflash_hf.training.anchors import BlockMaskRule, all_anchors, sample_anchors, valid_anchors
 from dflash_hf.training.collators import Batch, best_fit, collate, collate_packed, epoch_batches
 from dflash_hf.training.data import Example

@@ -41,7 +41,7 @@ def test_a_min_p_alone_looks_at_the_greatest_logit() -> None:
     torch.manual_seed(4)
     logits = torch.randn(2, 3, VOCAB)
     processors = processors_of(TemperatureLogitsWarper(0.7), MinPLogitsWarper(0.2))
-    assert processors.draw == Draw(0.7, None, 1.0, 0.2)
+    assert processors.draw == Draw(0.7, 0, 1.0, 0.2)
     left = processors.warp(logits) > -torch.inf
     assert bool(left.sum() > left[..., 0].numel())
     chosen = draw_from_logits(logits, processors, KEY, torch.arange(3).expand(2, -1))

@@ -15,13 +15,13 @@ from transformers import DynamicCache
 from dflash_hf import DFlashGenerationConfig, free_buffers
 from dflash_hf.cache import ragged, size
 from dflash_hf.cache_name import CACHE_NAME
-from dflash_hf.generation import buffers, cuda_graph, step
+from dflash_hf.generation import buffers, cuda_graph, static_step
 from dflash_hf.generation.buffers import buckets_between, kept_buffers, round_up
 from dflash_hf.generation.cuda_graph import uncaptured, why_not
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
 from dflash_hf.scopes import held
-from dflash_hf.target.hidden_states import Taps
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.hidden_states import Taps
+from dflash_hf.target_model.parts import find_target
 from helpers.engine import GREEDY, NEW, Watched, freeze_each_step_first, pair
 from helpers.pretended_gpu import pretended_gpu
 from helpers.static import Tape, TapeStep, use_tapes
@@ -447,7 +447,7 @@ def test_nothing_is_written_beyond_the_buffers(family: str, engine: Any, monkeyp
     buffers.free_buffers(draft)
     monkeypatch.setattr(ragged.RaggedLayer, "__init__", fenced_init)
     monkeypatch.setattr(buffers.DecodeState, "allocate", fenced_state)
-    for module in (buffers, step):
+    for module in (buffers, static_step):
         monkeypatch.setattr(module, "round_up", lambda length: length)  # not a slot to spare
     out = target.generate(**inputs, **GREEDY, assistant_model=draft)
     assert torch.equal(out, ref)

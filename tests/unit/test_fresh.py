@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGene
 from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.checkpoints import FIELDS
 from dflash_hf.fresh import choose_mask_token, fresh_config
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import collate
 from dflash_hf.training.data import Example

@@ -16,7 +16,7 @@ from dflash_hf import free_buffers
 from dflash_hf.generation import buffers, cuda_graph, run
 from dflash_hf.generation.buffers import kept_buffers, round_up
 from dflash_hf.generation.host_reads import NoHostReads
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model.parts import find_target
 from helpers.engine import GREEDY, NEW, pair
 from helpers.static import TapeStep, set_engine, use_tapes
 from tiny import prompts, tiny_draft, tiny_target

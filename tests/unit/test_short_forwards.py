@@ -20,10 +20,10 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from dflash_hf import iterate, ops
 from dflash_hf.cache_name import CACHE_NAME
-from dflash_hf.target import formulas, short_forwards
-from dflash_hf.target.fused import fused_modules
-from dflash_hf.target.parts import find_target
-from dflash_hf.target.short_forwards import ShortLayer, short_forward_of
+from dflash_hf.target_model import formulas, short_forwards
+from dflash_hf.target_model.fused import fused_modules
+from dflash_hf.target_model.parts import find_target
+from dflash_hf.target_model.short_forwards import ShortLayer, short_forward_of
 from helpers.half import pairs
 from helpers.static import tensor_oracle
 from tiny import prompts, tiny_target, truth_of

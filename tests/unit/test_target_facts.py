@@ -14,8 +14,8 @@ from torch import nn
 from transformers import GenerationConfig
 
 from dflash_hf.generation.checks import Settings
-from dflash_hf.target import parts
-from dflash_hf.target.parts import find_target
+from dflash_hf.target_model import parts
+from dflash_hf.target_model.parts import find_target
 from tiny import oracle_draft, prompts, tiny_target, truth_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}

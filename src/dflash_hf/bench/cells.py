@@ -271,7 +271,9 @@ def make_cells(settings: RunSettings) -> list[Cell]:
 
 
 def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else "default" if value is None else str(value)
+    if value is None:
+        return "default"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _baseline(cell: Cell, cells: Iterable[Cell]) -> str | None:

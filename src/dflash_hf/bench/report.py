@@ -151,7 +151,9 @@ def _milliseconds(seconds: float | None) -> str:
     if seconds is None:
         return "–"
     value = 1000 * seconds
-    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def _rate(value: float | None) -> str:

@@ -123,7 +123,8 @@ class Processes:
         # The slowest process may ask for a long time after the others.
         waits = {"timeout": timedelta(days=2)} if "LOCAL_RANK" in os.environ else {}
         self._state = PartialState(cpu=is_cpu, **waits)
-        self.rank, self.size = int(self._state.process_index), int(self._state.num_processes)
+        self.rank = int(self._state.process_index)
+        self.size = int(self._state.num_processes)
         self.device_map = str(self._state.device) if self.size > 1 and device == "auto" else device
 
     def wait(self) -> None:

@@ -180,7 +180,8 @@ class _Math:
             )
         # -P: the folder of the script is no place to import from, it has modules of common names.
         command = [sys.executable, "-P", str(Path(__file__).with_name("math_child.py"))]
-        process = self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = process
         if self._read(process) != "ready":
             self.close()
             raise RuntimeError(f"expected {' '.join(command)} to start, got exit status {process.returncode}")

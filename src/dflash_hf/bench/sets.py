@@ -127,12 +127,16 @@ def mbpp(row: Row) -> Fields | None:
     tests = row.texts("test_list")
     imports = row.values.get("test_imports")
     setup = row.values.get("test_setup_code")  # of the full set, where the sanitised one has `test_imports`
+    if imports:
+        imports = list(row.texts("test_imports"))
+    else:
+        imports = [setup] if setup else []
     return {
         "question_id": number,
         "turns": (row.text("prompt", "text") + "\nYour code should pass these tests:\n\n" + "\n".join(tests),),
         "reference": {
             "tests": list(tests),
-            "imports": list(row.texts("test_imports")) if imports else [setup] if setup else [],
+            "imports": imports,
             "canonical_solution": row.text("code"),
         },
         "score": "code",

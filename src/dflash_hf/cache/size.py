@@ -64,7 +64,10 @@ def check_memory(
         def needed(length: int, here: Sequence[LayerShape] = here) -> int:
             return sum(shape.num_bytes(batch, length, block) for shape in here)
 
-        if free is None or needed(max_length) <= (free := free + freed.get(device, 0)):
+        if free is None:
+            continue
+        free += freed.get(device, 0)
+        if needed(max_length) <= free:
             continue
         fits = max(bisect.bisect_right(range(max_length), free, key=needed) - 1, 0)
         raise OutOfRoomError(

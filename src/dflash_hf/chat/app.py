@@ -97,7 +97,8 @@ class Guard:
             return await self.app(scope, receive, send)
         request = Request(scope)
         known = request.cookies.get(COOKIE)
-        request.state.browser = browser = known or secrets.token_urlsafe(16)
+        browser = known or secrets.token_urlsafe(16)
+        request.state.browser = browser
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":

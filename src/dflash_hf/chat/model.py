@@ -126,7 +126,10 @@ def in_turn(
             stop.set()
     streamer.update()
     error = run.exception() if run.done() else CancelledError()
-    answer.state = "done" if error is None else "stopped" if isinstance(error, CancelledError) else "failed"
+    if error is None:
+        answer.state = "done"
+    else:
+        answer.state = "stopped" if isinstance(error, CancelledError) else "failed"
     if isinstance(error, ValueError):
         answer.error = str(error)
     elif answer.state == "failed":
@@ -245,7 +248,8 @@ class ChatModel:
             if answer.drafted:
                 options["assistant_model"] = self.draft
             if answer.drafted and is_turn:  # looked at only now: a run that was left may have been advancing it
-                cache = options[CACHE_NAME] = self._cache_for(conversation, inputs)
+                cache = self._cache_for(conversation, inputs)
+                options[CACHE_NAME] = cache
                 answer.num_cached_tokens = cache.get_seq_length()
             self.draft.last_stats = None
             streamer.started = time.perf_counter()

@@ -57,7 +57,9 @@ def _same(rows: Sequence[Comparison]) -> str:
     ties = sum(not row.identical for row in rows)
     if not all(row.agreement.holds for row in rows):
         return "[bold red]NO"
-    return "[green]yes" if not ties else f"[yellow]{ties} tie{'s' if ties > 1 else ''}"
+    if not ties:
+        return "[green]yes"
+    return "[yellow]1 tie" if ties == 1 else f"[yellow]{ties} ties"
 
 
 def prompt_line(prompt: Prompt) -> Text:

@@ -376,7 +376,9 @@ def _explained(error: Exception, settings: TrainSettings, stage: Stage) -> Excep
 
 
 def _shown(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.2f}" if isinstance(value, float) else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 assert tuple(RUNNERS) == STAGES

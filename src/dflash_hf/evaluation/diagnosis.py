@@ -23,8 +23,8 @@ from dflash_hf.fresh import rope_of
 from dflash_hf.layer_configs import layer_values
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.norm_and_rope import DFlashRMSNorm
-from dflash_hf.target.parts import Target, find_target
-from dflash_hf.target.support import check_pair, check_target
+from dflash_hf.target_model.parts import Target, find_target
+from dflash_hf.target_model.support import check_pair, check_target
 from dflash_hf.training.data import Example
 from dflash_hf.training.regenerate import regenerate_answers
 

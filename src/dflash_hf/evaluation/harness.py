@@ -143,7 +143,9 @@ def end_tokens(model: PreTrainedModel) -> list[int]:
     """Returns the ids that end a model's answers."""
     config: Any = model.generation_config
     ids = config.eos_token_id
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    if ids is None:
+        return []
+    return [ids] if isinstance(ids, int) else list(ids)
 
 
 def answer(

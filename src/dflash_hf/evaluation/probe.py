@@ -19,7 +19,7 @@ from torch import Tensor
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.modeling_dflash import DFlashAttention, DFlashDraftModel
 from dflash_hf.norm_and_rope import DFlashRotaryEmbedding
-from dflash_hf.target.parts import Target
+from dflash_hf.target_model.parts import Target
 from dflash_hf.training.collators import Batch, collate
 from dflash_hf.training.data import Example
 from dflash_hf.training.forward import target_features

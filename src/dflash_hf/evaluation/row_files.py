@@ -98,7 +98,8 @@ def repair(path: Path) -> None:
     if not path.is_file():
         return
     with path.open("rb+") as file:
-        size = end = file.seek(0, os.SEEK_END)
+        size = file.seek(0, os.SEEK_END)
+        end = size
         while end > 0:
             start = max(0, end - 2**16)
             file.seek(start)

@@ -19,15 +19,14 @@ from transformers.utils import logging
 
 from dflash_hf import ops
 from dflash_hf.cache.context import ContextWeights
-from dflash_hf.cache.ragged import RaggedCache, RaggedLayer, kept_rows
-from dflash_hf.cache.recurrent import RecurrentGroup
+from dflash_hf.cache.ragged import RaggedCache, kept_rows
 from dflash_hf.cache.size import OutOfRoomError, check_memory
 from dflash_hf.devices import free_memory, total_memory
 from dflash_hf.generation.float8 import free_float8
 from dflash_hf.generation.state import BufferShape, DecodeState
 from dflash_hf.layer_configs import attention_sizes
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target.parts import Target
+from dflash_hf.target_model.parts import Target
 from dflash_hf.tree import TreeBuilder
 
 T = TypeVar("T")
@@ -109,21 +108,23 @@ class FixedBuffers:
         """
         if self.idle is not None:
             torch.cuda.current_stream(self.shape.device).wait_event(self.idle)
-        caches = [self.draft_cache, *([] if self.cache is None else [self.cache])]
-        stays = reads_lengths_on_device(*caches)
         self.context_states.zero_()
-        for part in (part for cache in caches for part in (*cache.layers, *cache.groups)):
-            if (isinstance(part, RaggedLayer) and not (stays and part.shape.window is None)) or isinstance(
-                part, RecurrentGroup
-            ):
-                part.clear()
+        reads_no_stale_slot = reads_lengths_on_device(*self.caches())
+        for cache in self.caches():
+            for group in cache.groups:
+                group.clear()
+            for layer in cache.attention.values():
+                is_full = layer.shape.window is None
+                if not (is_full and reads_no_stale_slot):
+                    layer.clear()
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keeps these rows alone, for the rest of a run whose buffers are not kept; see [`kept_rows`]."""
         assert self.cache is not None
         self.shape = replace(self.shape, batch=len(rows))
         for name in ("context_states", "context_lengths", "offset", "node_states"):
-            if (tensor := getattr(self, name)) is not None:
+            tensor = getattr(self, name)
+            if tensor is not None:
                 setattr(self, name, kept_rows(tensor, rows))
         for part in (self.state, self.draft_cache, self.cache):
             part.keep_rows(rows)
@@ -134,14 +135,17 @@ class FixedBuffers:
 
     def owned(self) -> list[Tensor]:
         """Returns every tensor that must stay where it is."""
-        caches = [self.draft_cache, *([] if self.cache is None else [self.cache])]
-        return [
-            *self.state.tensors().values(),
-            *(self.context_states, self.context_lengths, self.offset),
-            *(() if self.node_states is None else (self.node_states,)),
-            *(() if self.context_weights is None else self.context_weights),
-            *(buffer for cache in caches for buffer in cache.buffers()),
-        ]
+        found = [*self.state.tensors().values(), self.context_states, self.context_lengths, self.offset]
+        if self.node_states is not None:
+            found.append(self.node_states)
+        found.extend(self.context_weights or ())
+        for cache in self.caches():
+            found.extend(cache.buffers())
+        return found
+
+    def caches(self) -> list[RaggedCache]:
+        """Returns the draft's cache, and the target's once there is one."""
+        return [cache for cache in (self.draft_cache, self.cache) if cache is not None]
 
 
 def reads_lengths_on_device(*caches: RaggedCache) -> bool:
@@ -214,7 +218,8 @@ def take_buffers(
         kept = _kept_of(draft, target)
         alike = [buffers for buffers in kept if buffers.shape == shape]
         found = next((buffers for buffers in alike if buffers.capacity >= length), None)
-        kept[:] = [buffers for buffers in kept if buffers not in (alike if found is None else [found])]
+        taken = alike if found is None else [found]
+        kept[:] = [buffers for buffers in kept if buffers not in taken]
     if found is not None:
         found.reopen()
         return found

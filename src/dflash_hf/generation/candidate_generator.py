@@ -22,27 +22,103 @@ from dflash_hf.generation.sampling import (
 )
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target.parts import Target
+from dflash_hf.target_model.parts import Target
 from dflash_hf.tree import along
 
-Rule = Literal["argmax", "shared_noise", "sample"]
+ProposalRule = Literal["argmax", "shared_noise", "sample"]
 # See `iterate`: the draft's logits [B, W - 1, V] and the token before the proposals [B] -> proposals [B, W - 1].
 Propose = Callable[[Tensor, Tensor], Tensor]
+
+
+class NewestContext:
+    """Tapped states in fixed tensors of the buffers, some columns of each row.
+
+    A verify of more than one token takes all columns, rejected tokens included: the host does not know how many were
+    right. Tokens that were decoded without a draft gather, one behind the other, until a forward of the draft writes
+    them or the columns are full. Before the first verify the states are zeros, whose keys and values go where the
+    block's own go right after.
+
+    Args:
+        buffers (`FixedBuffers`): The run's, whose newest context is cleared.
+    """
+
+    def __init__(self, buffers: FixedBuffers) -> None:
+        self._buffers = buffers
+        # Whether single tokens gather. Not in captured steps, each of which writes its own.
+        self.gathers = True
+        self._num_taken = 0
+        # The columns of the last verify.
+        self._newest = slice(0, 0)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no column for a further token."""
+        return self._num_taken == self._num_columns
+
+    @property
+    def states(self) -> Tensor:
+        """Tapped states `[B, W, L * D]` of the block that was verified last, rejected rows included."""
+        return self._buffers.context_states[:, self._newest]
+
+    def add(self, states: Tensor, is_tree: bool) -> bool:
+        """Adds the tapped states of a verify, rejected rows included.
+
+        Args:
+            states (`torch.Tensor` of shape `[B, W, L * D]`): Of the verified tokens.
+            is_tree (`bool`): Whether they are the nodes of a tree, of which [`add_path`] takes those that stand.
+
+        Returns:
+            `bool`: True if they are the first ones behind what has been written: then [`begin_at`] says where.
+        """
+        width = states.shape[1]
+        is_single = width == 1
+        start = self._num_taken % self._num_columns if is_single else 0
+        self._newest = slice(start, start + min(width, self._num_columns))
+        nodes = self._buffers.node_states
+        if is_tree and nodes is not None:
+            nodes[:, :width].copy_(states)
+        else:
+            self.states.copy_(states)
+        self._num_taken = self._num_columns
+        if is_single and self.gathers:
+            self._num_taken = start + 1
+        return start == 0
+
+    def begin_at(self, lengths: Tensor) -> None:
+        """Says where the first of the states stands in each row `[B]`, int64, as the draft counts."""
+        self._buffers.context_lengths.copy_(lengths)
+
+    def add_path(self, path_BN: Tensor, is_in_place: bool) -> None:
+        """Takes the states of a tree's accepted path `[B, n]`; what is behind the path's end is rejected."""
+        nodes = self._buffers.node_states
+        assert nodes is not None
+        taken = self._buffers.context_states[:, : path_BN.shape[1]]
+        if is_in_place:
+            taken.copy_(nodes[:, : path_BN.shape[1]])
+        else:
+            along(path_BN.to(nodes.device), nodes, out=taken)
+
+    def to_write(self) -> NewContext:
+        """Returns what the draft's next forward writes: the states of all columns, and where they stand."""
+        buffers = self._buffers
+        block = RaggedBlock.at(buffers.context_lengths, self._num_columns)
+        return NewContext(buffers.context_states, block, buffers.context_weights)
+
+    @property
+    def _num_columns(self) -> int:
+        return self._buffers.context_states.shape[1]
 
 
 class DFlashCandidateGenerator:
     """Drafts with a [`DFlashDraftModel`] over a ragged context cache.
 
-    Of every verify it keeps the tapped states, rejected rows included, in fixed tensors; its next forward writes them.
-    Before the first verify these are zeros, whose keys and values go where the block's own go right after. Tokens that
-    were decoded without a draft gather there, one behind the other, until a forward of the draft takes them or the
-    tensors are full.
+    Of every verify it keeps the tapped states, see [`NewestContext`]; its next forward writes them.
 
     Args:
         draft, target: Of the run; the target's embedding and head serve drafts without their own.
         processors (`BlockProcessors`): The run's; their stateless warpers shape the proposals too.
         buffers (`FixedBuffers`): Its context cache and the newest context, both cleared.
-        rule (`str`): How to propose when sampling.
+        proposal (`str`): How to propose when sampling.
         drafter (`DFlashDraftModel`): What computes the blocks and their logits: the draft, or a copy of it; see
             `float8.drafting_copy`.
     """
@@ -53,14 +129,14 @@ class DFlashCandidateGenerator:
         target: Target,
         processors: BlockProcessors,
         buffers: FixedBuffers,
-        rule: Rule,
+        proposal: ProposalRule,
         drafter: DFlashDraftModel,
     ) -> None:
         self.draft = draft
         self.drafter = drafter
         self.target = target
         self.processors = processors
-        self.rule: Rule = rule
+        self.proposal: ProposalRule = proposal
         # Width K of the draft's block, and tokens that are verified at most: K or fewer, or K + 1 where the anchor's
         # slot proposes too.
         self.block_size = buffers.shape.block_size
@@ -74,11 +150,7 @@ class DFlashCandidateGenerator:
         self.buffers = buffers
         # Per row, the first index that there is context for [B]; the draft counts from there. None: from 0.
         self.offset: Tensor | None = None
-        # Columns of the newest context that are taken: all of them behind a verify of more than one token, of which
-        # the host does not know how many were right. Whether single tokens gather, and the columns of the last verify.
-        self._num_held = 0
-        self._gathers = True
-        self._last = slice(0, 0)
+        self.newest = NewestContext(buffers)
         # What proposes trees, if it is trees that are to be verified.
         self.trees = buffers.trees
         # Only `iterate` sets these: a proposal rule of the user's, and whether the last block's logits are kept.
@@ -92,8 +164,9 @@ class DFlashCandidateGenerator:
         `positions` `[B, S]`, on the host, are each token's index in its row, negative for padding.
         """
         states = context_hidden_states.to(self.device, self.dtype)
-        own = positions if self.offset is None else positions - self.offset.to(positions.device)[:, None]
-        self.draft.write_prompt(states, own, self.cache)
+        if self.offset is not None:
+            positions = positions - self.offset.to(positions.device)[:, None]
+        self.draft.write_prompt(states, positions, self.cache)
 
     def begin(self, lengths: Tensor) -> None:
         """Begins a run whose prompts have these `lengths` `[B]`; `offset` is known and stays."""
@@ -108,43 +181,17 @@ class DFlashCandidateGenerator:
     def observe_block(self, context_hidden_states: Tensor, block: RaggedBlock) -> None:
         """Takes the context of a verified block, rejected rows included; the next draft forward writes it.
 
-        A single token goes behind those that are there already, see [`pass_over`].
-
         Args:
             context_hidden_states (`torch.Tensor` of shape `[B, block.width, L * D]`): Tapped states of the verify.
             block (`RaggedBlock`): The block that was verified.
         """
-        buffers = self.buffers
-        room = self.buffers.context_states.shape[1]
-        start = self._num_held % room if block.width == 1 else 0
-        self._last = slice(start, start + min(block.width, room))
-        if block.tree is None or buffers.node_states is None:
-            buffers.context_states[:, self._last].copy_(context_hidden_states)
-        else:
-            buffers.node_states[:, : block.width].copy_(context_hidden_states)
-        if not start:
-            buffers.context_lengths.copy_(self._on_draft(block).lengths)
-        self._num_held = start + 1 if block.width == 1 and self._gathers else room
-
-    def take_path(self, path: Tensor, is_in_place: bool) -> None:
-        """Takes the context of a tree's accepted path `[B, n]`; what is behind the path's end is rejected."""
-        nodes = self.buffers.node_states
-        taken = self.buffers.context_states[:, : path.shape[1]]
-        assert nodes is not None
-        if is_in_place:
-            taken.copy_(nodes[:, : path.shape[1]])
-        else:
-            along(path.to(self.device), nodes, out=taken)
-
-    def _context(self) -> NewContext:
-        """The newest context, which the draft's next forward writes."""
-        buffers = self.buffers
-        states = self.buffers.context_states
-        return NewContext(states, RaggedBlock.at(buffers.context_lengths, states.shape[1]), buffers.context_weights)
+        is_first = self.newest.add(context_hidden_states, block.tree is not None)
+        if is_first:
+            self.newest.begin_at(self._on_draft(block).lengths)
 
     def flush(self) -> None:
         """Writes the newest context where no draft forward will."""
-        self.draft.write_context(self._context(), self.cache)
+        self.draft.write_context(self.newest.to_write(), self.cache)
 
     def pass_over(self, is_static: bool) -> None:
         """Stands in for [`propose`] before a verify of one token: makes room for its context.
@@ -153,14 +200,10 @@ class DFlashCandidateGenerator:
             is_static (`bool`): Write the context of every token, so that each such step is the same.
         """
         self.logits = None
-        self._gathers = not is_static
-        if self.verify_width > 1 and (is_static or self._num_held == self.buffers.context_states.shape[1]):
+        self.newest.gathers = not is_static
+        never_drafts = self.verify_width == 1
+        if not never_drafts and (is_static or self.newest.is_full):
             self.flush()
-
-    @property
-    def context_hidden_states(self) -> Tensor:
-        """Tapped states `[B, W, L * D]` of the block that was verified last, rejected rows included."""
-        return self.buffers.context_states[:, self._last]
 
     def propose(self, state: DecodeState, block: RaggedBlock) -> None:
         """Drafts a block in one forward and writes `state.proposals` (and `draft_probs` under rejection).
@@ -174,17 +217,19 @@ class DFlashCandidateGenerator:
         device = state.block.device
         self.cache.begin(self._on_draft(block))
         noise_embeds = draft.embed(state.draft_ids, self.target.embedding)
-        hidden = drafter.forward_block(noise_embeds.to(self.device, self.dtype), self.cache, self._context())
+        hidden = drafter.forward_block(noise_embeds.to(self.device, self.dtype), self.cache, self.newest.to_write())
         is_tree = state.tree is not None
         num = self.num_proposals if is_tree else state.width - 1
         slots = slice(1 - self.ahead, num + 1 - self.ahead)  # those that propose
         hidden = hidden[:, slots]
         states = hidden
         if draft.lm_head is None:
-            dtype = noise_embeds.dtype if draft.embed_tokens is None else self.target.model.dtype
-            states = hidden.to(device, dtype)
+            # The target's head takes states as its own layers give them.
+            has_own_embedding = draft.embed_tokens is not None
+            states = hidden.to(device, self.target.model.dtype if has_own_embedding else noise_embeds.dtype)
         logits = drafter.compute_logits(states, self.target.head).to(device)
-        self.logits = logits if self.keeps_logits else None
+        if self.keeps_logits:
+            self.logits = logits
         if is_tree:
             self._propose_tree(state, hidden, logits, block.positions[:, slots])
         else:
@@ -202,9 +247,9 @@ class DFlashCandidateGenerator:
         """
         if self.rule_of_user is not None:
             return self.rule_of_user(logits, state.anchor)
-        if state.key is None or self.rule == "argmax":
+        if state.key is None or self.proposal == "argmax":
             return self.draft.best_path(hidden, logits, state.anchor)
-        is_drawn = self.rule == "sample"
+        is_drawn = self.proposal == "sample"
         positions = self._drawn_positions(state, slots)
         if self.draft.candidate_selector is None and not is_drawn:
             return draw_from_logits(logits, self.processors, state.key, positions)
@@ -212,7 +257,8 @@ class DFlashCandidateGenerator:
         if candidates is None:
             state.draft_probs = torch.softmax(scores, dim=-1)
             return choose(scores, state.key, positions, DRAFT_STREAM)
-        noisy = with_noise(scores, state.key, positions, candidates, DRAFT_STREAM if is_drawn else TARGET_STREAM)
+        stream = DRAFT_STREAM if is_drawn else TARGET_STREAM
+        noisy = with_noise(scores, state.key, positions, candidates, stream)
         path, path_scores = follow_path(candidates, scores, noisy.argmax(dim=-1))
         if is_drawn:
             probs = torch.softmax(path_scores, dim=-1)
@@ -222,8 +268,11 @@ class DFlashCandidateGenerator:
     def _scores(self, state: DecodeState, hidden: Tensor, logits: Tensor) -> tuple[Tensor | None, Tensor]:
         """A selector's candidates and scores, or the logits; processed where tokens are sampled."""
         selector = self.draft.candidate_selector
-        candidates, scores = (None, logits) if selector is None else selector(hidden, logits, state.anchor)
-        if state.key is not None and self.rule != "argmax":
+        candidates = None
+        scores = logits
+        if selector is not None:
+            candidates, scores = selector(hidden, logits, state.anchor)
+        if state.key is not None and self.proposal != "argmax":
             # Warpers work on rows of scores: of a selector, what may follow one predecessor.
             scores = self.processors.warp(scores.flatten(1, -2)).view_as(scores)
         return candidates, scores
@@ -237,11 +286,14 @@ class DFlashCandidateGenerator:
         candidates, scores = self._scores(state, hidden, logits)
         assert trees is not None
         assert state.nodes is not None
-        if state.key is not None and self.rule != "argmax":
+        if state.key is not None and self.proposal != "argmax":
             scores = with_noise(scores, state.key, self._drawn_positions(state, slots), candidates)
         longest = self.draft.generation_config.max_matching_ngram_size
-        follows = trees.follows if longest is None else trees.follows[:, : longest + 1]
-        text = (state.ids, state.cursor, follows) if follows.shape[1] > 1 else ()
+        follows = trees.follows
+        if longest is not None:
+            follows = follows[:, : longest + 1]
+        is_searched = follows.shape[1] > 1
+        text = (state.ids, state.cursor, follows) if is_searched else ()
         trees.build(scores, state.nodes, state.whole_block, candidates, text)
 
     def _on_draft(self, block: RaggedBlock) -> RaggedBlock:

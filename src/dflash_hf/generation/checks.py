@@ -1,7 +1,7 @@
 """What a call with a draft cannot honour, refused before any forward runs: settings, prompts, images, caches.
 
 Every refusal is a `ValueError` that names the setting, field or input. Whether DFlash can drive a target at all, and
-whether a draft fits it, is in `target.support`.
+whether a draft fits it, is in `target_model.support`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dflash_hf.cache.ragged import layer_window
 from dflash_hf.cache_name import CACHE_NAME, given_cache
 from dflash_hf.errors import require
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target.parts import Target
+from dflash_hf.target_model.parts import Target
 
 _DEFAULTS = GenerationConfig._get_default_generation_params()
 # Exact types: a subclass may store anything.
@@ -68,9 +68,11 @@ class Settings:
         """Returns the value of a setting."""
         if name in self.arguments:
             return self.arguments[name]
-        configs: list[Any] = [self.arguments.get("generation_config"), self.model.generation_config]
-        found = (value for config in configs if (value := getattr(config, name, None)) is not None)
-        return next(found, _DEFAULTS.get(name))
+        for config in (self.arguments.get("generation_config"), self.model.generation_config):
+            value = getattr(config, name, None)
+            if value is not None:
+                return value
+        return _DEFAULTS.get(name)
 
 
 def check_settings(settings: Settings) -> None:
@@ -167,32 +169,6 @@ def _check_chunks(chunk_size: int | None, ids: Tensor | None, columns: int, cach
     require(is_one_chunk, what, chunk_size, "embeddings cannot be cut into chunks, leave it out")
 
 
-def check_images(target: Target, input_ids: Tensor, arguments: dict[str, Any]) -> None:
-    """Refuses images that do not fit the tokens of prompts `[B, T]` without anything cached.
-
-    Before anything looks at them. Only where an image is as many tokens as `image_grid_thw` says, in Qwen's family,
-    and without videos (GLM spells those with tokens of images); others check in their own forward. Tokens of images
-    without any are text like any other, as in plain `generate`.
-    """
-    model: Any = target.model
-    grids = arguments.get("image_grid_thw")
-    pixels = arguments.get("pixel_values")
-    if grids is None or arguments.get("video_grid_thw") is not None:
-        return
-    rule = getattr(getattr(model, "model", None), "get_rope_index", None)
-    if rule is None or "video_grid_thw" not in inspect.signature(rule).parameters:  # HunYuan: more tokens
-        return
-    token = model.config.image_token_id
-    num_patches = int(grids.prod(dim=-1).sum())
-    num_tokens = int((input_ids == token).sum())
-    wanted = num_patches // model.config.vision_config.spatial_merge_size**2
-    what = f"{wanted} image tokens ({token}) for the {len(grids)} images of image_grid_thw"
-    require(num_tokens == wanted, what, num_tokens, "pass what the processor made of text and images together")
-    patches = None if pixels is None else pixels.shape[0]
-    what = f"pixel_values of {num_patches} patches, as image_grid_thw says"
-    require(patches == num_patches, what, patches, "pass what the processor made of the images")
-
-
 def _check_cache(cache: object, target: Target) -> None:
     """Refuses a cache or layer of a kind that cannot be read and advanced exactly, or that is of another target."""
     offloading = getattr(cache, "offloading", None)
@@ -252,3 +228,78 @@ def _check_columns(cache: Cache, rows: int, num_ids: int, mask: Tensor | None) -
         got += "" if mask is None else f" of {mask.shape[1]}"
         what = f"input_ids of the whole conversation (more than the {past} columns of {CACHE_NAME}), or the new "
         raise ValueError(f"expected {what}tokens with an attention_mask over all, got {got}; pass one of the two")
+
+
+def check_images(target: Target, input_ids: Tensor, arguments: dict[str, Any]) -> None:
+    """Refuses images that do not fit the tokens of prompts `[B, T]` without anything cached.
+
+    Before anything looks at them. Only where an image is as many tokens as `image_grid_thw` says, in Qwen's family,
+    and without videos (GLM spells those with tokens of images); others check in their own forward. Tokens of images
+    without any are text like any other, as in plain `generate`.
+    """
+    model: Any = target.model
+    grids = arguments.get("image_grid_thw")
+    pixels = arguments.get("pixel_values")
+    if grids is None or arguments.get("video_grid_thw") is not None:
+        return
+    rule = getattr(getattr(model, "model", None), "get_rope_index", None)
+    if rule is None or "video_grid_thw" not in inspect.signature(rule).parameters:  # HunYuan: more tokens
+        return
+    token = model.config.image_token_id
+    num_patches = int(grids.prod(dim=-1).sum())
+    num_tokens = int((input_ids == token).sum())
+    wanted = num_patches // model.config.vision_config.spatial_merge_size**2
+    what = f"{wanted} image tokens ({token}) for the {len(grids)} images of image_grid_thw"
+    require(num_tokens == wanted, what, num_tokens, "pass what the processor made of text and images together")
+    patches = None if pixels is None else pixels.shape[0]
+    what = f"pixel_values of {num_patches} patches, as image_grid_thw says"
+    require(patches == num_patches, what, patches, "pass what the processor made of the images")
+
+
+def keep_new_images(target: Target, input_ids: Tensor, past: int, arguments: dict[str, Any]) -> None:
+    """Computes the positions of a conversation `[B, T]` and drops the images that its cache of `past` columns has.
+
+    Under M-RoPE a token's positions follow from the sizes of all images before it, and the prefill takes only those
+    whose tokens are new. Transformers takes both from one `image_grid_thw`, which can be right for one of the two.
+
+    The arguments of `generate` are changed in place: `position_ids` is added; `image_grid_thw` `[N, 3]`, patches in
+    time, height and width of all images, and `pixel_values` `[patches, ...]`, of all or the new ones, lose those that
+    are in the cache. Raises `ValueError` if the numbers of images, sizes and patches do not fit, there are videos, or
+    a mask of the whole conversation is missing.
+    """
+    types = arguments.get("mm_token_type_ids")
+    grids = arguments.get("image_grid_thw")
+    if types is None or grids is None:
+        return
+    mask = arguments.get("attention_mask")
+    shapes = [None if tensor is None else tuple(tensor.shape) for tensor in (input_ids, types, mask)]
+    if len(set(shapes)) > 1 or input_ids.shape[1] <= past:
+        raise ValueError(
+            f"expected input_ids, mm_token_type_ids and attention_mask of the whole conversation, its {past} cached "
+            f"columns too, beside image_grid_thw, got shapes {shapes}; pass what the processor made of all messages"
+        )
+    highest = int(types.max())
+    require(highest < 2, "no videos in a conversation with a cache", highest, f"leave out {CACHE_NAME}")
+    is_image = types.to(grids.device) == 1
+    starts = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:, :-1]
+    is_new = (torch.arange(types.shape[1], device=grids.device) >= past).expand_as(starts)[starts]
+    what = f"image_grid_thw of all {len(is_new)} images of the conversation (positions follow from them)"
+    require(len(grids) == len(is_new), what, len(grids), "pixel_values may be those of the new images")
+    model: Any = target.model
+    kwargs = {"attention_mask": mask, "mm_token_type_ids": types, "image_grid_thw": grids}
+    if arguments.get("position_ids") is None:
+        arguments["position_ids"] = model._prepare_position_ids_for_generation(input_ids, kwargs)
+    pixels = arguments.get("pixel_values")
+    sizes = grids.prod(dim=-1)
+    num_all = int(sizes.sum())
+    num_new = int(sizes[is_new].sum())
+    if pixels is not None:
+        num = pixels.shape[0]
+        what = f"pixel_values of {num_all} patches (all images) or {num_new} (the new ones)"
+        require(num in (num_all, num_new), what, num, "pass what the processor made of the conversation")
+        pixels = pixels[is_new.repeat_interleave(sizes).to(pixels.device)] if num == num_all else pixels
+    if num_new:
+        arguments |= {"image_grid_thw": grids[is_new], "pixel_values": pixels}
+    else:
+        del arguments["image_grid_thw"]
+        arguments.pop("pixel_values", None)

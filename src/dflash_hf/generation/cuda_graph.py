@@ -33,14 +33,14 @@ from dflash_hf.devices import Inventory, execution_devices, is_offloaded
 from dflash_hf.errors import require
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads, counts_groups
 from dflash_hf.generation.run import Run
-from dflash_hf.generation.step import StaticStep
-from dflash_hf.generation.widths import useful_widths
+from dflash_hf.generation.static_step import StaticStep
+from dflash_hf.generation.widths import WidthChooser, useful_widths
 from dflash_hf.generation_config import Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.scopes import held
-from dflash_hf.target.formulas import is_harmless
-from dflash_hf.target.parts import Target
-from dflash_hf.target.support import changing_ropes
+from dflash_hf.target_model.formulas import is_harmless
+from dflash_hf.target_model.parts import Target
+from dflash_hf.target_model.support import changing_ropes
 
 T = TypeVar("T")
 logger: Any = logging.get_logger(__name__)
@@ -68,7 +68,7 @@ class NotCapturableError(RuntimeError):
 class Captured(NamedTuple):
     """A graph, or anything else with a `replay`, and what each replay overwrites.
 
-    That is what the target returns, of a step that does not decide by itself, and the state's `draft_probs`.
+    That is what the target returns, of a step that the host accepts, and the state's `draft_probs`.
     """
 
     graph: Any
@@ -124,9 +124,11 @@ def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
         return wanted
     if wanted == "eager" or target.device.type != "cuda":
         return "eager"
-    if reason := why_not(target, draft):
-        logger.warning_once(EAGER.format(reason=reason))
-    return "eager" if reason else "cuda_graph"
+    reason = why_not(target, draft)
+    if reason is None:
+        return "cuda_graph"
+    logger.warning_once(EAGER.format(reason=reason))
+    return "eager"
 
 
 def why_not(target: Target, draft: DFlashDraftModel) -> str | None:
@@ -145,7 +147,8 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str | None:
         return f"a RoPE of type {rope[0].kind}, which looks at positions on the host"
     if torch.is_autocast_enabled(target.device.type):
         return "autocast, which keeps copies of weights"
-    if counted := _counted_experts(target):
+    counted = _counted_experts(target)
+    if counted:
         return f"{counted}; 'batched_mm' does not count (target.set_experts_implementation)"
     for name, module in itertools.chain(model.named_modules(), draft.named_modules()):
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
@@ -154,10 +157,8 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str | None:
     return None
 
 
-def start_engine(run: Run, engine: Engine) -> StaticStep | None:
+def start_engine(run: Run) -> StaticStep | None:
     """Returns the step that a run with fixed buffers takes, captured where it can be; `None` is the eager one."""
-    if engine == "eager":
-        return None
     if run.generator.draft in _uncaptured:
         return StaticStep(run)
     step = GraphStep(run)
@@ -177,11 +178,11 @@ class GraphStep(StaticStep):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.settings = _settings(run, self.decides)
-        parts = [run.call.target.parts, run.call.draft_parts]
+        self.settings = _settings(run, self.accepts)
+        parts = [run.request.target.parts, run.request.draft_parts]
         if run.generator.drafter is not run.generator.draft:
             parts.append(Inventory.of(run.generator.drafter))
-        fingerprint = _fingerprint(run.call.target, parts)
+        fingerprint = _fingerprint(run.request.target, parts)
         if run.buffers.graphs is None or run.buffers.graphs.fingerprint != fingerprint:
             run.buffers.graphs = Graphs(fingerprint)
         self.graphs: Graphs = run.buffers.graphs
@@ -196,7 +197,8 @@ class GraphStep(StaticStep):
             raise NotCapturableError(self.graphs.reason)
         run = self.run
         bounds = self.bounds()
-        if unknown := [name for name, value in run.extra.items() if not _is_plain(value)]:
+        unknown = [name for name, value in run.extra.items() if not _is_plain(value)]
+        if unknown:
             raise NotCapturableError(f"inputs of the caller's own in every forward: {', '.join(unknown)}")
         captured = self.graphs.captured
         state = run.state
@@ -208,8 +210,12 @@ class GraphStep(StaticStep):
         try:
             # Rows that count as finished: a step changes nothing but scratch.
             state.done.fill_(True)
-            costs = None if run.chooser is None else self._find_costs(run.chooser.widths, bounds[0])
-            self._capture_missing(bounds, [run.generator.verify_width] if costs is None else list(costs))
+            widths = run.chooser.widths
+            costs: dict[int, float] = {}
+            if isinstance(run.chooser, WidthChooser):
+                costs = self._find_costs(widths, bounds[0])
+                widths = list(costs)
+            self._capture_missing(bounds, widths)
         except BaseException as error:
             self.kept.clear()
             captured.clear()
@@ -223,7 +229,7 @@ class GraphStep(StaticStep):
         finally:
             state.done.copy_(before[0])
             state.width = before[1]
-        if run.chooser is not None and costs is not None:
+        if isinstance(run.chooser, WidthChooser):
             run.chooser.set_costs(costs)
 
     def _capture_missing(self, bounds: list[int], widths: list[int]) -> None:
@@ -285,21 +291,20 @@ class GraphStep(StaticStep):
             with held(NoHostReads()):
                 self.body(bound)
         except HostReadError as error:
-            name = type(self.run.call.target.model).__name__
+            name = type(self.run.request.target.model).__name__
             raise NotCapturableError(f"a step of {name} needs the host ({error})") from error
 
 
-def _settings(run: Run, decides: bool) -> Settings:
+def _settings(run: Run, accepts: bool) -> Settings:
     """What is baked into a captured step of this run, besides the shapes of its buffers."""
     state = run.state
     generator = run.generator
     options = run.generator.draft.generation_config
     return (
-        decides,
+        accepts,
         options.max_matching_ngram_size,
-        None if state.key is None else generator.rule,
-        run.call.processors.settings(),
-        state.eos_ids is None,
+        None if state.key is None else generator.proposal,
+        run.request.processors.settings(),
         generator.offset is None,
         ops.forced(),
         tuple(sorted((name, value) for name, value in run.extra.items() if _is_plain(value))),

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from dflash_hf.devices import execution_device, free_memory, plain_tensors
 from dflash_hf.errors import one_line, require
 from dflash_hf.modeling_dflash import DFlashAttention, DFlashDecoderLayer, DFlashDraftModel, DFlashMLP
-from dflash_hf.target.parts import Target
+from dflash_hf.target_model.parts import Target
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max

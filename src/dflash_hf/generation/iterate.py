@@ -20,13 +20,17 @@ from transformers import PreTrainedModel
 from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.devices import Inventory, eagerly, is_compiled
 from dflash_hf.errors import require
-from dflash_hf.generation.accept import Accept
+from dflash_hf.generation.accept import Accept, BlockRule
 from dflash_hf.generation.candidate_generator import Propose
+from dflash_hf.generation.decode import no_gradients
 from dflash_hf.generation.generate import answer_with, unwrapped
 from dflash_hf.generation.prefill import prefill
-from dflash_hf.generation.run import Call, Run
+from dflash_hf.generation.run import Request, Run
 from dflash_hf.generation.step import step
+from dflash_hf.generation.user_cache import NoUserCache
+from dflash_hf.generation.widths import FixedWidth
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.scopes import calling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,19 +115,20 @@ def iterate(
             `num_tree_nodes`; for `accept` beside processors that read the prefix or criteria of one's own; for rules
             that return another shape, dtype or range; for a cache that is passed in.
     """
-    draft = given = unwrapped(draft)
-    require(isinstance(given, DFlashDraftModel), "a DFlashDraftModel as draft", type(given).__name__, "use load_draft")
+    bare = unwrapped(draft)
+    require(isinstance(bare, DFlashDraftModel), "a DFlashDraftModel as draft", type(bare).__name__, "use load_draft")
+    draft = bare
     require("assistant_model" not in kwargs, "the draft as second argument", "assistant_model", "drop that keyword")
     start = functools.partial(_start, propose=propose, accept=accept)
-    run: Run = answer_with(start, cast(Any, model).generate, model, draft, kwargs)
+    run = answer_with(start, cast(Any, model).generate, model, draft, kwargs)
     draft.last_stats = run.stats
     run.generator.keeps_logits = output_logits
     return _steps(run, output_logits, output_hidden_states)
 
 
-def _start(call: Call, propose: Propose | None, accept: Accept | None) -> Run:
+def _start(request: Request, inputs: dict[str, Any], propose: Propose | None, accept: Accept | None) -> Run:
     """Stands where `decode` stands, and returns after the prefill."""
-    options = call.draft.generation_config
+    options = request.draft.generation_config
     if propose is not None or accept is not None:
         what = "proposal 'argmax' or 'shared_noise' beside a rule of your own"
         proposal = options.proposal
@@ -132,56 +137,60 @@ def _start(call: Call, propose: Propose | None, accept: Accept | None) -> Run:
         nodes = options.num_tree_nodes
         require(not nodes, "a chain, no num_tree_nodes, beside a rule of your own", nodes, "leave it out")
     if accept is not None:
-        names = [type(processor).__name__ for processor in call.processors.processors]
+        names = [type(processor).__name__ for processor in request.processors.processors]
         what = "only temperature, top-k, top-p and other warpers of single scores beside accept"
         reason = "the others never see what lies behind a mismatch"
-        require(call.processors.is_stateless, what, names, reason)
-        together = [type(criterion).__name__ for criterion in call.own_criteria]
-        if call.streamer is not None and call.input_ids.shape[0] > 1:
-            together.append(type(call.streamer).__name__)
+        require(request.processors.is_stateless, what, names, reason)
+        together = [type(criterion).__name__ for criterion in request.own_criteria]
+        if request.streamer is not None and request.input_ids.shape[0] > 1:
+            together.append(type(request.streamer).__name__)
         what = "no stopping criteria but length and end of sequence, and a streamer only with one row, beside accept"
         require(not together, what, together, "stop iterating instead")
     reason = "a run that may be left half-way cannot advance one, pass the whole conversation instead"
-    require(call.cache is None, f"no {CACHE_NAME}", type(call.cache).__name__, reason)
-    with eagerly(call.target.parts, call.draft_parts):
-        run = prefill(call, is_looked_at=True)
+    require(request.cache is None, f"no {CACHE_NAME}", type(request.cache).__name__, reason)
+    with eagerly(request.target.parts, request.draft_parts):
+        run = prefill(request, inputs, NoUserCache(), is_looked_at=True)
     if options.verify_width is None:
-        run.chooser = None  # to be looked at, a run drafts at every step
+        # To be looked at, a run drafts at every step.
+        run.chooser = FixedWidth(run.generator.verify_width)
     if propose is not None:
-        run.generator.rule_of_user = _Checked(propose, dims=2, highest=run.call.target.vocab_size - 1)
+        run.generator.rule_of_user = _Checked(propose, dims=2, highest=run.request.target.vocab_size - 1)
     if accept is not None:
-        run.accept = _Checked(accept, dims=1)
+        assert isinstance(run.rule, BlockRule)
+        run.rule.rule_of_user = _Checked(accept, dims=1)
     return run
 
 
 def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generator[DFlashStep]:
     """Yields the prefill, then one step after the other; nothing is held while it waits."""
     state = run.state
-    models = (run.call.target.parts, Inventory.of(run.generator.draft))
+    models = (run.request.target.parts, Inventory.of(run.generator.draft))
     # Looked up once: every part of both models has to be asked.
     compiled = [parts for parts in models if is_compiled(parts)]
-    no_gradients = torch.inference_mode if run.call.target.takes_inference_mode else torch.no_grad
     # The prefill, as if it had verified the prompts' last tokens.
     state.width = 1
     logits = None
-    counts = run.reported[0]
+    counts = run.reported.committed
     before = state.ids[:, state.columns - 1], state.lengths - 1
     for index in itertools.count():
         if index:
-            with run.call.ranks.together(), eagerly(*compiled), no_gradients():
+            with calling(), run.request.ranks.together(), eagerly(*compiled), no_gradients(run.request.target):
                 run.watch.last = time.perf_counter()  # the pause was the user's own
                 before = state.anchor.clone(), state.lengths.clone()
                 logits, counts = step(run)
         # Outside inference mode, so that autograd takes the copies.
         anchor, lengths = (tensor.clone() for tensor in before)
-        drafted = run.generator.logits
+        is_verify = index > 0
+        tokens = state.tokens
+        if is_verify and isinstance(run.rule, BlockRule) and isinstance(run.rule.rule_of_user, _Checked):
+            tokens = run.rule.rule_of_user.second
+        has_states = output_hidden_states and is_verify
         report = state.report
-        rule = run.accept if index else None
         yield DFlashStep(
             index=index,
             anchor=anchor,
             proposals=state.proposals.clone(),
-            tokens=(state.tokens if rule is None else cast(_Checked, rule).second).clone(),
+            tokens=tokens.clone(),
             positions=lengths[:, None] + torch.arange(1, state.width + 1, device=lengths.device),
             num_accepted=state.outcome[1].masked_fill(torch.tensor(counts, device=lengths.device) == 0, 0),
             committed=[
@@ -189,16 +198,21 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
                 for row, (end, count) in enumerate(zip(state.cursor.tolist(), counts, strict=True))
             ],
             done=state.done.clone(),
-            logits=logits.clone() if output_logits and logits is not None else None,
-            draft_logits=drafted.clone() if output_logits and drafted is not None else None,
-            hidden_states=run.generator.context_hidden_states.clone() if output_hidden_states and index else None,
+            logits=_copy(logits) if output_logits else None,
+            draft_logits=_copy(run.generator.logits) if output_logits else None,
+            hidden_states=run.generator.newest.states.clone() if has_states else None,
             node_ids=None if report is None else report.node_ids.clone(),
             parents=None if report is None else report.parents.clone(),
         )
         if run.finished:
             break
-    if run.call.streamer is not None:
-        run.call.streamer.end()
+    if run.request.streamer is not None:
+        run.request.streamer.end()
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    """Returns a copy of a tensor, if there is one."""
+    return None if tensor is None else tensor.clone()
 
 
 class _Checked:

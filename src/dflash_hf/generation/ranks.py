@@ -27,7 +27,7 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
-from dflash_hf.generation.accept import SynchronizedRows, accepted
+from dflash_hf.generation.accept import AcceptanceRule, accepted
 from dflash_hf.generation.state import DecodeState
 
 # What a rank says of itself when they meet.
@@ -102,16 +102,16 @@ class Ranks:
         for tensor, first in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(first.view_as(tensor))
 
-    def decided(
-        self, state: DecodeState, num_accepted: Tensor | None, synchronized: SynchronizedRows | None
-    ) -> Tensor | None:
-        """Replaces what this rank has decided by what the first one has; `num_accepted` is as [`commit`] takes it."""
+    def decided(self, state: DecodeState, num_accepted: Tensor | None, rule: AcceptanceRule) -> Tensor | None:
+        """Replaces what this rank has decided by what the first one has.
+
+        `num_accepted` `[B]` is as [`commit`] takes it; `rule` is what has decided.
+        """
         if self.group is None:
             return num_accepted
         self.meet()
         num_accepted = accepted(state, num_accepted)
-        unfinished = ~state.done if synchronized is None else synchronized.unfinished
-        self.share(state.tokens, num_accepted, state.remaining, unfinished, state.path)
+        self.share(state.tokens, num_accepted, state.remaining, rule.unfinished(state), state.path)
         return num_accepted
 
     @contextmanager

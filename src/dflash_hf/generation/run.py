@@ -1,4 +1,4 @@
-"""A call, the run that it becomes, what the host knows of it, and how many new tokens its buffers have room for.
+"""A request, the run that answers it, and how many new tokens its buffers have room for.
 
 A limit says little about how long an answer gets, and plain `generate` allocates nothing for it. So a run begins with
 room for some tokens of its limit, and doubles that when a step could need more. The host knows from the last step how
@@ -7,90 +7,60 @@ much there is, so that nothing is read for it.
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.recurrent import noting
 from dflash_hf.devices import Inventory, plain_tensors
-from dflash_hf.generation.accept import Accept, SynchronizedRows
+from dflash_hf.generation.accept import AcceptanceRule
 from dflash_hf.generation.buffers import FixedBuffers, else_freed
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
-from dflash_hf.generation.user_cache import UserCache
-from dflash_hf.generation.widths import WidthChooser
+from dflash_hf.generation.user_cache import NoUserCache, UserCache
+from dflash_hf.generation.widths import FixedWidth, WidthChooser
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target.formulas import is_untouched
-from dflash_hf.target.fused import fused_modules, runs_whole
-from dflash_hf.target.hidden_states import Taps
-from dflash_hf.target.parts import Target
-from dflash_hf.target.reentry import KEYWORD, ragged_attention
-from dflash_hf.target.support import changing_ropes
+from dflash_hf.target_model.formulas import is_untouched
+from dflash_hf.target_model.fused import fused_modules, runs_whole
+from dflash_hf.target_model.hidden_states import Taps
+from dflash_hf.target_model.parts import Target
+from dflash_hf.target_model.reentry import KEYWORD, ragged_attention
+from dflash_hf.target_model.support import changing_ropes
 
 # Criteria that the commit itself decides.
 LENGTH_AND_END = (EosTokenCriteria, MaxLengthCriteria)
 
 
-@dataclass(kw_only=True)
-class Call:
-    """A call of `generate` with a draft: what it was given, and what Transformers has made of that.
-
-    It stands in place of Transformers' own sampling loop, as `custom_generate`.
-    """
-
-    # What is asked for before every call, and takes its time to be found out.
-    __signature__: ClassVar[inspect.Signature] = inspect.signature(cast(Any, GenerationMixin)._sample)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked for; nothing of it changes during the run."""
 
     target: Target
     draft: DFlashDraftModel
     draft_parts: Inventory  # the modules of the draft
     ranks: Ranks
-    answer: Callable[[Call], Any]  # what is done once everything is prepared
     streamer: BaseStreamer | None  # gets every accepted run; `generate` puts the prompt
     cache: Cache | None  # that the caller passed
     started: float  # `time.perf_counter()` at the user's call
-    # As `generate` prepared them.
-    input_ids: torch.LongTensor = field(init=False)  # [B, S], left-padded, on the target's device
-    given_on: torch.device = field(init=False)  # where they were
-    processors: BlockProcessors = field(init=False)
-    criteria: StoppingCriteriaList = field(init=False)
-    config: GenerationConfig = field(init=False)
-    inputs: dict[str, Any] = field(init=False)  # keywords for the target's prefill
+    input_ids: torch.LongTensor  # [B, S], left-padded, on the target's device
+    given_on: torch.device  # where they were
+    processors: BlockProcessors
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
 
-    def __call__(
-        self,
-        model: Any,
-        input_ids: torch.LongTensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **inputs: Any,
-    ) -> Any:
-        """Takes what `generate` has prepared, and answers."""
-        self.given_on = input_ids.device
-        self.input_ids = cast(torch.LongTensor, input_ids.to(self.target.device))
-        self.criteria = stopping_criteria
-        self.config = generation_config
-        self.inputs = inputs
-        pad: Any = generation_config._pad_token_tensor
-        self.processors = BlockProcessors(logits_processor, 0 if pad is None else int(pad))
-        return self.answer(self)
-
-    @functools.cached_property
+    @property
     def own_criteria(self) -> list[StoppingCriteria]:
         """Criteria besides length and end of sequence."""
         return [criterion for criterion in self.criteria if type(criterion) not in LENGTH_AND_END]
@@ -101,39 +71,51 @@ class Call:
         return bool(self.own_criteria) or self.streamer is not None or not self.processors.is_stateless
 
 
+class Reported(NamedTuple):
+    """What the host knows of the last step, per row: the first rows of `state.outcome`."""
+
+    committed: list[int]  # tokens
+    accepted: list[int]  # proposals
+    lengths: list[int]  # tokens in the caches
+    done: list[int]  # whether the row has finished
+    filled: list[int]  # columns of `state.ids`
+
+    @classmethod
+    def before(cls, lengths: list[int], num_columns: int) -> Reported:
+        """Returns what is known before the first step of a run, of prompts of these lengths."""
+        nothing = [0] * len(lengths)
+        return cls(nothing, nothing, lengths, nothing, [num_columns] * len(lengths))
+
+
 @dataclass(slots=True, kw_only=True)
 class Run:
     """The parts of one run, after its prefill."""
 
-    call: Call  # that it answers
+    request: Request
     generator: DFlashCandidateGenerator
     buffers: FixedBuffers
     cache: RaggedCache  # the target's
-    synchronized: SynchronizedRows | None  # where something of the user's has to see all rows
+    rule: AcceptanceRule
     recorder: Recorder
     stats: SpeculativeStats
     watch: Stopwatch
-    chooser: WidthChooser | None
-    kept: UserCache | None  # the cache that was passed in or asked for
+    chooser: WidthChooser | FixedWidth
+    user_cache: UserCache | NoUserCache  # the one that was passed in or asked for
     extra: dict[str, Any]  # keywords of the caller's own for the target's forward
-    reach: list[int] | None  # per row the length at which a target with a table of positions has used all
+    reach: list[int]  # per row the length at which a target with a table of positions has used all; else empty
     prompt: int  # tokens in the caches of the longest row, at first
-    longest: int  # and now
     room: int  # new tokens that the buffers are made for
     keeps_buffers: bool  # whether they go back for the next call when the run has ended well
-    rows: list[int]  # which of the call's rows each row of the state is
-    accept: Accept | None = None  # a rule of the user's
-    num_new: int = 0  # tokens that the longest answer has
-    # The first five rows of the last step's `state.outcome`.
-    reported: list[list[int]] = field(default_factory=list[list[int]])
-    # Prompt and answer of each of the call's rows that was dropped.
+    rows: list[int]  # which of the request's rows each row of the state is
+    reported: Reported  # of the last step
+    # Prompt and answer of each of the request's rows that was dropped.
     ended: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     taps: Taps | None = None  # those that are open, see `tapped`
 
     @property
     def finished(self) -> bool:
         """Whether every row has ended."""
-        return all(self.reported[3])
+        return all(self.reported.done)
 
     @property
     def state(self) -> DecodeState:
@@ -141,22 +123,35 @@ class Run:
         return self.buffers.state
 
     @property
+    def longest(self) -> int:
+        """Tokens in the caches of the longest row."""
+        return max(self.reported.lengths)
+
+    @property
+    def num_new(self) -> int:
+        """Tokens that the longest answer has."""
+        return max(self.reported.filled) - self.state.columns
+
+    @property
     def ends_at_next(self) -> bool:
         """Whether every row ends with the step behind the last one that was read: each commits a token at least."""
-        _, _, _, done, filled = self.reported
         last = self.state.columns + self.state.limit - 1
-        return all(has_ended or length >= last for has_ended, length in zip(done, filled, strict=True))
+        rows = zip(self.reported.done, self.reported.filled, strict=True)
+        return all(has_ended or filled >= last for has_ended, filled in rows)
 
-    def note_longest(self) -> None:
-        """Notes what follows from `reported`."""
-        self.longest = max(self.reported[2])
-        self.num_new = max(self.reported[4]) - self.state.columns
+    def check_reach(self, reported: Reported) -> None:
+        """Raises `ValueError` if a row needs more positions than the target has.
 
-    def decides(self) -> bool:
-        """Returns True if nothing of the user's has to look at a step before it is committed or after it."""
-        return self.call.processors.is_stateless and not (
-            self.call.own_criteria or self.synchronized is not None or self.recorder.is_on or self.accept is not None
-        )
+        At the forward that plain decoding would fail in: nothing is made of positions that do not exist.
+        """
+        for row, reach in enumerate(self.reach):
+            num_needed = 0 if reported.done[row] else 1
+            if reported.lengths[row] + num_needed > reach:
+                num = self.request.target.facts.num_positions
+                raise ValueError(
+                    f"expected rows of at most {reach + 1} tokens (the target has {num} "
+                    "learned positions), got a row that is longer or goes on; lower max_new_tokens"
+                )
 
 
 @contextmanager
@@ -169,8 +164,13 @@ def tapped(run: Run) -> Generator[Taps]:
         yield run.taps
         return
     ids = run.generator.draft.config.target_layer_ids
-    taps = Taps(run.call.target.layers, ids, counts=lambda kwargs: kwargs.get(KEYWORD) is run.cache)
-    with ragged_attention(run.call.target), fused_modules(run.call.target), noting(run.cache.layers), taps.open():
+    taps = Taps(run.request.target.layers, ids, counts=lambda kwargs: kwargs.get(KEYWORD) is run.cache)
+    with (
+        ragged_attention(run.request.target),
+        fused_modules(run.request.target),
+        noting(run.cache.layers),
+        taps.open(),
+    ):
         run.taps = taps
         try:
             yield taps
@@ -205,11 +205,13 @@ def drops_rows(run: Run) -> bool:
 
     To be asked before the run's own taps are on the target: they look like a user's hooks.
     """
-    if len(run.rows) == 1 or not run.decides() or run.keeps_buffers or run.kept or run.extra or run.cache.groups:
-        return False
-    target = run.call.target
+    target = run.request.target
+    is_seen_whole = not run.rule.runs_on_device or run.user_cache.is_kept or bool(run.extra)
+    has_states = run.keeps_buffers or bool(run.cache.groups)
     # Such a RoPE goes by the longest row of the batch, also where that has ended.
-    if run.call.ranks.size > 1 or changing_ropes(target):
+    follows_longest = bool(changing_ropes(target))
+    is_one = len(run.rows) == 1
+    if is_one or is_seen_whole or has_states or follows_longest or run.request.ranks.size > 1:
         return False
     return runs_whole(target) or is_untouched(target.parts)
 
@@ -219,20 +221,20 @@ def drop_finished(run: Run) -> None:
 
     The last rows go where they were.
     """
-    _, _, _, done, filled = run.reported
+    done = run.reported.done
     if not any(done):
         return
     running = [row for row, has_ended in enumerate(done) if not has_ended]
     moved = [row for row in running if row >= len(running)]
     kept = [moved.pop() if done[row] else row for row in range(len(running))]
     for row in set(range(len(done))).difference(kept):
-        run.ended[run.rows[row]] = run.state.ids[row, : filled[row]].clone()
-    for notes in (run.rows, *run.reported, *([] if run.reach is None else [run.reach])):
-        notes[:] = [notes[row] for row in kept]
+        run.ended[run.rows[row]] = run.state.ids[row, : run.reported.filled[row]].clone()
+    run.rows = [run.rows[row] for row in kept]
+    run.reported = Reported(*([notes[row] for row in kept] for notes in run.reported))
+    if run.reach:
+        run.reach = [run.reach[row] for row in kept]
     run.buffers.keep_rows(kept)
-    run.note_longest()
-    if run.chooser is not None:
-        run.chooser.use_rows(len(kept))
+    run.chooser.use_rows(len(kept))
 
 
 def make_room(run: Run) -> None:

@@ -13,6 +13,7 @@ Shapes: `B` rows, `W` verified tokens (anchor first), `V` vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,8 @@ STATELESS = (
     LogitNormalization,
     InfNanRemoveLogitsProcessor,
 )
+# The warpers of a [`Draw`], in its order.
+DRAW_ORDER = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 # Streams of keyed noise: what the target samples with (and, under shared_noise, the draft), what a draft that samples
 # on its own draws with, and what a rejection test and the redraw after it use.
 TARGET_STREAM = 0
@@ -59,18 +62,20 @@ class Draw(NamedTuple):
     """What a temperature, a top-k, a top-p and a min-p are set to, applied in this order; the defaults do nothing."""
 
     temperature: float = 1.0
-    top_k: int | None = None
+    top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
 
     @property
     def leaves_out(self) -> bool:
         """Whether there are tokens that may not be drawn."""
-        return self.top_k is not None or self.min_p > 0.0
+        return self.top_k > 0 or self.min_p > 0.0
 
     def num_values(self, vocab_size: int) -> int:
         """Returns how many of the greatest logits of a position say which tokens may be drawn."""
-        return 1 if self.top_k is None else min(self.top_k + MAX_TIES, vocab_size)
+        if self.top_k == 0:
+            return 1
+        return min(self.top_k + MAX_TIES, vocab_size)
 
     def least(self, values_BKC: Tensor) -> Tensor:
         """Returns the lowest logit `[B, K]` that may be drawn: all that equal it may be, too.
@@ -79,7 +84,7 @@ class Draw(NamedTuple):
         `values_BKC` are the greatest [`num_values`] logits of each position, falling, float32. No host sync.
         """
         least = torch.full_like(values_BKC[..., 0], -math.inf)
-        if self.top_k is not None:
+        if self.top_k > 0:
             least = values_BKC[..., min(self.top_k, values_BKC.shape[-1]) - 1]
             if self.top_p < 1.0:
                 among = values_BKC.masked_fill(values_BKC < least[..., None], -math.inf)
@@ -93,32 +98,31 @@ class Draw(NamedTuple):
         return least
 
 
-def _draw_of(warpers: LogitsProcessorList) -> Draw | None:
+def _draw_of(warpers: Sequence[Any]) -> Draw | None:
     """Returns what the warpers are set to where they are of [`Draw`], in its order, else `None`.
 
     A top-p without a top-k before it looks at the whole vocabulary. That, and warpers that fill in another value than
     -inf or keep more than one token in any case, are none of these.
     """
-    rest: list[Any] = list(warpers)
-
-    def taken(kind: type) -> Any:
-        is_next = bool(rest) and type(rest[0]) is kind
-        return rest.pop(0) if is_next else None
-
-    temperature = taken(TemperatureLogitsWarper)
-    top_k = taken(TopKLogitsWarper)
-    top_p = taken(TopPLogitsWarper)
-    min_p = taken(MinPLogitsWarper)
-    filters = [warper for warper in (top_k, top_p, min_p) if warper is not None]
-    is_usual = all(warper.filter_value == -math.inf and warper.min_tokens_to_keep == 1 for warper in filters)
-    if rest or not is_usual or (top_p is not None and top_k is None):
+    kinds = [type(warper) for warper in warpers]
+    if kinds != [kind for kind in DRAW_ORDER if kind in kinds]:
         return None
-    return Draw(
-        temperature=1.0 if temperature is None else float(temperature.temperature),
-        top_k=None if top_k is None else int(top_k.top_k),
-        top_p=1.0 if top_p is None else float(top_p.top_p),
-        min_p=0.0 if min_p is None else float(min_p.min_p),
-    )
+    if TopPLogitsWarper in kinds and TopKLogitsWarper not in kinds:
+        return None
+    draw = Draw()
+    for warper in warpers:
+        if isinstance(warper, TemperatureLogitsWarper):
+            draw = draw._replace(temperature=float(warper.temperature))
+            continue
+        if warper.filter_value != -math.inf or warper.min_tokens_to_keep != 1:
+            return None
+        if isinstance(warper, TopKLogitsWarper):
+            draw = draw._replace(top_k=int(warper.top_k))
+        elif isinstance(warper, TopPLogitsWarper):
+            draw = draw._replace(top_p=float(warper.top_p))
+        else:
+            draw = draw._replace(min_p=float(warper.min_p))
+    return draw
 
 
 class BlockProcessors:
@@ -225,7 +229,7 @@ def draw_from_logits(logits_BKV: Tensor, processors: BlockProcessors, key: Tenso
         return ops.gumbel_argmax(logits_BKV, key, positions_BK, least, draw.temperature, TARGET_STREAM)
     # In half precision more tokens may equal the k-th than are looked for.
     has_few_ties = logits_BKV.dtype.itemsize >= 4
-    if draw.top_k is None or not has_few_ties:
+    if draw.top_k == 0 or not has_few_ties:
         return choose(processors.warp(logits_BKV), key, positions_BK)
     values, tokens = _greatest(logits_BKV, draw.num_values(logits_BKV.shape[-1]))
     is_left_out = values < draw.least(values)[..., None]

@@ -43,17 +43,17 @@ class BufferShape:
         width: int,
         is_tree: bool,
         position_delta: Tensor,
-        eos_ids: Tensor | None,
+        eos_ids: Tensor,
     ) -> BufferShape:
         """Returns the shape for a run with these position deltas and end-of-sequence ids."""
-        num_eos = 0 if eos_ids is None else eos_ids.shape[0]
+        num_eos = max(eos_ids.shape[0], 1)
         return cls(
             batch=position_delta.shape[-1],
             block_size=block_size,
             width=width,
             is_tree=is_tree,
             path=min(width, draft.config.num_proposals(block_size) + 1) if is_tree else width,
-            num_eos=-(-max(num_eos, 1) // EOS_IDS) * EOS_IDS,
+            num_eos=-(-num_eos // EOS_IDS) * EOS_IDS,
             mask_token_id=draft.config.mask_token_id,
             position_delta=tuple(position_delta.shape),
             device=position_delta.device,
@@ -111,7 +111,7 @@ class DecodeState:
     limit: int = 0  # tokens a row may generate
     width: int = 1  # tokens that the step verifies, at most W; each step may have its own
     is_chain: bool = False  # whether the step verifies a chain although the run has trees
-    eos_ids: Tensor | None = None  # `padded_eos_ids` if there are any
+    has_eos: bool = False  # whether there are end-of-sequence ids
     key: Tensor | None = None  # `seed` if tokens are sampled
     # [B, width - 1, V]: distribution of the proposals, for rejection.
     draft_probs: Tensor | None = None
@@ -153,7 +153,7 @@ class DecodeState:
         lengths: Tensor,
         limit: int,
         position_delta: Tensor,
-        eos_ids: Tensor | None,
+        eos_ids: Tensor,
         seed: Tensor | None,
     ) -> None:
         """Begins a run over prompts `[B, columns]` of `lengths` tokens: as if their last token were to be verified.
@@ -177,12 +177,10 @@ class DecodeState:
         torch.add(lengths[:, None], ahead, out=self.next_positions)
         self.position_delta.copy_(position_delta)
         self.padded_eos_ids.fill_(-1)
-        self.eos_ids = None
         self.key = None
         self.draft_probs = None
-        if eos_ids is not None:
-            self.eos_ids = self.padded_eos_ids
-            self.eos_ids[: eos_ids.shape[0]] = eos_ids
+        self.padded_eos_ids[: eos_ids.shape[0]] = eos_ids
+        self.has_eos = eos_ids.shape[0] > 0
         if seed is not None:
             self.key = self.seed.copy_(seed)
 
@@ -229,13 +227,16 @@ class DecodeState:
 
     def keyed(self, positions: Tensor) -> Tensor:
         """Returns what noise is keyed by for tokens at these indices in their rows `[B, n]`, which are above 0."""
-        return positions if self.moved is None else positions ^ self.moved[:, None]
+        if self.moved is None:
+            return positions
+        return positions ^ self.moved[:, None]
 
     def report_in(self, outcome: Tensor, width: int) -> TreeReport | None:
         """What the `outcome` of a step says of its tree of `width` tokens, if it verified one; views."""
         # Of this step or, where the host is one behind, of one before: such runs verify no chains beside trees.
-        is_tree = self.nodes is not None and width > 1 and not self.is_chain
-        return TreeReport(*self._parts_of_tree(outcome, width)) if is_tree else None
+        if self.nodes is None or width == 1 or self.is_chain:
+            return None
+        return TreeReport(*self._parts_of_tree(outcome, width))
 
     @property
     def report(self) -> TreeReport | None:
@@ -269,7 +270,10 @@ class DecodeState:
 
     def along_path(self, values: Tensor) -> Tensor:
         """Returns values of what was verified `[B, width, ...]` in the order in which it was decided."""
-        return values if self.path is None else along(self.path, values)
+        path = self.path
+        if path is None:
+            return values
+        return along(path, values)
 
     @property
     def num_new(self) -> Tensor:
@@ -291,6 +295,6 @@ class DecodeState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns every tensor that stays where it is from step to step, by name."""
-        others = ("eos_ids", "key", "moved", "draft_probs")
+        others = ("key", "moved", "draft_probs")
         values = ((name, getattr(self, name)) for name in self.__slots__ if name not in others)
         return {name: value for name, value in values if isinstance(value, Tensor)}

@@ -105,6 +105,14 @@ class SpeculativeStats:
         for node in (node for row in accepted for node in row):
             self.num_accepted_by_node[node - 1] += 1
 
+    def start_run(self, num_rows: int, num_proposed: int, proposal: str) -> None:
+        """Starts to count a run of so many rows, behind its prefill."""
+        self.num_committed = [[] for _ in range(num_rows)]
+        self.num_accepted = [[] for _ in range(num_rows)]
+        self.num_proposed = num_proposed
+        self.num_target_forwards = 1
+        self.proposal = proposal
+
     @property
     def num_verifies(self) -> int:
         """Number of verifies, summed over rows."""
@@ -178,7 +186,10 @@ class SpeculativeStats:
             is_complete = is_complete and tried == reached
             reached = sum(count > position for count, _ in counts)
             share = reached / tried if tried else 0.0
-            joint = (reached / len(counts) if counts else 0.0) if is_complete else joint * share
+            if not is_complete:
+                joint = joint * share
+            else:
+                joint = reached / len(counts) if counts else 0.0
             shares.append(share if conditional else joint)
         return shares
 

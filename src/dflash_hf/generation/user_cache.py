@@ -15,7 +15,7 @@ import functools
 import uuid
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.positions import slot_positions
-from dflash_hf.target.parts import Target
+from dflash_hf.target_model.parts import Target
 
 logger: Any = logging.get_logger(__name__)
 # A name per draft object: a cache can be copied and pickled with its context, and keeps no draft alive.
@@ -78,12 +78,35 @@ class DraftContext:
         return torch.where(num_same > 0, begin + num_same, 0)
 
 
-class UserCache:
-    """The cache that a call leaves behind; the prefill runs on a `given` one, others are filled at the end."""
+class NoUserCache:
+    """What [`UserCache`] is in a call that leaves no cache behind."""
 
-    def __init__(self, cache: Cache, given: bool) -> None:
+    is_kept = False
+    is_given = False
+    cache: Cache | None = None
+    past = 0
+
+    def restored_on_error(self) -> AbstractContextManager[None]:
+        """Does nothing."""
+        return nullcontext()
+
+    def begin(self, generator: DFlashCandidateGenerator, positions: Tensor, limit: int) -> None:
+        """Does nothing."""
+
+
+class UserCache:
+    """The cache that a call leaves behind; the prefill runs on a given one, others are filled at the end.
+
+    Args:
+        cache (`Cache`): The cache.
+        is_given (`bool`): Whether it was passed in.
+    """
+
+    is_kept = True
+
+    def __init__(self, cache: Cache, is_given: bool) -> None:
         self.cache = cache
-        self.given = given
+        self.is_given = is_given
         self.past = int(cache.get_seq_length())
         self.positions = torch.empty(0, 0, dtype=torch.long, device="cpu")
 

@@ -17,6 +17,7 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -113,7 +114,8 @@ def fitted_costs(known: Mapping[int, float], widths: Sequence[int]) -> dict[int,
     middle = sum(drafted) / len(drafted)
     mean = sum(drafted.values()) / len(drafted)
     slope = mean / (middle + widest)
-    if spread := sum((width - middle) ** 2 for width in drafted):
+    spread = sum((width - middle) ** 2 for width in drafted)
+    if spread:
         slope = max(sum((width - middle) * cost for width, cost in drafted.items()) / spread, 0.0)
     costs: dict[int, float] = {}
     for width in widths:
@@ -176,6 +178,34 @@ class _Counts:
             (accepted + PRIOR_WEIGHT * pooled + optimism) / (tried + PRIOR_WEIGHT + optimism)
             for accepted, tried in zip(self.accepted, self.tried, strict=True)
         ]
+
+
+class FixedWidth:
+    """Says that every verify is as wide as the others: what [`WidthChooser`] is where the width follows no run.
+
+    Args:
+        width (`int`): Tokens of each verify, the anchor included.
+    """
+
+    is_chain = False
+    may_choose_chain = False
+
+    def __init__(self, width: int) -> None:
+        self.widths = [width]
+
+    def next_width(self) -> int:
+        """Returns the width of the next step."""
+        return self.widths[0]
+
+    def use_rows(self, rows: int) -> None:
+        """Does nothing: the width follows no rows."""
+
+    def observe(self, *args: Any) -> None:
+        """Does nothing: the width follows no step."""
+
+    def verdict(self) -> str:
+        """Returns that there is nothing to be said."""
+        return ""
 
 
 class WidthChooser:
@@ -242,6 +272,11 @@ class WidthChooser:
         """Returns the width of the next step, and keeps what was chosen in `current`."""
         self._choose()
         return self.current if self.chain is None or not self.is_chain else self.chain
+
+    @property
+    def may_choose_chain(self) -> bool:
+        """Whether the chain of all proposals is one of the choices, beside trees."""
+        return self.chain is not None
 
     @property
     def is_chain(self) -> bool:
@@ -368,14 +403,14 @@ class WidthChooser:
         shares = [min(accepted / tried, 1.0) for accepted, tried, num in runs for _ in range(num)]
         return [share / earlier for earlier, share in itertools.pairwise([1.0, *shares])]
 
-    def verdict(self) -> str | None:
-        """Returns a sentence for the log if the run has shown that its draft does not pay."""
+    def verdict(self) -> str:
+        """Returns a sentence for the log if the run has shown that its draft does not pay, else an empty one."""
         costs = self.costs()
         if self._num_drafted < ENOUGH_DRAFTED or len(costs) < 2 or 1 not in costs:
-            return None
+            return ""
         mean = self._num_tokens / self._num_verifies
         if mean * costs[1] > min(cost for width, cost in costs.items() if width != 1):
-            return None
+            return ""
         return (
             f"{mean:.1f} tokens per verify: this draft slows you down, so most tokens were decoded without it; see "
             "dflash-hf doctor"

@@ -186,7 +186,8 @@ class _Run:
     seen: set[str] = field(default_factory=set[str])
 
     def __post_init__(self) -> None:
-        self.template, self.rows = ChatTemplate(self.processing_class), RowFile(self.settings.prompts)
+        self.template = ChatTemplate(self.processing_class)
+        self.rows = RowFile(self.settings.prompts)
 
     def begin(self) -> None:
         """Reads what has been answered before, and refuses what is not this run's."""
@@ -308,7 +309,8 @@ class _Run:
         every: list[int] = [ends] if isinstance(ends, int) else list(ends)
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else every[0]
         options: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "pad_token_id": padding}
-        options["do_sample"] = sampled = settings.temperature > 0
+        sampled = settings.temperature > 0
+        options["do_sample"] = sampled
         if sampled:
             options |= {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k}
         batch = collate(examples, padding, padding_side="left").to(target.device)

@@ -149,8 +149,11 @@ def parts_of(row: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[Any]
         raise ValueError(f"expected a row with messages, got one with {', '.join(row)}; name its chat messages")
     check_messages(row["messages"])
     images = row.get("images") if "images" in row else row.get("image")
-    images = [] if images is None else list(images) if isinstance(images, (list, tuple)) else [images]
-    return list(row["messages"]), images
+    if images is None:
+        images = []
+    elif not isinstance(images, (list, tuple)):
+        images = [images]
+    return list(row["messages"]), list(images)
 
 
 def _asked(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.errors import one_line, require
-from dflash_hf.target.parts import Target
+from dflash_hf.target_model.parts import Target
 from dflash_hf.training.collators import Batch, collate
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.forward import Features, target_features

@@ -20,8 +20,8 @@ from transformers.utils.generic import ModelOutput
 from dflash_hf.devices import execution_device
 from dflash_hf.errors import one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target.hidden_states import Taps
-from dflash_hf.target.parts import Target
+from dflash_hf.target_model.hidden_states import Taps
+from dflash_hf.target_model.parts import Target
 from dflash_hf.training.anchors import Anchors, BlockMaskRule
 from dflash_hf.training.collators import Batch, Movable
 from dflash_hf.training.loss import BlockLoss, Objective, block_labels, block_loss
@@ -109,7 +109,8 @@ def target_features(
         if num_likely == 0:
             inputs["logits_to_keep"] = 1
         elif columns is not None:
-            inputs["logits_to_keep"] = columns = columns.to(target.device)
+            columns = columns.to(target.device)
+            inputs["logits_to_keep"] = columns
     # What FSDP gathers for a forward it lets go of at that forward's end.
     ends_early = num_likely == 0 and not any(
         base.__name__ == "FSDPModule" for part in target.parts.modules for base in type(part).__mro__

@@ -239,7 +239,8 @@ def block_loss(
     slots = slots.map(lambda value: value.flatten(0, 2)[places])
     hidden_ND = hidden_BQD.flatten(0, 1)[places]
     # An empty batch still has to give a loss that can be differentiated.
-    loss = selector_loss = hidden_ND.sum() * 0
+    loss = hidden_ND.sum() * 0
+    selector_loss = loss
     right = torch.zeros_like(labels.mask)
     finite = torch.ones(len(scored), dtype=torch.bool, device=device)
     if len(hidden_ND):

@@ -29,8 +29,8 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from dflash_hf.errors import listed, one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target.parts import Target, find_target
-from dflash_hf.target.support import check_pair
+from dflash_hf.target_model.parts import Target, find_target
+from dflash_hf.target_model.support import check_pair
 from dflash_hf.training.anchors import Anchors, sample_anchors
 from dflash_hf.training.arguments import MUON, DFlashTrainingArguments, default_gamma
 from dflash_hf.training.checkpoints import STATE_FILE, Records, whole_checkpoint
@@ -218,7 +218,8 @@ class DFlashTrainer(Trainer):
         self._losses = []
         weight = torch.zeros((), dtype=torch.float64, device="cpu")
         for micro, inputs in enumerate(batches):
-            inputs["anchors"] = anchors = self._anchors(inputs["batch"], micro)
+            anchors = self._anchors(inputs["batch"], micro)
+            inputs["anchors"] = anchors
             labels = block_labels(inputs["batch"], anchors, int(self.draft.config.sample_from_anchor))
             weight += loss_weight(labels, self.weights.double(), self.args.loss)
         # Gradients are averaged over processes, hence the mean of the weights and not their sum.

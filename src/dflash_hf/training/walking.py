@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target.parts import Target
+from dflash_hf.target_model.parts import Target
 from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import Batch, collate, sorted_batches
 from dflash_hf.training.data import Example, example_lengths

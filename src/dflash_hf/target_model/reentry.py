@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from dflash_hf.attention import RaggedMask, attend
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.scopes import Current, Hook, hooked
-from dflash_hf.target.parts import Target
+from dflash_hf.target_model.parts import Target
 
 KEYWORD = "ragged"
 RAGGED_BLOCK = "ragged_block"

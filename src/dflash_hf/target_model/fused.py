@@ -13,6 +13,7 @@ verifying thread only. Hooks are called outside of `forward`, so taps fire as ev
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping
@@ -28,7 +29,8 @@ from dflash_hf import ops
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.scopes import undoing
-from dflash_hf.target.formulas import (
+from dflash_hf.target_model.code import Code
+from dflash_hf.target_model.formulas import (
     GATED,
     HIDDEN,
     LAYER,
@@ -36,7 +38,6 @@ from dflash_hf.target.formulas import (
     Draw,
     agrees,
     attention_eps,
-    computes_by,
     copied,
     facts,
     gated_facts,
@@ -48,9 +49,9 @@ from dflash_hf.target.formulas import (
     is_untouched,
     norm_eps,
 )
-from dflash_hf.target.parts import Target
-from dflash_hf.target.reentry import KEYWORD
-from dflash_hf.target.short_forwards import (
+from dflash_hf.target_model.parts import Target
+from dflash_hf.target_model.reentry import KEYWORD
+from dflash_hf.target_model.short_forwards import (
     Forward,
     PreparedLayer,
     ShortLayer,
@@ -96,7 +97,7 @@ class _Plan(NamedTuple):
     facts: object  # those of the target
     dtype: torch.dtype  # what was checked
     is_kernels: bool  # whether it is fused by kernels, else by torch
-    classes: list[Callable[[], bool]]  # say of each class of module whether it computes by what it did
+    code: Code  # what the classes of its modules compute by
     forwards: list[tuple[weakref.ref[nn.Module], Forward]]  # modules and their forwards
     layers: list[tuple[weakref.ref[nn.Module], ShortLayer]]  # those of them that have to be prepared
     following: Mapping[weakref.ref[nn.Module], FollowingNorm]  # by layer, the norm that its output goes into
@@ -136,7 +137,8 @@ def fused_modules(target: Target, takes_prompts: bool = False) -> Generator[None
             if any(other is plan for other in users.values()):
                 return
             for weak, _ in plan.forwards:
-                if (module := weak()) is not None and hasattr(module.__dict__.get("forward"), MARK):
+                module = weak()
+                if module is not None and "forward" in vars(module) and not _has_own_forward(module):
                     del module.forward
 
     with undoing(put_back):
@@ -144,16 +146,19 @@ def fused_modules(target: Target, takes_prompts: bool = False) -> Generator[None
             _users.setdefault(target.model, {})[user] = plan
             for weak, forward in plan.forwards:
                 module = weak()
-                own = None if module is None else vars(module).get("forward")
                 # One of the user's stays. Bound, so that a copy of the module has its own.
-                if module is not None and (own is None or hasattr(own, MARK)):
+                if module is not None and not _has_own_forward(module):
                     vars(module)["forward"] = MethodType(forward, module)
         layers = dict[nn.Module, PreparedLayer]()
         # What runs before the layers may change what they are made of.
         is_changed = any(module._forward_pre_hooks for module in (target.model, target.decoder))
+        config = target.config if takes_prompts else None
         for weak, short in [] if is_changed else plan.layers:
-            config = target.config if takes_prompts else None
-            if (module := weak()) is not None and (layer := short.prepared(module, config, takes_prompts)) is not None:
+            module = weak()
+            if module is None:
+                continue
+            layer = short.prepared(module, config, takes_prompts)
+            if layer is not None:
                 layers[module] = layer
         _here.model = target.model
         _here.layers = layers
@@ -169,7 +174,9 @@ def short_layers(target: Target) -> AbstractContextManager[None]:
     """
     weight: Any = target.embedding.weight
     is_ours = ops.shortens(weight) and by_sdpa(target.config) and is_untouched(target.parts)
-    return fused_modules(target, takes_prompts=True) if is_ours else nullcontext()
+    if not is_ours:
+        return nullcontext()
+    return fused_modules(target, takes_prompts=True)
 
 
 def runs_whole(target: Target) -> bool:
@@ -181,12 +188,7 @@ def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
     """What can be fused; found again when modules were replaced, or what their classes compute."""
     plan = _plans.get(target.model)
     kind = (dtype, is_kernels)
-    if (
-        plan is None
-        or plan[1:3] != kind
-        or plan.facts is not target.facts
-        or not all(is_same() for is_same in plan.classes)
-    ):
+    if plan is None or plan[1:3] != kind or plan.facts is not target.facts or not plan.code.is_same():
         found = list[tuple[weakref.ref[nn.Module], Forward]]()
         layers = list[tuple[weakref.ref[nn.Module], ShortLayer]]()
         # What torch.compile has traced is not to be traced again.
@@ -194,17 +196,22 @@ def _plan(target: Target, dtype: torch.dtype, is_kernels: bool) -> _Plan:
         forward_of = _forward_of if is_kernels else short_forward_of
         within = set[nn.Module]()
         for module in [] if is_compiled else target.decoder.modules():
-            if module in within or (fused := forward_of(module, dtype)) is None:
+            if module in within:
+                continue
+            fused = forward_of(module, dtype)
+            if fused is None:
                 continue
             weak = weakref.ref(module)
             if isinstance(fused, ShortLayer):
                 layers.append((weak, fused))
-            found.append((weak, _layer_forward_here if isinstance(fused, ShortLayer) else _switched(fused)))
-            # Kernels' layers call their parts, short ones do what these would.
-            within |= set() if is_kernels else set(module.modules())
-        classes = [computes_by(kind) for kind in {type(module) for module in target.parts.modules}]
+                found.append((weak, _layer_forward_here))
+            else:
+                found.append((weak, _switched(fused)))
+            if not is_kernels:  # kernels' layers call their parts, short ones do what these would
+                within.update(module.modules())
+        code = Code({type(module) for module in target.parts.modules})
         following = _following_norms(target, dtype) if is_kernels else {}
-        plan = _Plan(target.facts, *kind, classes, found, layers, following)
+        plan = _Plan(target.facts, *kind, code, found, layers, following)
         _plans[target.model] = plan
     return plan
 
@@ -217,16 +224,27 @@ def _following_norms(target: Target, dtype: torch.dtype) -> dict[weakref.ref[nn.
     if not is_theirs(type(target.decoder).__module__):
         return {}
     found = dict[weakref.ref[nn.Module], FollowingNorm]()
-    for layer, following in zip(target.layers, target.layers[1:], strict=False):
-        norm = following._modules.get("input_layernorm")
-        eps = None if norm is None else norm_eps(norm, dtype)
-        if norm is not None and eps is not None and following._modules.keys() == LAYER:
-            found[weakref.ref(layer)] = FollowingNorm(weakref.ref(norm), eps, weakref.ref(following))
+
+    def add(layer: nn.Module, norm: nn.Module | None, part_of: nn.Module) -> None:
+        if norm is None:
+            return
+        eps = norm_eps(norm, dtype)
+        if eps is not None:
+            found[weakref.ref(layer)] = FollowingNorm(weakref.ref(norm), eps, weakref.ref(part_of))
+
+    for layer, following in itertools.pairwise(target.layers):
+        if following._modules.keys() == LAYER:
+            add(layer, following._modules["input_layernorm"], following)
     last = target.decoder._modules.get("norm")
-    eps = None if last is None else norm_eps(last, dtype)
-    if last is not None and eps is not None:
-        found[weakref.ref(target.layers[-1])] = FollowingNorm(weakref.ref(last), eps, weakref.ref(last))
+    if last is not None:
+        add(target.layers[-1], last, last)
     return found
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Returns True if a module has a forward of its own, which is not ours."""
+    own = vars(module).get("forward")
+    return own is not None and not hasattr(own, MARK)
 
 
 def _switched(fused: Forward) -> Forward:
@@ -234,7 +252,9 @@ def _switched(fused: Forward) -> Forward:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = type(self).forward
-        return plain(self, *args, **kwargs) if _here.model is None else fused(plain, self, *args, **kwargs)
+        if _here.model is None:
+            return plain(self, *args, **kwargs)
+        return fused(plain, self, *args, **kwargs)
 
     setattr(forward, MARK, True)
     return forward
@@ -243,8 +263,11 @@ def _switched(fused: Forward) -> Forward:
 def _layer_forward_here(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A forward for a layer, to be bound: as one function where this thread has prepared it, elsewhere its class's."""
     layer = _here.layers.get(self)
-    out = None if layer is None else layer.answer(self, args, kwargs)
-    return type(self).forward(self, *args, **kwargs) if out is None else out
+    if layer is not None:
+        out = layer.answer(self, args, kwargs)
+        if out is not None:
+            return out
+    return type(self).forward(self, *args, **kwargs)
 
 
 setattr(_layer_forward_here, MARK, True)
@@ -253,11 +276,13 @@ setattr(_layer_forward_here, MARK, True)
 def _forward_of(module: Any, dtype: torch.dtype) -> Forward | None:
     """The fused forward of a module whose formula is known, else `None`."""
     children = module._modules.keys()
-    if (eps := norm_eps(module, dtype)) is not None:
+    eps = norm_eps(module, dtype)
+    if eps is not None:
         return functools.partial(_norm_forward, eps)
     if children - {"act_fn"} == GATED and _is_gated(module, dtype):
         return _gated_forward
-    if (eps := attention_eps(module, dtype, ops.rms_norm.reference, _attend_by_reference)) is not None:
+    eps = attention_eps(module, dtype, ops.rms_norm.reference, _attend_by_reference)
+    if eps is not None:
         return functools.partial(_attention_forward, eps)
     if children == LAYER:
         eps = norm_eps(module.post_attention_layernorm, dtype)
@@ -281,7 +306,9 @@ def _gated_forward(plain: Forward, module: Any, *args: Any, **kwargs: Any) -> An
         return plain(module, *args, **kwargs)
     gate = module.gate_proj(args[0])
     up = module.up_proj(args[0])
-    return module.down_proj(ops.silu_mul(gate, up) if ops.fuses(gate, up) else module.act_fn(gate) * up)
+    if ops.fuses(gate, up):
+        return module.down_proj(ops.silu_mul(gate, up))
+    return module.down_proj(module.act_fn(gate) * up)
 
 
 def _attention_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -324,8 +351,10 @@ def _layer_forward(eps: float, plain: Forward, module: Any, *args: Any, **kwargs
         return plain(module, *args, **kwargs)
     hidden, update = _residuals(module, eps, args[0], kwargs, ops.add_norm)
     behind = _here.following.get(weakref.ref(module))
-    norm: Any = None if behind is None or not _is_handed_on(module, behind) else behind.norm()
-    if behind is None or norm is None or not ops.fuses(hidden, update, norm.weight):
+    if behind is None or not _is_handed_on(module, behind):
+        return hidden + update
+    norm: Any = behind.norm()
+    if not ops.fuses(hidden, update, norm.weight):
         return hidden + update
     total, normed = ops.add_norm(hidden, update, norm.weight, behind.eps).unbind()
     _here.normed = NormedAhead(norm, total, normed)

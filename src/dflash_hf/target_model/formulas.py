@@ -10,9 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import operator
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,8 +25,8 @@ from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import LayerShape
 from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.devices import Inventory
-from dflash_hf.target.code import with_wrapped
-from dflash_hf.target.reentry import KEYWORD, RAGGED_BLOCK
+from dflash_hf.target_model.code import Code, with_wrapped
+from dflash_hf.target_model.reentry import KEYWORD, RAGGED_BLOCK
 
 logger = logging.getLogger(__name__)
 # On a forward of ours.
@@ -50,17 +48,20 @@ Draw = Callable[..., Tensor]
 # Attention over a ragged cache: module, epsilon of its norms, cache, states, and the keywords that it is called with.
 Attend = Callable[[Any, float, RaggedCache, Tensor, dict[str, Any]], tuple[Tensor, None]]
 _known: dict[object, bool] = {}
-_look_up = dict[str, Any].get
 
 
 def is_bare(module: Any) -> bool:
-    """Returns True if a call of a module is a call of its class's forward, or of ours: nothing is lost without it."""
+    """Returns True if a call of a module is a call of its class's forward, or of ours, but for what records outputs.
+
+    Of what is passed by, norms, attention and gated MLPs, Transformers records attention weights alone, and those are
+    refused with a draft.
+    """
     own = module.__dict__
     if own["_forward_pre_hooks"] or everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return False
     if "forward" in own and not hasattr(own["forward"], MARK):
         return False
-    return not own["_forward_hooks"] or all(map(_records_attention, own["_forward_hooks"].values()))
+    return not own["_forward_hooks"] or all(map(is_recorder, own["_forward_hooks"].values()))
 
 
 def is_untouched(parts: Inventory) -> bool:
@@ -72,7 +73,7 @@ def is_untouched(parts: Inventory) -> bool:
         return False
     for module in parts.altered:
         own = module.__dict__
-        if own["_forward_pre_hooks"] or not all(map(_records, own["_forward_hooks"].values())):
+        if own["_forward_pre_hooks"] or not all(map(is_recorder, own["_forward_hooks"].values())):
             return False
         if "forward" in own or own.get("_compiled_call_impl") is not None:
             return False
@@ -88,51 +89,12 @@ def is_harmless(hook: Any) -> bool:
     return getattr(hook, "__module__", None) in ("transformers.utils.output_capturing", "dflash_hf.scopes")
 
 
-def _records(hook: Any) -> bool:
-    return is_recorder(hook, "hidden_states", "attentions")
-
-
-def is_recorder(hook: Any, *keys: str) -> bool:
-    """Returns True for Transformers' own hook that records outputs of one of these kinds.
+def is_recorder(hook: Any) -> bool:
+    """Returns True for Transformers' own hook that records a module's output.
 
     It stays for good once a model was asked for hidden states, in training for instance.
     """
-    if getattr(hook, "__module__", None) != "transformers.utils.output_capturing" or not hasattr(hook, "__code__"):
-        return False
-    names = hook.__code__.co_freevars
-    return "key" in names and hook.__closure__[names.index("key")].cell_contents in keys
-
-
-def _records_attention(hook: Any) -> bool:
-    """Attention weights are refused with a draft: what would record them does nothing."""
-    return is_recorder(hook, "attentions")
-
-
-def computed_by(kind: type) -> tuple[object, ...]:
-    """Returns what a class of modules computes by: its forward, and the functions of its file that this names."""
-    files, names = _named(kind)
-    found = map(_look_up, files, names)
-    return getattr(kind, "forward", None), *(function for function in found if isinstance(function, FunctionType))
-
-
-def computes_by(kind: Any) -> Callable[[], bool]:
-    """Returns what says whether a class still computes by the same: in less time than to look for it again."""
-    forward = getattr(kind, "forward", None)
-    files, names = _named(kind)
-    found = [*map(_look_up, files, names)]
-    return lambda: kind.forward is forward and all(map(operator.is_, map(_look_up, files, names), found))
-
-
-def _named(kind: type) -> tuple[list[dict[str, Any]], list[str]]:
-    """The names in the code of a class's forward and of what that wraps, and the file that each is looked up in."""
-    files = list[dict[str, Any]]()
-    names = list[str]()
-    for function in with_wrapped(getattr(kind, "forward", None)):
-        code = getattr(function, "__code__", None)
-        if code is not None:
-            names.extend(code.co_names)
-            files.extend([function.__globals__] * len(code.co_names))
-    return files, names
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def is_published(module: Any) -> bool:
@@ -302,7 +264,7 @@ def facts(module: object) -> tuple[object, ...]:
     """Returns a class, and the settings of a module or a config that a forward may look at."""
     plain = (bool, int, float, str, type(None))
     settings = {n: v for n, v in vars(module).items() if isinstance(v, plain) and n not in ("layer_idx", "training")}
-    return type(module), *computed_by(type(module)), *sorted(settings.items())
+    return type(module), *Code([type(module)]).functions(), *sorted(settings.items())
 
 
 def copied(module: Any, **parts: Any) -> Any:

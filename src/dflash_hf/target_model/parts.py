@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from dflash_hf.cache.recurrence import Recurrence, Rule, find_recurrence
 from dflash_hf.devices import Inventory, execution_device
 from dflash_hf.fresh import vocabulary_of
-from dflash_hf.target.code import unsupported_code
+from dflash_hf.target_model.code import unsupported_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +138,15 @@ def _find_facts(
     layers = list(own[0])
     decoder = next(module for module in modules if any(child is own[0] for child in module.children()))
     places = {module: index for index, module in reversed(list(enumerate(modules)))}
-    recurrences = {i: found for i, layer in enumerate(layers) if (found := find_recurrence(layer)) is not None}
+    found = {index: find_recurrence(layer) for index, layer in enumerate(layers)}
+    recurrences = {index: recurrence for index, recurrence in found.items() if recurrence is not None}
     return Facts(
         modules=[weakref.ref(module) for module in modules],
         kinds=list(map(type, modules)),
         config=config,
         layers=[places[layer] for layer in layers],
         decoder=places[decoder],
-        recurrences={layer: (found.rule, places[found.module]) for layer, found in recurrences.items()},
+        recurrences={layer: (one.rule, places[one.module]) for layer, one in recurrences.items()},
         num_positions=_num_positions(decoder, config, embedding),
         unsupported=unsupported_code(model, layers, recurrences),
     )

@@ -11,7 +11,7 @@ from dflash_hf.cache.recurrence import supported
 from dflash_hf.configuration_dflash import LAYER_TYPES, DFlashConfig
 from dflash_hf.errors import require
 from dflash_hf.layer_configs import layer_values
-from dflash_hf.target.parts import Target
+from dflash_hf.target_model.parts import Target
 
 KEEP_A_STATE = ("linear", "mamba", "conv", "hybrid", "recurrent")  # in names of layer types
 
@@ -38,10 +38,8 @@ def check_target(target: Target) -> None:
         reason = "shared-K/V layers"
     elif getattr(config, "cross_attention_layers", None) or getattr(config, "add_cross_attention", False):
         reason = "cross attention"
-    elif (adapter := _adapter_reason(target.model)) is not None:
-        reason = adapter
     else:
-        reason = target.facts.unsupported
+        reason = _adapter_reason(target.model) or target.facts.unsupported
     if reason is not None:
         raise ValueError(f"expected a target with full or sliding attention, got {name} with {reason}; drop the draft")
 
@@ -52,7 +50,8 @@ def _check_recurrences(target: Target) -> None:
     recurrences = target.recurrences
     others = {str(kind) for index, kind in enumerate(kinds) if index not in recurrences}
     others = {kind for kind in others if any(word in kind for word in KEEP_A_STATE)}
-    reasons = [found for each in recurrences.values() if (found := each.rule.why_not(each.module)) is not None]
+    whys = [recurrence.rule.why_not(recurrence.module) for recurrence in recurrences.values()]
+    reasons = [why for why in whys if why is not None]
     if others or (getattr(target.model, "_is_stateful", False) and not recurrences):
         reasons.insert(0, f"others ({', '.join(sorted(others)) or 'a stateful model'})")
     elif len(recurrences) == len(target.layers):

@@ -86,7 +86,10 @@ class Taps:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
             if self.counts is not None and not self.counts(kwargs):
                 return
-            states = output[0] if output else args[0] if args else kwargs["hidden_states"]
+            if output:
+                states = output[0]
+            else:
+                states = args[0] if args else kwargs["hidden_states"]
             self._states[layer_id] = states[0] if isinstance(states, tuple) else states
             if layer_id == max(self.layer_ids) and self.sink is not None:
                 self.sink(self.take())

@@ -25,7 +25,7 @@ from dflash_hf.attention import attend
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.layer_configs import layer_config
-from dflash_hf.target.formulas import (
+from dflash_hf.target_model.formulas import (
     GATED,
     HIDDEN,
     LAYER,
@@ -47,7 +47,7 @@ from dflash_hf.target.formulas import (
     over_caches,
     over_prompts,
 )
-from dflash_hf.target.reentry import KEYWORD, ragged_block
+from dflash_hf.target_model.reentry import KEYWORD, ragged_block
 
 # The class's forward, the module, and what it is called with.
 Forward = Callable[..., Any]
@@ -70,9 +70,11 @@ def short_forward_of(module: Any, dtype: torch.dtype) -> Forward | ShortLayer | 
         module (`nn.Module`): A norm, an attention, or a layer of both and an MLP.
         dtype (`torch.dtype`): Of its weights.
     """
-    if (eps := norm_eps(module, dtype, rms_norm)) is not None:
+    eps = norm_eps(module, dtype, rms_norm)
+    if eps is not None:
         return functools.partial(_norm_forward, eps)
-    if (eps := attention_eps(module, dtype, rms_norm, _attend_by_parts)) is not None:
+    eps = attention_eps(module, dtype, rms_norm, _attend_by_parts)
+    if eps is not None:
         return functools.partial(_attention_forward, eps)
     return ShortLayer.of(module, dtype) if module._modules.keys() == LAYER else None
 
@@ -377,7 +379,7 @@ class ShortLayer:
 
 def _is_bare_layer(parts: list[Any], weights: list[Any]) -> bool:
     """Returns True if the weights of a layer's norms are plain, and hooks only record."""
-    is_recorded = all(is_recorder(hook, "hidden_states") for hook in parts[0]._forward_hooks.values())
+    is_recorded = all(map(is_recorder, parts[0]._forward_hooks.values()))
     is_plain = {*map(type, weights)} == {nn.Parameter} and not parts[0]._forward_pre_hooks
     return is_plain and is_recorded and all(map(is_bare, parts[1:]))
 

@@ -1,0 +1,178 @@
+"""The decoding loop: prefill; while rows run: draft, verify, accept, report.
+
+[`decode`] stands in place of Transformers' own sampling loop, with everything prepared. The steps are in `step.py`;
+here, and in `static_step.py`, the host reads what a step has done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from dflash_hf.attention import RaggedBlock
+from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.devices import eagerly
+from dflash_hf.generation.buffers import give_buffers
+from dflash_hf.generation.cuda_graph import choose_engine, device_errors_explained, start_engine
+from dflash_hf.generation.prefill import prefill
+from dflash_hf.generation.run import Request, Run, drop_finished, drops_rows, make_room, tapped
+from dflash_hf.generation.stats import DFlashGenerateOutput
+from dflash_hf.generation.step import step, verify
+from dflash_hf.generation.user_cache import NoUserCache, UserCache
+from dflash_hf.generation.widths import WidthChooser, give_chooser
+from dflash_hf.generation_config import Engine
+from dflash_hf.target_model.fused import runs_whole, short_layers
+from dflash_hf.target_model.parts import Target
+from dflash_hf.target_model.support import changing_ropes
+
+
+def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | torch.LongTensor:
+    """Decodes with a draft.
+
+    Args:
+        request (`Request`): The request.
+        inputs (`dict[str, Any]`): Keywords for the target's prefill, as `generate` prepared them.
+
+    Returns:
+        Ids `[B, S + new]`, or with them what was asked for.
+    """
+    draft = request.draft
+    draft.last_stats = None
+    engine = choose_engine(request.target, draft)
+    user_cache = user_cache_of(request)
+    with (
+        eagerly(request.target.parts, request.draft_parts),
+        user_cache.restored_on_error(),
+        whole_run(request, engine),
+    ):
+        with gradients_of_prefill(request.target, user_cache):
+            run = prefill(request, inputs, user_cache, keeps_buffers=engine != "eager")
+        try:
+            with no_gradients(request.target):
+                advance(run, engine)
+        finally:
+            draft.last_stats = run.stats
+        sequences = sequences_of(run)
+        advance_user_cache(run, sequences)
+        request.ranks.meet()
+    keep_for_next_call(run)
+    if request.streamer is not None:
+        request.streamer.end()
+    sequences = cast(torch.LongTensor, sequences.to(request.given_on))
+    run.watch.lap("rest")
+    if not request.config.return_dict_in_generate:
+        return sequences
+    cache: dict[str, Any] = {CACHE_NAME: user_cache.cache}
+    return DFlashGenerateOutput(sequences=sequences, speculative=run.stats, **cache, **run.recorder.collected())
+
+
+def advance(run: Run, engine: Engine = "eager") -> None:
+    """Runs steps until every row has finished.
+
+    Under inference mode, which saves 7 to 9 % of a step on a CPU (docs/log.md); what is returned to the user is made
+    outside it.
+    """
+    with device_errors_explained():
+        if engine != "eager" and not run.finished:  # nothing is captured for an answer of one token
+            # Replays go to the stream of the device that ids are on.
+            with torch.cuda.device_of(run.state.ids):
+                captured = start_engine(run)
+                if captured is not None:
+                    captured.advance()
+        if run.finished:
+            return
+        drops = drops_rows(run)
+        with tapped_between_steps(run):
+            while not run.finished:
+                if drops:
+                    drop_finished(run)
+                step(run)
+
+
+def no_gradients(target: Target) -> AbstractContextManager[Any]:
+    """Turns gradients off, by inference mode where the target's weights are for it."""
+    return torch.inference_mode() if target.takes_inference_mode else torch.no_grad()
+
+
+def gradients_of_prefill(target: Target, user_cache: UserCache | NoUserCache) -> AbstractContextManager[Any]:
+    """Turns gradients off where what a prefill makes stays here, and nothing of the user's sees a part of it."""
+    stays_here = not user_cache.is_kept and runs_whole(target) and not changing_ropes(target)
+    return no_gradients(target) if stays_here else nullcontext()
+
+
+def user_cache_of(request: Request) -> UserCache | NoUserCache:
+    """Returns the cache that a request leaves behind: the one passed in, or a new one if it is asked for."""
+    if request.cache is not None:
+        return UserCache(request.cache, is_given=True)
+    if request.config.return_dict_in_generate:
+        return UserCache(DynamicCache(config=request.target.config), is_given=False)
+    return NoUserCache()
+
+
+def whole_run(request: Request, engine: Engine) -> AbstractContextManager[None]:
+    """Has the target run in fewer operations from its prefill on, where nothing but the run's forwards uses it.
+
+    Code of the user's between two forwards may call the target itself: it finds it as it left it.
+    """
+    is_usual_cache = request.cache is None or type(request.cache) is DynamicCache
+    is_ours = engine == "eager" and not request.calls_out and is_usual_cache
+    return short_layers(request.target) if is_ours else nullcontext()
+
+
+@contextmanager
+def tapped_between_steps(run: Run) -> Generator[None]:
+    """Leaves the target tapped from step to step, unless code of the user's runs between them."""
+    if run.request.calls_out:
+        yield
+        return
+    with tapped(run):
+        yield
+
+
+def sequences_of(run: Run) -> Tensor:
+    """Returns prompts and committed tokens `[B, S + longest answer]`, finished rows padded as `generate` pads them."""
+    state = run.state
+    texts = dict(run.ended)
+    for index, end in enumerate(state.cursor.tolist()):
+        texts[run.rows[index]] = state.ids[index, :end]
+    longest = max(map(len, texts.values()))
+    ids = state.ids.new_full((len(texts), longest), run.request.processors.pad_id)
+    for row, text in texts.items():
+        ids[row, : len(text)] = text
+    return ids
+
+
+def advance_user_cache(run: Run, sequences: Tensor) -> None:
+    """Advances the cache that was passed in or asked for; the finished run cannot go on afterwards.
+
+    `sequences` `[B, columns + longest answer]` are what `generate` returns.
+    """
+    if not isinstance(run.user_cache, UserCache):
+        return
+
+    @torch.inference_mode()
+    def verify_all(blocks: Iterator[RaggedBlock]) -> None:
+        run.request.ranks.meet()
+        with run.request.ranks.forward(), tapped(run):
+            for block in blocks:
+                verify(run, block)
+
+    make_room(run)  # for padding behind rows that ended early
+    run.state.width = run.buffers.shape.path  # of a chain
+    run.stats.num_target_forwards += run.user_cache.finish(
+        run.state, run.cache, run.generator, sequences, verify_all, keeps_buffers=run.keeps_buffers
+    )
+
+
+def keep_for_next_call(run: Run) -> None:
+    """Keeps a run's buffers, or what its widths have shown, for the next call."""
+    request = run.request
+    if run.keeps_buffers:
+        give_buffers(request.draft, request.target, run.buffers)
+    elif isinstance(run.chooser, WidthChooser):
+        give_chooser(run.chooser, request.draft, request.target.model, len(request.input_ids))

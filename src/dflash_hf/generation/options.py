@@ -1,0 +1,150 @@
+"""What the draft's options come to in one call: how much is drafted and verified, and by which rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from dflash_hf import ops
+from dflash_hf.errors import require
+from dflash_hf.generation.buffers import num_choices
+from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, ProposalRule
+from dflash_hf.generation.run import Request
+from dflash_hf.generation.state import DecodeState
+from dflash_hf.generation.widths import (
+    CAPTURED_WIDTHS,
+    WHOLE_BLOCK_ROWS,
+    FixedWidth,
+    WidthChooser,
+    take_chooser,
+    width_of_rows,
+)
+
+# Times as many nodes as a chain has tokens, at most, where the run chooses how many.
+MOST_NODES = 4
+
+
+class Options(NamedTuple):
+    """The draft's options, resolved for one call."""
+
+    block_size: int  # tokens of the draft's block
+    width: int  # tokens that are verified at most
+    is_tree: bool  # whether they may be a tree
+    proposal: ProposalRule
+
+
+def resolve(request: Request, keeps_buffers: bool, is_looked_at: bool) -> Options:
+    """Resolves the draft's options for a request.
+
+    Args:
+        request (`Request`): The request.
+        keeps_buffers (`bool`): Whether its steps are to be captured.
+        is_looked_at (`bool`): Whether the steps of its run are looked at, which then verify chains unless something
+            else is asked for.
+
+    Raises:
+        ValueError: If `proposal="sample"` meets processors that read the prefix, or `num_tree_nodes`; if a tree meets
+            a recurrent target.
+    """
+    draft = request.draft
+    given = draft.generation_config
+    block_size = given.block_size or draft.config.block_size
+    longest = draft.config.num_proposals(block_size) + 1
+    num_rows = len(request.input_ids)
+    width = _widest_verify(given.verify_width, longest, num_rows, keeps_buffers and not is_looked_at)
+    proposal: ProposalRule = "argmax" if given.proposal == "auto" else given.proposal
+    is_drawn = request.config.do_sample and proposal == "sample"
+    processors = request.processors
+    require(
+        processors.is_stateless or not is_drawn,
+        "only temperature, top-k, top-p and other warpers of single scores under proposal='sample'",
+        [type(processor).__name__ for processor in processors.processors],
+        "use proposal='shared_noise'",
+    )
+    require(
+        not (is_drawn and given.num_tree_nodes),
+        "proposal 'argmax' or 'shared_noise' with num_tree_nodes",
+        proposal,
+        "rejection goes along a chain, leave one out",
+    )
+    may_be_tree = not is_drawn and not is_looked_at
+    num_nodes = _num_nodes(request, width, keeps_buffers, may_be_tree)
+    require(
+        not (num_nodes and request.target.recurrences),
+        "a target of attention layers alone with num_tree_nodes",
+        type(request.target.model).__name__,
+        "recurrent states follow one path, leave num_tree_nodes out",
+    )
+    return Options(block_size, num_nodes or width, num_nodes > 0, proposal)
+
+
+def _num_nodes(request: Request, width: int, keeps_buffers: bool, may_be_tree: bool) -> int:
+    """Returns how many nodes a verify's tree has at most, the anchor included; 0 for chains."""
+    given = request.draft.generation_config
+    asked = given.num_tree_nodes
+    if asked == "auto":
+        num_paths = ops.num_paths(width - 1, num_choices(request.target, request.draft))
+        return min(MOST_NODES * width, num_paths + 1, ops.MAX_NODES)
+    if asked is not None:
+        return asked
+    # Without kernels the host of a GPU builds trees, which a captured step cannot wait for.
+    input_ids = request.input_ids
+    is_on_host = keeps_buffers and input_ids.is_cuda and not ops.builds_trees(input_ids)
+    has_number = isinstance(given.verify_width, int)
+    if not may_be_tree or is_on_host or has_number or request.target.recurrences or width == 1:
+        return 0
+    return min(width, ops.MAX_NODES)
+
+
+def _widest_verify(asked: int | str | Mapping[int, int] | None, longest: int, num_rows: int, is_captured: bool) -> int:
+    """Returns how many tokens of a block are verified at most, of `longest` with all proposals."""
+    if isinstance(asked, int):
+        return asked
+    if isinstance(asked, Mapping):
+        return width_of_rows(asked, num_rows)
+    if asked is None and is_captured and num_rows > WHOLE_BLOCK_ROWS:
+        return min(width_of_rows(CAPTURED_WIDTHS, num_rows), longest)
+    return longest
+
+
+def choose_widths(
+    generator: DFlashCandidateGenerator, state: DecodeState, keeps_buffers: bool
+) -> WidthChooser | FixedWidth:
+    """Returns what chooses the width of each verify; costs of captured steps are measured anew.
+
+    Where nothing is said about it, the width follows the run only where steps are not to be captured, a graph per
+    width, and where the text does not follow the width too: rejection draws another one, and in half precision near
+    ties turn.
+    """
+    draft = generator.draft
+    width = generator.verify_width
+    options = draft.generation_config
+    asked = "auto" if options.num_tree_nodes == "auto" else options.verify_width
+    if asked is None and not keeps_buffers and not _text_follows_width(generator, state):
+        asked = "auto"
+    if asked != "auto" or width < 2:
+        return FixedWidth(width)
+    rows = state.ids.shape[0]
+    is_tree = generator.trees is not None
+    longest = generator.num_proposals + 1
+    # A number asks for trees; captured, each choice would be a graph more.
+    may_be_chain = is_tree and options.num_tree_nodes in (None, "auto") and longest <= width and not keeps_buffers
+    chain = longest if may_be_chain else None
+    chooser: WidthChooser | None = None
+    if not keeps_buffers:
+        chooser = take_chooser(draft, generator.target.model, rows, width, is_tree, chain)
+    if chooser is None:
+        chooser = WidthChooser(width, is_tree, longest, chain)
+    chooser.use_rows(rows)
+    return chooser
+
+
+def _text_follows_width(generator: DFlashCandidateGenerator, state: DecodeState) -> bool:
+    """Returns True if another width may give another text."""
+    target = generator.target
+    weight: Any = target.embedding.weight
+    is_half = weight.dtype.itemsize < 4 or torch.is_autocast_enabled(target.device.type)
+    is_by_rejection = state.key is not None and generator.proposal == "sample"
+    return is_half or is_by_rejection

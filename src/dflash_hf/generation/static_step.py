@@ -1,0 +1,114 @@
+"""A step over a run's fixed buffers: the same operations on the same addresses, whatever is accepted.
+
+A CUDA graph replays it (`cuda_graph.py`). Uncaptured it runs on any device, as tests and benchmarks have it run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from dflash_hf.generation.buffers import buckets_between, reads_lengths_on_device, round_up
+from dflash_hf.generation.run import Run, has_room
+from dflash_hf.generation.step import accept, accept_and_report, begin, draft, report, verify
+
+
+class Begun(NamedTuple):
+    """A step that was started and that the host has not read."""
+
+    outcome: Tensor  # where it will be on the host
+    arrived: torch.cuda.Event | None  # when it is there; None where nothing has to be waited for
+    width: int  # tokens that it verifies
+
+
+class StaticStep:
+    """A step over a run's fixed buffers, uncaptured.
+
+    Where nothing of the user's has to look at a step, the host stays one step behind: it starts step `n + 1`, then
+    reads what step `n` has reported. A row that has finished is frozen, so one step too many at the end changes
+    nothing; where the limit says that step `n` is the last, there is none. Elsewhere only the two forwards are
+    launched from here, and the host accepts.
+
+    Args:
+        run (`Run`): One with fixed buffers.
+    """
+
+    name = "static"
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.accepts = run.rule.runs_on_device
+        self.widest = run.buffers.shape.block
+        self.reads_lengths = reads_lengths_on_device(run.cache, run.generator.cache)
+        run.stats.engine = self.name
+
+    def advance(self) -> None:
+        """Runs steps until every row has finished or the buffers are full."""
+        if self.accepts:
+            self._run_ahead()
+            return
+        run = self.run
+        while not run.finished and has_room(run):
+            begin(run)
+            outputs = self.launch(self.bound(0))
+            assert outputs is not None
+            accept_and_report(run, outputs)
+
+    def _run_ahead(self) -> None:
+        """Runs steps that accept by themselves, the host one step behind."""
+        run = self.run
+        begun = deque([self._begin(0)])
+        while begun and not run.finished:
+            if has_room(run, 1) and not run.ends_at_next:
+                begun.append(self._begin(1))
+            step = begun.popleft()
+            if step.arrived is not None:
+                step.arrived.synchronize()
+            run.watch.lap("verify")
+            report(run, step.outcome, step.width)
+
+    def _begin(self, num_unread: int) -> Begun:
+        """Starts a step, with so many before it that the host has not read."""
+        begin(self.run)
+        self.launch(self.bound(num_unread))
+        outcome = self.run.state.outcome
+        host = torch.empty(outcome.shape, dtype=outcome.dtype, device="cpu", pin_memory=outcome.is_cuda)
+        host.copy_(outcome, non_blocking=True)
+        arrived: torch.cuda.Event | None = None
+        if outcome.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return Begun(host, arrived, self.run.state.width)
+
+    def launch(self, bound: int) -> CausalLMOutputWithPast | None:
+        """Runs a step, or its forwards alone, over the first `bound` slots of every row."""
+        return self.body(bound)
+
+    def body(self, bound: int) -> CausalLMOutputWithPast | None:
+        """Runs what is captured: the whole step if it accepts by itself, else its forwards, which are returned."""
+        block = draft(self.run, bound)
+        outputs = verify(self.run, block)
+        if not self.accepts:
+            return outputs
+        assert outputs.logits is not None
+        accept(self.run, outputs.logits.to(self.run.state.ids.device))
+        return None
+
+    def bound(self, num_unread: int) -> int:
+        """Returns the slots that a step may need, `num_unread` steps after the one the host has read last."""
+        if self.reads_lengths:
+            return self.run.buffers.capacity
+        longest = self.run.longest + num_unread * self.run.generator.verify_width + self.widest
+        return min(round_up(longest), self.run.buffers.capacity)
+
+    def bounds(self) -> list[int]:
+        """Returns all that [`bound`] may give during the run, longest first: one graph each, per width."""
+        run = self.run
+        if self.reads_lengths:
+            return [run.buffers.capacity]
+        shortest = run.longest + self.widest
+        return buckets_between(shortest, shortest + run.state.limit + run.generator.verify_width, run.buffers.capacity)
