@@ -36,6 +36,8 @@ def check_target(target: Target) -> None:
         reason = "ALiBi position biases"
     elif getattr(config, "num_kv_shared_layers", None):
         reason = "shared-K/V layers"
+    elif (getattr(config, "n_recurrent_loops", None) or 1) > 1:
+        reason = "layers that run several times in one forward"
     elif getattr(config, "cross_attention_layers", None) or getattr(config, "add_cross_attention", False):
         reason = "cross attention"
     else:
