@@ -6,7 +6,10 @@ refuses it before any forward, as far as it shows.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import sys
+import textwrap
 from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
@@ -17,10 +20,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_hf.cache.recurrence import Recurrence
 
-# Targets whose layers take keywords of the forward and call their attention without them. Any other one that does is
-# refused by its first verify.
-DROPS_KEYWORDS = ("nemotron",)
-
 
 def unsupported_code(
     model: PreTrainedModel, layers: list[nn.Module], recurrences: dict[int, Recurrence]
@@ -29,7 +28,7 @@ def unsupported_code(
     without = "attention that does not go through transformers.AttentionInterface"
     if not type(model)._supports_attention_backend and not recurrences:  # hybrids do not set it
         return without
-    if model.config.get_text_config(decoder=True).model_type in DROPS_KEYWORDS:
+    if not _hands_keywords_on(model, layers[0]):
         return "layers that do not hand keywords of the forward down to their attention"
     for index, layer in enumerate(layers):
         if index in recurrences:
@@ -40,6 +39,27 @@ def unsupported_code(
         if any(interface is not ALL_ATTENTION_FUNCTIONS for interface in interfaces):
             return "an attention interface of its own, with masks that follow from the values"
     return None
+
+
+def _hands_keywords_on(model: PreTrainedModel, first: nn.Module) -> bool:
+    """Returns True if the modules from the model to its first layer all call something with keywords not of their own.
+
+    A forward may take `**kwargs` and drop them: Nemotron's layers do, and so did Moshi's decoder. What cannot be read
+    is taken to hand them on; the first verify sees whether it does.
+    """
+    parts = next(name for name, module in model.named_modules() if module is first).split(".")
+    for depth in range(len(parts) + 1):
+        module = model.get_submodule(".".join(parts[:depth]))
+        if isinstance(module, nn.ModuleList) or "_orig_mod" in module._modules:
+            continue
+        try:
+            source = inspect.getsource(inspect.unwrap(type(module).forward))
+        except (OSError, TypeError):
+            continue
+        calls = [node for node in ast.walk(ast.parse(textwrap.dedent(source))) if isinstance(node, ast.Call)]
+        if all(keyword.arg is not None for call in calls for keyword in call.keywords):
+            return False
+    return True
 
 
 def _attentions_of(layer: nn.Module) -> list[nn.Module]:
