@@ -144,6 +144,21 @@ def test_other_weights_in_the_same_modules_are_seen() -> None:
     assert not find_target(target).takes_inference_mode
 
 
+def test_a_forward_whose_source_cannot_be_read_is_taken_to_hand_keywords_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("qwen3")
+    kind: Any = type(target.model.layers[0])  # type: ignore[attr-defined]
+    plain = kind.forward
+    scope: dict[str, Any] = {"plain": plain}
+    exec("def forward(self, *args, **kwargs):\n    return plain(self, *args, **kwargs)", scope)
+    forwards = {
+        "without a file": scope["forward"],
+        "a part of a line": lambda self, *args, **kwargs: plain(self, *args, **kwargs),
+    }
+    for forward in forwards.values():
+        monkeypatch.setattr(kind, "forward", forward)
+        check(tiny_target("qwen3"))
+
+
 def test_a_target_is_freed_as_before() -> None:
     target = tiny_target("qwen3")
     find_target(target)

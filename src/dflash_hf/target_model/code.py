@@ -54,9 +54,10 @@ def _hands_keywords_on(model: PreTrainedModel, first: nn.Module) -> bool:
             continue
         try:
             source = inspect.getsource(inspect.unwrap(type(module).forward))
-        except (OSError, TypeError):
+            tree = ast.parse(textwrap.dedent(source))
+        except (OSError, TypeError, SyntaxError):  # of a lambda the source is a part of a line
             continue
-        calls = [node for node in ast.walk(ast.parse(textwrap.dedent(source))) if isinstance(node, ast.Call)]
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         if all(keyword.arg is not None for call in calls for keyword in call.keywords):
             return False
     return True
