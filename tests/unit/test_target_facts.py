@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,7 @@ from transformers import GenerationConfig
 
 from dflash_hf.generation.checks import Settings
 from dflash_hf.target_model import parts
+from dflash_hf.target_model.code import unsupported_code
 from dflash_hf.target_model.parts import find_target
 from tiny import oracle_draft, prompts, tiny_target, truth_of
 
@@ -157,6 +160,37 @@ def test_a_forward_whose_source_cannot_be_read_is_taken_to_hand_keywords_on(monk
     for forward in forwards.values():
         monkeypatch.setattr(kind, "forward", forward)
         check(tiny_target("qwen3"))
+
+
+def test_targets_are_looked_at_in_several_threads_at_once() -> None:
+    # Python 3.11 parses in one thread at a time only: `ast.parse` raised where the garbage collector changed threads.
+    target: Any = tiny_target("qwen3")
+    layers = list(target.model.layers)
+    raised = list[BaseException]()
+
+    def look() -> None:
+        try:
+            for _ in range(4):
+                assert unsupported_code(target, layers, {}) is None
+        except BaseException as error:
+            raised.append(error)
+
+    def change_threads(*_: Any) -> None:
+        time.sleep(0)
+
+    threads = [threading.Thread(target=look) for _ in range(4)]
+    usual = gc.get_threshold()
+    gc.callbacks.append(change_threads)
+    gc.set_threshold(50)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        gc.set_threshold(*usual)
+        gc.callbacks.remove(change_threads)
+    assert not raised
 
 
 def test_a_target_is_freed_as_before() -> None:

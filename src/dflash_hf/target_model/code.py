@@ -6,10 +6,9 @@ refuses it before any forward, as far as it shows.
 
 from __future__ import annotations
 
-import ast
 import inspect
+import re
 import sys
-import textwrap
 from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
@@ -19,6 +18,11 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_hf.cache.recurrence import Recurrence
+
+_DOCSTRING = re.compile(r'"""(?s:.*?)"""')
+# `**name` of a signature or of a call, and no power.
+_KEYWORDS = re.compile(r"(?<=[(,\s])\*\*[A-Za-z_]")
+_TAKEN = inspect.Parameter.VAR_KEYWORD
 
 
 def unsupported_code(
@@ -42,7 +46,7 @@ def unsupported_code(
 
 
 def _hands_keywords_on(model: PreTrainedModel, first: nn.Module) -> bool:
-    """Returns True if the modules from the model to its first layer all call something with keywords not of their own.
+    """Returns True if the modules from the model to its first layer all hand keywords on to what they call.
 
     A forward may take `**kwargs` and drop them: Nemotron's layers do, and so did Moshi's decoder. What cannot be read
     is taken to hand them on; the first verify sees whether it does.
@@ -52,13 +56,15 @@ def _hands_keywords_on(model: PreTrainedModel, first: nn.Module) -> bool:
         module = model.get_submodule(".".join(parts[:depth]))
         if isinstance(module, nn.ModuleList) or "_orig_mod" in module._modules:
             continue
+        forward = inspect.unwrap(type(module).forward)
         try:
-            source = inspect.getsource(inspect.unwrap(type(module).forward))
-            tree = ast.parse(textwrap.dedent(source))
-        except (OSError, TypeError, SyntaxError):  # of a lambda the source is a part of a line
+            source = inspect.getsource(forward)
+        except (OSError, TypeError):
             continue
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        if all(keyword.arg is not None for call in calls for keyword in call.keywords):
+        # The source is searched, not parsed: `ast.parse` of Python 3.11 fails where two threads are in it.
+        keywords = _KEYWORDS.findall(_DOCSTRING.sub("", source))
+        taken = [parameter for parameter in inspect.signature(forward).parameters.values() if parameter.kind is _TAKEN]
+        if len(keywords) <= len(taken):
             return False
     return True
 
