@@ -170,25 +170,60 @@ def test_a_streamer_may_generate_with_a_draft_of_its_own() -> None:
     assert all(torch.equal(result, other) for result in streamer.results)
 
 
-class Reader(nn.Module):
-    """Reads the setting in its forward, as an attention does."""
-
-    def forward(self, config: Any, **kwargs: Any) -> Any:
-        return config._attn_implementation
-
-
 def test_the_setting_is_seen_by_a_verify_alone_and_never_stored() -> None:
-    target, read = find_target(tiny_target("qwen3")), Reader()
-    assert read(target.config, ragged=None) == "sdpa"
+    model: Any = tiny_target("qwen3")
+    target = find_target(model)
+    attention = model.model.layers[0].self_attn
+    ids = torch.arange(1, 9)[None]
+    seen = list[Any]()
+
+    def read() -> Any:
+        return attention.config._attn_implementation
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        seen.append(read())
+        if len(seen) > 1:
+            return
+        seen.append(in_a_thread(read))
+        seen.append(target.config._attn_implementation)
+        seen.append(model.config._attn_implementation)
+        seen.append(copy.deepcopy(attention).config._attn_implementation)
+        model(ids)  # a call of the user's in a verify
+        seen.append(read())
+        raise RuntimeError("on purpose")
+
+    handle = model.model.layers[0].register_forward_pre_hook(hook, with_kwargs=True)
     with ragged_attention(target):
-        assert read(target.config, ragged=None) == RAGGED_BLOCK
-        assert read(target.config) == target.config._attn_implementation == "sdpa"
-        assert in_a_thread(lambda: read(target.config, ragged=None)) == "sdpa"
+        assert read() == "sdpa"
+        with pytest.raises(RuntimeError, match="on purpose"):
+            model(ids, ragged=None)
+        assert seen == [RAGGED_BLOCK, "sdpa", "sdpa", "sdpa", "sdpa", "sdpa", RAGGED_BLOCK]
+        assert read() == "sdpa"
         assert type(target.config)()._attn_implementation is None
         assert copy.deepcopy(target.config)._attn_implementation == "sdpa"
-    assert target.config._attn_implementation == "sdpa"
+        model(ids)
+        assert seen[7:] == ["sdpa"]
+    handle.remove()
+    assert read() == target.config._attn_implementation == "sdpa"
     target.config._attn_implementation = "eager"
-    assert target.config._attn_implementation == "eager"
+    assert read() == "eager"
     with pytest.raises(RuntimeError, match="on purpose"), ragged_attention(target):
         raise RuntimeError("on purpose")
-    assert target.config._attn_implementation == "eager"
+    assert read() == "eager"
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_a_module_may_get_another_config_or_have_none() -> None:
+    model: Any = tiny_target("qwen3")
+    with ragged_attention(find_target(model)):
+        pass
+    attention = model.model.layers[0].self_attn
+    other = copy.deepcopy(attention.config)
+    attention.config = other
+    assert attention.config is other
+    assert "config" in vars(attention)
+    del attention.config
+    assert not hasattr(attention, "config")
+    with pytest.raises(AttributeError, match="no attribute 'config'"):
+        attention.config  # noqa: B018

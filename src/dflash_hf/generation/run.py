@@ -166,8 +166,8 @@ def tapped(run: Run) -> Generator[Taps]:
     ids = run.generator.draft.config.target_layer_ids
     taps = Taps(run.request.target.layers, ids, counts=lambda kwargs: kwargs.get(KEYWORD) is run.cache)
     with (
+        fused_modules(run.request.target),  # first: hooks on the model would keep it away
         ragged_attention(run.request.target),
-        fused_modules(run.request.target),
         noting(run.cache.layers),
         taps.open(),
     ):

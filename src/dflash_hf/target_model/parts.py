@@ -31,6 +31,7 @@ class Target:
     embedding: nn.Module  # input embedding of text tokens
     head: nn.Module  # output head, hidden states to logits
     decoder: nn.Module  # what holds the list of layers and runs them
+    path: tuple[nn.Module, ...]  # the modules whose forwards call each other down to the decoder: the model first
     # The recurrent parts of layers that have one which can be taken back, by layer index.
     recurrences: dict[int, Recurrence]
 
@@ -75,6 +76,7 @@ class Facts(NamedTuple):
     # Which of them are decoder layers, and which one runs these.
     layers: list[int]
     decoder: int
+    path: list[int]  # the modules from the model down to the decoder
     recurrences: dict[int, tuple[Rule, int]]  # per layer, its rule and the module that it is of
     num_positions: int | None  # how many positions there are, where they are rows of a table
     unsupported: str | None  # what in the code of its modules cannot be run over the ragged cache
@@ -113,6 +115,7 @@ def find_target(model: PreTrainedModel) -> Target:
         embedding=embedding,
         head=head,
         decoder=modules[facts.decoder],
+        path=tuple(modules[index] for index in facts.path),
         recurrences={layer: Recurrence(rule, modules[index]) for layer, (rule, index) in facts.recurrences.items()},
     )
 
@@ -146,10 +149,20 @@ def _find_facts(
         config=config,
         layers=[places[layer] for layer in layers],
         decoder=places[decoder],
+        path=[places[module] for module in _path(model, decoder)],
         recurrences={layer: (one.rule, places[one.module]) for layer, one in recurrences.items()},
         num_positions=_num_positions(decoder, config, embedding),
         unsupported=unsupported_code(model, layers, recurrences),
     )
+
+
+def _path(model: PreTrainedModel, decoder: nn.Module) -> list[nn.Module]:
+    """Returns the modules from a model down to its decoder, both included."""
+    name = next(name for name, module in model.named_modules() if module is decoder)
+    path: list[nn.Module] = [model]
+    for part in filter(None, name.split(".")):
+        path.append(path[-1].get_submodule(part))
+    return path
 
 
 def _num_positions(decoder: nn.Module, config: PreTrainedConfig, embedding: nn.Module) -> int | None:

@@ -1,16 +1,16 @@
 """Calls inside calls: a hook of the user's may call the model whose forward it hangs on, or its config's other model.
 
-A verify is known by the keyword `ragged`, which goes down to every attention; whatever lacks it is somebody else's. A
+A verify is known by the keyword `ragged`, which goes down to every attention; a forward without it is the user's. A
 prefill is Transformers' own call and carries nothing: there the outermost forward is ours.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
@@ -22,62 +22,141 @@ from dflash_hf.target_model.parts import Target
 
 KEYWORD = "ragged"
 RAGGED_BLOCK = "ragged_block"
-_SETTING = "_attn_implementation"
-_MARK = "_dflash_switchable"
+_CONFIG = "config"
 
 
-def is_in_verify() -> bool:
-    """Returns True if the innermost method with keywords of its own, among those that are running, was given `ragged`.
+class _Verifies(NamedTuple):
+    """The verifies of a target in this thread."""
 
-    That is an attention's forward where it chooses its function, and a decoder's where it makes masks. Asked of the
-    stack and not of hooks, because another model with the same config object has none of ours.
+    # What those of the target's modules that hold a config show instead: with the ragged attention for its text.
+    configs: dict[nn.Module, PreTrainedConfig]
+    # The forwards of the target that are running, the innermost one last: whether each is a verify's.
+    running: list[bool]
+
+
+_verifying = Current()  # the `_Verifies` of this thread
+
+
+def _make_switchable(kind: type[nn.Module]) -> None:
+    """Has the modules of a class show another config than they hold in a verify, to the verifying thread alone.
+
+    What a module holds never changes: other threads, copies, saved files, other models with the same config object,
+    and calls of the user's that a verify runs into, see what the user has set. The property stays on the class,
+    without effect outside of a verify.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_flags & inspect.CO_VARKEYWORDS and code.co_varnames[0] == "self":
-            before = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
-            return KEYWORD in frame.f_locals[code.co_varnames[before]]
-        frame = frame.f_back
-    return False
-
-
-_verifying = Current()  # the text config whose model this thread is verifying with
-
-
-def _make_switchable(kind: type[PreTrainedConfig]) -> None:
-    """Lets a class of configs answer a verify, and only it, with the ragged attention.
-
-    The value that is stored in a config never changes: other threads, copies, saved files, and calls of the user's
-    that a verify runs into, see what the user set.
-    The getter stays on the class, without effect outside a verify.
-    """
-    setting = inspect.getattr_static(kind, _SETTING, None)
-    if not isinstance(setting, property) or setting.fget is None:
-        raise RuntimeError(
-            f"expected a property {kind.__name__}._attn_implementation, got {setting!r}; this release of Transformers "
-            "is not supported"
-        )
-    read = setting.fget
-    if hasattr(read, _MARK):
+    inherited = inspect.getattr_static(kind, _CONFIG, None)
+    if isinstance(inherited, _SwitchableConfig):
         return
+    setattr(kind, _CONFIG, _SwitchableConfig(inherited))
 
-    def switched(config: PreTrainedConfig) -> Any:
+
+class _SwitchableConfig:
+    """A descriptor: the config of a module, or, in a verify of its target, the one with the ragged attention.
+
+    Args:
+        inherited (`Any`): What the class has said of it before: for modules that hold none.
+    """
+
+    def __init__(self, inherited: Any) -> None:
+        self.inherited = inherited
+
+    def __get__(self, module: nn.Module | None, kind: type[nn.Module]) -> Any:
+        if module is None:
+            return self.inherited
         scope = _verifying.scope
-        return RAGGED_BLOCK if scope is not None and scope[0] is config and is_in_verify() else read(config)
+        if scope is not None:
+            verifies: _Verifies = scope[0]
+            if verifies.running and verifies.running[-1] and module in verifies.configs:
+                return verifies.configs[module]
+        held = vars(module)
+        if _CONFIG in held:
+            return held[_CONFIG]
+        if self.inherited is None:
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {_CONFIG!r}")
+        return self.inherited
 
-    setattr(switched, _MARK, True)
-    setattr(kind, _SETTING, property(switched, setting.fset))
+    def __set__(self, module: nn.Module, config: Any) -> None:
+        vars(module)[_CONFIG] = config
+
+    def __delete__(self, module: nn.Module) -> None:
+        del vars(module)[_CONFIG]
+
+
+def _with_ragged_attention(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns a copy of a config that names the ragged attention."""
+    ragged = copy.copy(config)
+    # Not by the setter: that one changes the configs of a vision tower, too, which the copy shares.
+    vars(ragged)["_attn_implementation_internal"] = RAGGED_BLOCK
+    if ragged._attn_implementation != RAGGED_BLOCK:
+        raise RuntimeError(
+            f"expected {type(config).__name__}._attn_implementation to read _attn_implementation_internal, got "
+            "another attribute; this release of Transformers is not supported"
+        )
+    return ragged
+
+
+def _with_text_config(config: Any, text: PreTrainedConfig, ragged: PreTrainedConfig) -> Any:
+    """Returns a config with `ragged` in place of its text config, or the config itself if it has another one or none.
+
+    An image model makes the masks of its text decoder by the text config that is within its own.
+    """
+    if config is text:
+        return ragged
+    if not isinstance(config, PreTrainedConfig):
+        return config
+    parts = dict[str, Any]()
+    for name, part in vars(config).items():
+        shown = _with_text_config(part, text, ragged)
+        if shown is not part:
+            parts[name] = shown
+    if not parts:
+        return config
+    shown = copy.copy(config)
+    vars(shown).update(parts)
+    return shown
+
+
+def _configs_in_verify(target: Target) -> dict[nn.Module, PreTrainedConfig]:
+    """Returns what the target's modules show in a verify, where that is not what they hold."""
+    ragged = _with_ragged_attention(target.config)
+    # Not the model itself: what the user's code asks in a verify is the config that the user has set.
+    inside = target.parts.modules if target.model is target.decoder else target.parts.modules[1:]
+    shown_by_id = dict[int, Any]()  # nearly all modules hold one of a few
+    configs = dict[nn.Module, PreTrainedConfig]()
+    for module in inside:
+        held = vars(module).get(_CONFIG)
+        if held is None:
+            continue
+        if id(held) not in shown_by_id:
+            shown_by_id[id(held)] = _with_text_config(held, target.config, ragged)
+        if shown_by_id[id(held)] is not held:
+            configs[module] = shown_by_id[id(held)]
+    return configs
 
 
 @contextmanager
 def ragged_attention(target: Target) -> Generator[None]:
     """Runs the target's text decoder under the ragged attention, in this thread only.
 
-    Other threads may run the same model, or another one with the same config object, at the same time.
+    Other threads may run the same model, or another one with the same config object, at the same time, and so may the
+    user's hooks inside of a verify.
     """
-    _make_switchable(type(target.config))  # two threads at once set the same property twice
-    with _verifying.doing(target.config):
+    verifies = _Verifies(_configs_in_verify(target), [])
+    for kind in set(map(type, verifies.configs)):
+        _make_switchable(kind)
+
+    def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        verifies.running.append(KEYWORD in kwargs)
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        verifies.running.pop()
+
+    hooks = list[Hook]()
+    for module in target.path:
+        # First of all, and also after an error: each forward that has begun ends.
+        hooks.append(Hook(module, begin, before=True, options={"prepend": True, "with_kwargs": True}))
+        hooks.append(Hook(module, end, options={"always_call": True}))
+    with hooked(*hooks), _verifying.doing(verifies):
         yield
 
 
@@ -140,8 +219,8 @@ def ragged_block(
     if ragged is None:
         raise ValueError(
             f"expected the keyword ragged in attention {RAGGED_BLOCK!r}, got none; it is set by dflash_hf during "
-            "decoding only: either it was selected by hand, or this target does not hand keywords of its forward down "
-            "to its attention and is not supported"
+            "decoding only: either it was selected by hand, or a hook has called a layer of the target in a verify, "
+            "or this target does not hand keywords of its forward down to its attention and is not supported"
         )
     if attention_mask is not None:
         raise ValueError(
