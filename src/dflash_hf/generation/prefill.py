@@ -30,6 +30,7 @@ from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.fused import runs_whole
 from dflash_hf.target_model.hidden_states import Taps
+from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.reentry import outermost
 from dflash_hf.target_model.support import check_length
 
@@ -72,28 +73,27 @@ def prefill(
         RuntimeError: If the taps did not fire.
     """
     target = request.target
-    draft = request.draft
     ranks = request.ranks
-    inputs = dict(inputs)  # what fills the caches is put into it
+    inputs = dict(inputs)  # the cache to be filled is put into it
     stats = SpeculativeStats()
     watch = Stopwatch(stats, request.started, _devices_to_wait_for(request))
     watch.lap("prepare")
     options = resolve(request, keeps_buffers, is_looked_at)
     prompts = prompts_of(request, inputs, user_cache.past)
-    longest = max(prompts.row_lengths)
-    drafter = drafting_copy(draft, target)  # before it is asked how much memory is free
+    # The FP8 copy is made before anybody asks how much memory is free.
+    drafter = drafting_copy(request.draft, target)
     room = _room_for(request, prompts, keeps_buffers)
     generator = _start_draft(request, drafter, options, prompts, room, keeps_buffers, user_cache)
-    given = {**inputs, **vars(request.config), CACHE_NAME: user_cache.past if user_cache.is_kept else None}
-    sizes = {"block_size": options.block_size, "verify_width": options.width}
-    ranks.begin({**given, **sizes, "input_ids": request.input_ids})
-    seed = new_key(request.input_ids.device) if request.config.do_sample else None
+    _compare_ranks(request, inputs, options, user_cache)
+    seed = None
+    if request.config.do_sample:
+        seed = new_key(request.input_ids.device)
     ranks.share(seed)
     with ranks.forward():
         outputs, filled = _fill(request, inputs, generator, prompts.positions, user_cache)
-    cache = _into_ragged(generator, filled, prompts.positions, longest + room, user_cache.is_given, keeps_buffers)
-    buffers = generator.buffers
-    state = buffers.state
+    length = max(prompts.row_lengths) + room
+    cache = _into_ragged(generator, filled, prompts.positions, length, user_cache.is_given, keeps_buffers)
+    state = generator.buffers.state
     state.begin(
         request.input_ids,
         lengths=prompts.lengths,
@@ -102,17 +102,12 @@ def prefill(
         eos_ids=prompts.eos_ids,
         seed=seed,
     )
-    num_rows = len(request.input_ids)
-    stats.start_run(num_rows, buffers.shape.path - 1, "greedy" if seed is None else options.proposal)
-    stats.cache_bytes = cache.num_bytes() + generator.cache.num_bytes()
-    if drafter is not draft:
-        stats.float8_bytes = float8_bytes(drafter)
-    recorder = Recorder(request.config, num_rows)
-    num_positions = target.facts.num_positions
+    _start_stats(stats, request, generator, cache)
+    recorder = Recorder(request.config, len(request.input_ids))
     run = Run(
         request=request,
         generator=generator,
-        buffers=buffers,
+        buffers=generator.buffers,
         cache=cache,
         rule=rule_for(request.processors, request.own_criteria, request.streamer, state, recorder),
         recorder=recorder,
@@ -121,15 +116,56 @@ def prefill(
         chooser=choose_widths(generator, state, keeps_buffers),
         user_cache=user_cache,
         extra={name: value for name, value in inputs.items() if name not in OF_PREFILL and value is not None},
-        reach=[] if num_positions is None else (num_positions - prompts.position_delta).tolist(),
-        prompt=longest,
+        reach=_reach_of(target, prompts),
+        prompt=max(prompts.row_lengths),
         room=room,
         keeps_buffers=keeps_buffers,
-        rows=list(range(num_rows)),
+        rows=list(range(len(request.input_ids))),
         reported=Reported.before(prompts.row_lengths, state.columns),
     )
     _commit_first(run, outputs)
     return run
+
+
+def _compare_ranks(
+    request: Request, inputs: dict[str, Any], options: Options, user_cache: UserCache | NoUserCache
+) -> None:
+    """Has the processes of a group compare what they were given; raises `ValueError` where that differs."""
+    past = None
+    if user_cache.is_kept:
+        past = user_cache.past
+    request.ranks.begin(
+        {
+            **inputs,
+            **vars(request.config),
+            CACHE_NAME: past,
+            "block_size": options.block_size,
+            "verify_width": options.width,
+            "input_ids": request.input_ids,
+        }
+    )
+
+
+def _start_stats(
+    stats: SpeculativeStats, request: Request, generator: DFlashCandidateGenerator, cache: RaggedCache
+) -> None:
+    """Tells the statistics what the run is: its rows, its longest path, how it proposes, and its memory."""
+    proposal = "greedy"
+    if request.config.do_sample:
+        proposal = generator.proposal
+    # The anchor of a path is no proposal.
+    stats.start_run(len(request.input_ids), generator.buffers.shape.path - 1, proposal)
+    stats.cache_bytes = cache.num_bytes() + generator.cache.num_bytes()
+    if generator.drafter is not request.draft:
+        stats.float8_bytes = float8_bytes(generator.drafter)
+
+
+def _reach_of(target: Target, prompts: Prompts) -> list[int]:
+    """Returns, per row, the length at which a target with a table of positions has used all; else nothing."""
+    num_positions = target.facts.num_positions
+    if num_positions is None:
+        return []
+    return (num_positions - prompts.position_delta).tolist()
 
 
 def _devices_to_wait_for(request: Request) -> tuple[torch.device, ...]:
@@ -191,9 +227,11 @@ def _fill(
     target = request.target
     past = user_cache.past
     num_columns = positions.shape[1]
-    given = user_cache.cache if user_cache.is_given else None
-    inputs[CACHE_NAME] = empty_cache(request, inputs) if given is None else given
-    seen = past
+    if user_cache.is_given:
+        inputs[CACHE_NAME] = user_cache.cache
+    else:
+        inputs[CACHE_NAME] = empty_cache(request, inputs)
+    seen = past  # columns that the draft has, or that the cache had before
 
     def sink(states: Tensor) -> None:
         nonlocal seen
@@ -207,7 +245,11 @@ def _fill(
         watching = outermost(target.model, target.decoder)
     with watching as is_ours:
         taps = Taps(
-            target.layers, config.target_layer_ids, sink, config.tap_after_deepstack, counts=lambda kwargs: is_ours()
+            target.layers,
+            config.target_layer_ids,
+            sink=sink,
+            after_deepstack=config.tap_after_deepstack,
+            counts=lambda kwargs: is_ours(),
         )
         with taps.open():
             outputs = _run_prefill(request, inputs, past, num_columns)
@@ -223,8 +265,9 @@ def _fill(
             f"expected a cache from the prefill of {type(target.model).__name__}, got none; call target.eval(), "
             "gradient checkpointing in training mode turns caches off"
         )
+    goes_on = not user_cache.is_given or filled is user_cache.cache
     what = f"{type(target.model).__name__} to go on with the cache passed in (its RoPE depends on the length)"
-    require(given in (None, filled), what, "a new one", f"pass the whole conversation without {CACHE_NAME}")
+    require(goes_on, what, "a new one", f"pass the whole conversation without {CACHE_NAME}")
     return outputs, filled
 
 
@@ -234,18 +277,21 @@ def _run_prefill(request: Request, inputs: dict[str, Any], past: int, num_column
     Older Transformers cut a continued conversation into chunks as if nothing was cached, so that is done here.
     """
     model: Any = request.target.model
-    if not past or inputs.get("inputs_embeds") is not None:  # embeddings are cut by `_prefill` itself
+    is_cut_by_prefill = inputs.get("inputs_embeds") is not None
+    if past == 0 or is_cut_by_prefill:
         return model._prefill(request.input_ids, request.config, inputs)
     config = copy.copy(request.config)
     config.prefill_chunk_size = None
     new = request.input_ids[:, past - num_columns :]
+    chunk_size = request.config.prefill_chunk_size or new.shape[1]
+    per_token = {name: inputs[name] for name in PER_TOKEN if inputs.get(name) is not None}
     outputs = None
     end = past
-    for chunk in torch.split(new, request.config.prefill_chunk_size or new.shape[1], dim=1):
+    for chunk in torch.split(new, chunk_size, dim=1):
         end += chunk.shape[1]
-        left = num_columns - end
-        given = {name: inputs.get(name) for name in PER_TOKEN}
-        cut = {name: value[..., : value.shape[-1] - left] for name, value in given.items() if value is not None}
+        # What goes along with the tokens is of the whole conversation: the columns behind this chunk are cut off.
+        num_left = num_columns - end
+        cut = {name: value[..., : value.shape[-1] - num_left] for name, value in per_token.items()}
         outputs = model._prefill(chunk, config, {**inputs, **cut})
     return outputs
 
@@ -356,18 +402,9 @@ def prompt_positions(request: Request, inputs: dict[str, Any], past: int) -> Ten
     which is in `position_delta`. Raises `ValueError` if a row ends in padding, or has padding between tokens where
     windows are counted in columns; also in a mask that `generate` inferred from pad ids.
     """
-    mask = inputs.get("attention_mask")
-    embeds = inputs.get("inputs_embeds")
-    batch, columns = request.input_ids.shape if embeds is None else embeds.shape[:2]
-    if mask is not None:
-        mask = mask.cpu() != 0
-        mask = mask if past else mask[:, :columns]
-        columns = mask.shape[1]
-    elif embeds is None and past:
-        # A mask of ones is dropped on the way; its width says what is cached already.
-        columns = getattr(request.config, "_mask_length", columns)
-    if mask is None or bool(mask.all()):
-        return torch.arange(columns, device="cpu").expand(batch, -1)
+    mask = _host_mask(request, inputs, past)
+    if bool(mask.all()):
+        return torch.arange(mask.shape[1], device="cpu").expand(len(mask), -1)
     is_left = bool(mask[:, -1].all())
     got = "padding after the last token (as which every pad token counts)"
     require(is_left, "left-padded prompts", got, "tokenize with padding_side='left' and pass attention_mask")
@@ -377,20 +414,49 @@ def prompt_positions(request: Request, inputs: dict[str, Any], past: int) -> Ten
     return (mask.long().cumsum(dim=1) - 1).masked_fill(~mask, -1)
 
 
-def position_delta(request: Request, inputs: dict[str, Any], lengths: Tensor) -> Tensor:
-    """Returns target position minus index at the last token of prompts of these `lengths` `[B]`: what plain decoding
-    goes on counting from.
+def _host_mask(request: Request, inputs: dict[str, Any], past: int) -> Tensor:
+    """Returns which columns of the conversation hold tokens, bool `[B, T]` on the host."""
+    embeds = inputs.get("inputs_embeds")
+    new = request.input_ids
+    if embeds is not None:
+        new = embeds[..., 0]
+    batch, columns = new.shape
+    mask = inputs.get("attention_mask")
+    if mask is not None:
+        mask = mask.cpu() != 0
+        # A mask may be longer than a prompt, but not than a conversation.
+        return mask if past else mask[:, :columns]
+    if embeds is None and past:
+        # A mask of ones is dropped on the way; its width says what is cached already.
+        columns = getattr(request.config, "_mask_length", columns)
+    return torch.ones(batch, columns, dtype=torch.bool, device="cpu")
 
-    The target's own preparation of a step is asked, which may shift what `generate` prepared (PaliGemma counts from
-    1). Shape `[B]`, or `[rows, B]` under M-RoPE, where a token has several positions: after an image as the last thing
-    in a prompt they differ, and plain decoding counts each of them on. Raises `ValueError` if the target leaves out
-    the positions that `generate` prepared, and counts by itself.
+
+def position_delta(request: Request, inputs: dict[str, Any], lengths: Tensor) -> Tensor:
+    """Returns the target's position minus the index at each prompt's last token: plain decoding counts on from there.
+
+    The target's own preparation of a step is asked, which may shift the positions that `generate` prepared (PaliGemma
+    counts from 1).
+
+    Args:
+        request (`Request`): The request.
+        inputs (`dict[str, Any]`): Keywords for the target's prefill, as `generate` prepared them.
+        lengths (`torch.Tensor` of shape `[B]`, int64): Tokens of each prompt.
+
+    Returns:
+        `torch.Tensor`: Int64, `[B]`; or `[rows, B]` under M-RoPE, where a token has several positions. They differ
+        where an image is the last thing in a prompt, and plain decoding counts each of them on.
+
+    Raises:
+        ValueError: If the target leaves out the positions that `generate` prepared, and counts by itself.
     """
     if inputs.get("position_ids") is None:
         return torch.zeros_like(lengths)
     model: Any = request.target.model
     position_ids = inputs["position_ids"]
-    if getattr(model.prepare_inputs_for_generation, "__func__", None) is not _PREPARE:  # that one takes the last
+    # Transformers' own takes the last position as it is.
+    is_usual = getattr(model.prepare_inputs_for_generation, "__func__", None) is _PREPARE
+    if not is_usual:
         kwargs = {**inputs, CACHE_NAME: empty_cache(request, inputs), "use_cache": True}
         last = torch.zeros_like(lengths[:, None])
         step = model.prepare_inputs_for_generation(last, next_sequence_length=1, is_first_iteration=False, **kwargs)
