@@ -42,7 +42,7 @@ def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | t
         Ids `[B, S + new]`, or with them what was asked for.
     """
     draft = request.draft
-    draft.last_stats = None
+    draft.last_stats = None  # an error leaves none of the call before
     engine = choose_engine(request.target, draft)
     user_cache = user_cache_of(request)
     with (
@@ -56,10 +56,13 @@ def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | t
             with no_gradients(request.target):
                 advance(run, engine)
         finally:
+            # Also of a run that was interrupted.
             draft.last_stats = run.stats
         sequences = sequences_of(run)
         advance_user_cache(run, sequences)
+        # A rank that failed says so here, while the user's cache can still be put back.
         request.ranks.meet()
+    # Buffers of a run that failed are not kept: a graph may have stopped in the middle.
     keep_for_next_call(run)
     if request.streamer is not None:
         request.streamer.end()
@@ -78,12 +81,14 @@ def advance(run: Run, engine: Engine = "eager") -> None:
     outside it.
     """
     with device_errors_explained():
-        if engine != "eager" and not run.finished:  # nothing is captured for an answer of one token
+        # Nothing is captured for an answer of one token.
+        if engine != "eager" and not run.finished:
             # Replays go to the stream of the device that ids are on.
             with torch.cuda.device_of(run.state.ids):
                 captured = start_engine(run)
                 if captured is not None:
                     captured.advance()
+        # Fixed buffers may be full before the answer has ended: the rest of it is eager.
         if run.finished:
             return
         drops = drops_rows(run)
@@ -96,13 +101,17 @@ def advance(run: Run, engine: Engine = "eager") -> None:
 
 def no_gradients(target: Target) -> AbstractContextManager[Any]:
     """Turns gradients off, by inference mode where the target's weights are for it."""
-    return torch.inference_mode() if target.takes_inference_mode else torch.no_grad()
+    if target.takes_inference_mode:
+        return torch.inference_mode()
+    return torch.no_grad()
 
 
 def gradients_of_prefill(target: Target, user_cache: UserCache | NoUserCache) -> AbstractContextManager[Any]:
     """Turns gradients off where what a prefill makes stays here, and nothing of the user's sees a part of it."""
     stays_here = not user_cache.is_kept and runs_whole(target) and not changing_ropes(target)
-    return no_gradients(target) if stays_here else nullcontext()
+    if stays_here:
+        return no_gradients(target)
+    return nullcontext()
 
 
 def user_cache_of(request: Request) -> UserCache | NoUserCache:
@@ -121,7 +130,9 @@ def whole_run(request: Request, engine: Engine) -> AbstractContextManager[None]:
     """
     is_usual_cache = request.cache is None or type(request.cache) is DynamicCache
     is_ours = engine == "eager" and not request.calls_out and is_usual_cache
-    return short_layers(request.target) if is_ours else nullcontext()
+    if is_ours:
+        return short_layers(request.target)
+    return nullcontext()
 
 
 @contextmanager
@@ -138,6 +149,7 @@ def sequences_of(run: Run) -> Tensor:
     """Returns prompts and committed tokens `[B, S + longest answer]`, finished rows padded as `generate` pads them."""
     state = run.state
     texts = dict(run.ended)
+    # The rows that are left need not stand where they stood in the request.
     for index, end in enumerate(state.cursor.tolist()):
         texts[run.rows[index]] = state.ids[index, :end]
     longest = max(map(len, texts.values()))
