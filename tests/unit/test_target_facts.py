@@ -16,9 +16,9 @@ from torch import nn
 from transformers import GenerationConfig
 
 from dflash_hf.generation.checks import Settings
-from dflash_hf.target_model import parts
-from dflash_hf.target_model.code import unsupported_code
+from dflash_hf.target_model import parts, support
 from dflash_hf.target_model.parts import find_target
+from dflash_hf.target_model.support import unsupported_code
 from tiny import oracle_draft, prompts, tiny_target, truth_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
@@ -51,6 +51,19 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return find(model, *args)
 
     monkeypatch.setattr(parts, "_find_facts", counted)
+    return times
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry each time the code of a target is read."""
+    times: list[str] = []
+
+    def counted(target: Any) -> str | None:
+        times.append(type(target.model).__name__)
+        return unsupported_code(target)
+
+    monkeypatch.setattr(support, "unsupported_code", counted)
     return times
 
 
@@ -87,16 +100,16 @@ def replace_embedding(target: Any) -> None:
 CHANGES: list[Callable[[Any], None]] = [wrap_mlp, replace_layer, add_adapter, change_class, replace_embedding]
 
 
-def test_several_calls_look_once(found: list[str]) -> None:
+def test_several_calls_look_once(found: list[str], read: list[str]) -> None:
     target = tiny_target("qwen3")
     for _ in range(3):
         check(target)
-    assert len(found) == 1
+    assert len(found) == len(read) == 1
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_target_that_has_changed_is_looked_at_again(
-    change: Callable[[Any], None], found: list[str], monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Any], None], found: list[str], read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Transformers may ask for a release of PEFT that is not out yet.
     monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0")
@@ -105,7 +118,7 @@ def test_a_target_that_has_changed_is_looked_at_again(
     before = find_target(target)
     change(target)
     check(target)
-    assert len(found) == 2
+    assert len(found) == len(read) == 2
     now = find_target(target)
     assert list(now.layers) == list(target.model.layers)
     assert now.embedding is target.get_input_embeddings()
@@ -164,14 +177,13 @@ def test_a_forward_whose_source_cannot_be_read_is_taken_to_hand_keywords_on(monk
 
 def test_targets_are_looked_at_in_several_threads_at_once() -> None:
     # Python 3.11 parses in one thread at a time only: `ast.parse` raised where the garbage collector changed threads.
-    target: Any = tiny_target("qwen3")
-    layers = list(target.model.layers)
+    target = find_target(tiny_target("qwen3"))
     raised = list[BaseException]()
 
     def look() -> None:
         try:
             for _ in range(4):
-                assert unsupported_code(target, layers, {}) is None
+                assert unsupported_code(target) is None
         except BaseException as error:
             raised.append(error)
 

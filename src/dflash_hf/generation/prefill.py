@@ -32,7 +32,7 @@ from dflash_hf.target_model.fused import runs_whole
 from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.reentry import outermost
-from dflash_hf.target_model.support import check_length
+from dflash_hf.target_model.support import check_length, check_takes_positions
 
 _PREPARE = cast(Any, GenerationMixin).prepare_inputs_for_generation
 
@@ -461,8 +461,7 @@ def position_delta(request: Request, inputs: dict[str, Any], lengths: Tensor) ->
         last = torch.zeros_like(lengths[:, None])
         step = model.prepare_inputs_for_generation(last, next_sequence_length=1, is_first_iteration=False, **kwargs)
         position_ids = step.get("position_ids")
-    counts = f"{type(model).__name__}, which counts them itself"
-    require(position_ids is not None, "a target that takes its positions from generate", counts, "drop the draft")
+    check_takes_positions(request.target, position_ids)
     return position_ids[..., -1].to(lengths.device) - (lengths - 1)
 
 

@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from dflash_hf.cache.recurrence import Recurrence, Rule, find_recurrence
 from dflash_hf.devices import Inventory, execution_device
 from dflash_hf.fresh import vocabulary_of
-from dflash_hf.target_model.code import unsupported_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,6 @@ class Facts(NamedTuple):
     path: list[int]  # the modules from the model down to the decoder
     recurrences: dict[int, tuple[Rule, int]]  # per layer, its rule and the module that it is of
     num_positions: int | None  # how many positions there are, where they are rows of a table
-    unsupported: str | None  # what in the code of its modules cannot be run over the ragged cache
 
 
 # Weak on both sides: a model is freed as soon as the user lets go of it.
@@ -152,7 +150,6 @@ def _find_facts(
         path=[places[module] for module in _path(model, decoder)],
         recurrences={layer: (one.rule, places[one.module]) for layer, one in recurrences.items()},
         num_positions=_num_positions(decoder, config, embedding),
-        unsupported=unsupported_code(model, layers, recurrences),
     )
 
 

@@ -1,48 +1,49 @@
-"""Which targets, and which pairs of target and draft, DFlash cannot drive: refused by name, before any forward."""
+"""What a target, and a pair of target and draft, may be: the rest is refused by name, before any forward.
+
+What a call and the draft's options may be is in `generation/checks.py`. `RaggedCache.check_passed` sees after a verify
+whether a target went over the ragged cache, where its code does not tell.
+"""
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
+import weakref
 from typing import Any, NamedTuple
 
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_hf.cache.recurrence import supported
 from dflash_hf.configuration_dflash import LAYER_TYPES, DFlashConfig
 from dflash_hf.errors import require
 from dflash_hf.layer_configs import layer_values
-from dflash_hf.target_model.parts import Target
+from dflash_hf.target_model.parts import Facts, Target
 
 KEEP_A_STATE = ("linear", "mamba", "conv", "hybrid", "recurrent")  # in names of layer types
+
+
+# ---- the target
 
 
 def check_target(target: Target) -> None:
     """Refuses targets whose attention the ragged cache cannot reproduce exactly: `ValueError` names why."""
     config = target.config
     name = type(target.model).__name__
-    if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
+    # Older Transformers choose "sdpa" for such targets, and plain `generate` then has another text.
+    loses_soft_cap = getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa"
+    if loses_soft_cap:
         raise ValueError(
             f"expected {name} under an attention implementation that knows its soft cap, got 'sdpa', which older "
             "Transformers choose and which leaves it out; call target.set_attn_implementation('eager')"
         )
     _check_recurrences(target)
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
-    unknown = sorted({kind for i, kind in enumerate(layer_types) if i not in target.recurrences} - set(LAYER_TYPES))
-    if "chunked_attention" in unknown or any(layer_values(config, "attention_chunk_size")):
-        reason = "chunked attention (its argument never reaches the attention interface)"
-    elif unknown:
-        reason = f"layers of type {', '.join(unknown)}"
-    elif getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "") == "alibi":
-        reason = "ALiBi position biases"
-    elif getattr(config, "num_kv_shared_layers", None):
-        reason = "shared-K/V layers"
-    elif (getattr(config, "n_recurrent_loops", None) or 1) > 1:
-        reason = "layers that run several times in one forward"
-    elif getattr(config, "cross_attention_layers", None) or getattr(config, "add_cross_attention", False):
-        reason = "cross attention"
-    else:
-        reason = _adapter_reason(target.model) or target.facts.unsupported
-    if reason is not None:
+    # The config comes first: its words say more than those about the code.
+    reason = _reason_in_layers(target) or _reason_in_config(config) or _reason_in_adapters(target.model)
+    reason = reason or _reason_in_code(target)
+    if reason:
         raise ValueError(f"expected a target with full or sliding attention, got {name} with {reason}; drop the draft")
 
 
@@ -52,11 +53,13 @@ def _check_recurrences(target: Target) -> None:
     recurrences = target.recurrences
     others = {str(kind) for index, kind in enumerate(kinds) if index not in recurrences}
     others = {kind for kind in others if any(word in kind for word in KEEP_A_STATE)}
-    whys = [recurrence.rule.why_not(recurrence.module) for recurrence in recurrences.values()]
-    reasons = [why for why in whys if why is not None]
-    if others or (getattr(target.model, "_is_stateful", False) and not recurrences):
+    has_unknown_states = getattr(target.model, "_is_stateful", False) and not recurrences
+    whys = (recurrence.rule.why_not(recurrence.module) for recurrence in recurrences.values())
+    reasons = list(filter(None, whys))
+    if others or has_unknown_states:
         reasons.insert(0, f"others ({', '.join(sorted(others)) or 'a stateful model'})")
     elif len(recurrences) == len(target.layers):
+        # The cache's columns are counted by layers of attention.
         reasons.append("no layer with attention beside them")
     if reasons:
         raise ValueError(
@@ -65,8 +68,33 @@ def _check_recurrences(target: Target) -> None:
         )
 
 
-def _adapter_reason(model: PreTrainedModel) -> str | None:
+def _reason_in_layers(target: Target) -> str | None:
+    """Names the types of a target's layers that are none of ours."""
+    kinds = getattr(target.config, "layer_types", None) or []
+    unknown = {kind for index, kind in enumerate(kinds) if index not in target.recurrences} - set(LAYER_TYPES)
+    # Some targets cut into chunks without a type for it.
+    if "chunked_attention" in unknown or any(layer_values(target.config, "attention_chunk_size")):
+        return "chunked attention (its argument never reaches the attention interface)"
+    return f"layers of type {', '.join(sorted(unknown))}" if unknown else None
+
+
+def _reason_in_config(config: PreTrainedConfig) -> str | None:
+    """Names what a config says of all layers and attention over the ragged cache does not do."""
+    has_alibi = getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "") == "alibi"
+    has_loops = (getattr(config, "n_recurrent_loops", None) or 1) > 1
+    crosses = getattr(config, "cross_attention_layers", None) or getattr(config, "add_cross_attention", False)
+    if has_alibi:
+        return "ALiBi position biases"
+    if getattr(config, "num_kv_shared_layers", None):
+        return "shared-K/V layers"
+    if has_loops:
+        return "layers that run several times in one forward"
+    return "cross attention" if crosses else None
+
+
+def _reason_in_adapters(model: PreTrainedModel) -> str | None:
     """Names the kinds of PEFT adapters that do more than change what modules compute."""
+    # PEFT puts a method of its wrapper in the place of the model's.
     preparing = getattr(model.prepare_inputs_for_generation, "__self__", model)
     if getattr(getattr(preparing, "active_peft_config", None), "is_prompt_learning", False):
         return "a PEFT adapter that puts tokens of its own before the prompt"
@@ -76,12 +104,95 @@ def _adapter_reason(model: PreTrainedModel) -> str | None:
     return None
 
 
+# ---- the target's code
+
+# Searched, not parsed: `ast.parse` of Python 3.11 fails where two threads are in it.
+_DOCSTRING = re.compile(r'"""(?s:.*?)"""')
+# `**name` of a signature or of a call, and no power.
+_KEYWORDS = re.compile(r"(?<=[(,\s])\*\*[A-Za-z_]")
+# What was found in the code of each model, and the facts of its modules then: others are made where a module changes.
+# Weak: a model is freed as soon as the user lets go of it.
+_found: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Facts, str | None]] = weakref.WeakKeyDictionary()
+
+
+def _reason_in_code(target: Target) -> str | None:
+    """Returns what [`unsupported_code`] names, found once as long as the modules are the same."""
+    known = _found.get(target.model, ())
+    if known and known[0] is target.facts:
+        return known[1]
+    reason = unsupported_code(target)
+    _found[target.model] = (target.facts, reason)
+    return reason
+
+
+def unsupported_code(target: Target) -> str | None:
+    """Names what in the code of a target's modules cannot be run over the ragged cache, as far as it tells."""
+    without = "attention that does not go through transformers.AttentionInterface"
+    is_hybrid = bool(target.recurrences)  # hybrids do not set the flag
+    if not type(target.model)._supports_attention_backend and not is_hybrid:
+        return without
+    if not _hands_keywords_on(target):
+        return "layers that do not hand keywords of the forward down to their attention"
+    for index, layer in enumerate(target.layers):
+        if index in target.recurrences:
+            continue
+        interfaces = [interface for module in _attentions_of(layer) for interface in _interfaces_of(type(module))]
+        if not interfaces:
+            return without
+        if any(interface is not ALL_ATTENTION_FUNCTIONS for interface in interfaces):
+            return "an attention interface of its own, with masks that follow from the values"
+    return None
+
+
+def _hands_keywords_on(target: Target) -> bool:
+    """Returns True if the modules from the model to its first layer all hand keywords on to what they call.
+
+    A forward may take `**kwargs` and drop them: Nemotron's layers do, and so did Moshi's decoder. What cannot be read
+    is taken to hand them on; the first verify sees whether it does.
+    """
+    model = target.model
+    path = next(name for name, module in model.named_modules() if module is target.layers[0]).split(".")
+    for depth in range(len(path) + 1):
+        module = model.get_submodule(".".join(path[:depth]))
+        is_compiled = "_orig_mod" in module._modules
+        if isinstance(module, nn.ModuleList) or is_compiled:
+            continue
+        forward = inspect.unwrap(type(module).forward)
+        try:
+            source = inspect.getsource(forward)
+        except (OSError, TypeError):
+            continue
+        num_named = len(_KEYWORDS.findall(_DOCSTRING.sub("", source)))
+        kinds = [parameter.kind for parameter in inspect.signature(forward).parameters.values()]
+        # One is in the signature; those handed on come on top.
+        if num_named <= kinds.count(inspect.Parameter.VAR_KEYWORD):
+            return False
+    return True
+
+
+def _attentions_of(layer: nn.Module) -> list[nn.Module]:
+    """Returns the modules of a layer that may be attention: they know their layer's number; else the layer itself."""
+    found = [module for module in layer.modules() if module is not layer and hasattr(module, "layer_idx")]
+    return found or [layer]
+
+
+def _interfaces_of(kind: type[nn.Module]) -> list[AttentionInterface]:
+    """Returns the attention interfaces in the file that the forward of a class stands in."""
+    module = kind.forward.__module__
+    names = vars(sys.modules[module]) if module in sys.modules else {}
+    return [value for value in names.values() if isinstance(value, AttentionInterface)]
+
+
+# ---- the pair
+
+
 def check_pair(target: Target, config: DFlashConfig) -> None:
     """Raises `ValueError` unless a draft fits a target: width, mask token, and depth and vocabulary where stated."""
     text = target.config
     depth = len(target.layers)
     rows = target.vocab_size
     other = "load the draft that was trained for this target"
+    # The draft reads states of the target, and embeds and scores by the target's own modules.
     for width in (config.hidden_size, config.target_hidden_size):
         what = f"a draft for hidden size {text.hidden_size} (the target's)"
         require(width == text.hidden_size, what, width, other)
@@ -92,8 +203,21 @@ def check_pair(target: Target, config: DFlashConfig) -> None:
     stated = config.num_target_layers or depth
     require(stated == depth, f"a draft for {depth} layers (the target's depth)", stated, other)
     require(mask < rows, f"mask_token_id below {rows} (the target's embedding)", mask, other)
-    if size is not None:
-        require(size == text.vocab_size, f"a draft for a vocabulary of {text.vocab_size} (the target's)", size, other)
+    # Not every format of checkpoints states a vocabulary.
+    is_alike = size in (None, text.vocab_size)
+    require(is_alike, f"a draft for a vocabulary of {text.vocab_size} (the target's)", size, other)
+
+
+# ---- the target's positions
+
+
+def check_takes_positions(target: Target, position_ids: Tensor | None) -> None:
+    """Refuses targets that leave out the positions which `generate` has prepared for a step, and count by themselves.
+
+    `position_ids` are what the target's own preparation has made of them: it has to be asked.
+    """
+    counts = f"{type(target.model).__name__}, which counts them itself"
+    require(position_ids is not None, "a target that takes its positions from generate", counts, "drop the draft")
 
 
 class ChangingRope(NamedTuple):
