@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.generation import buffers, cuda_graph, decode, generate
+from dflash_hf.generation import buffers, checks, cuda_graph, decode
 from dflash_hf.generation.cuda_graph import Captured, GraphStep, uncaptured
 from dflash_hf.scopes import held
 from tiny import OracleDraft, draft_config, randomise_dflash2
@@ -148,6 +148,6 @@ def use_tapes(monkeypatch: pytest.MonkeyPatch, smallest_bucket: int = 8) -> None
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", smallest_bucket)
     monkeypatch.setattr(decode, "choose_engine", choose)
     monkeypatch.setattr(cuda_graph, "GraphStep", TapeStep)
-    monkeypatch.setattr(generate, "check_capturable", lambda target, draft: None)
+    monkeypatch.setattr(checks, "check_capturable", lambda target, draft: None)
     TapeStep.captured, TapeStep.widths = [], []
     Tape.num_replays = 0

@@ -37,8 +37,8 @@ from dflash_hf import DFlashConfig, ops
 from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.generation import static_step as static_module
 from dflash_hf.generation import step as step_module
-from dflash_hf.generation.cuda_graph import check_capturable, why_not
-from dflash_hf.generation.float8 import check_float8
+from dflash_hf.generation.checks import check_capturable, check_float8
+from dflash_hf.generation.cuda_graph import why_not
 from dflash_hf.generation.float8 import why_not as why_not_float8
 from dflash_hf.generation.host_reads import HostReadError
 from dflash_hf.generation.run import Run

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from dflash_hf.generation.checks import Settings
+from dflash_hf.generation.arguments import Settings
 from dflash_hf.target_model import parts, support
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.support import unsupported_code

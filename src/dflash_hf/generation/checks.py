@@ -1,19 +1,21 @@
-"""What a call with a draft cannot honour, refused before any forward runs: settings, prompts, images, caches.
+"""What a call with a draft, and the draft's options, may be: the rest is refused before any forward runs.
 
-Every refusal is a `ValueError` that names the setting, field or input. Whether DFlash can drive a target at all, and
-whether a draft fits it, is in `target_model.support`.
+Every refusal is a `ValueError` that names the setting, field or input. The functions come in the order in which a call
+goes through them. What a target, and a pair of target and draft, may be is in `target_model/support.py`, which values
+an option knows in `generation_config.py`. What shows only while a call runs is refused where it shows: what rules of
+the user's return (`iterate.py`), memory that is not there, positions and columns that have run out.
 """
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationConfig
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -26,13 +28,21 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dflash_hf.cache.ragged import layer_window
 from dflash_hf.cache_name import CACHE_NAME, given_cache
+from dflash_hf.devices import Inventory, execution_device, execution_devices
 from dflash_hf.errors import require
+from dflash_hf.generation import float8
+from dflash_hf.generation.arguments import Settings, are_new, cached_columns, given_ids, is_given
+from dflash_hf.generation.cuda_graph import counted_experts, is_uncaptured
+from dflash_hf.generation.run import Request
+from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
 
-_DEFAULTS = GenerationConfig._get_default_generation_params()
 # Exact types: a subclass may store anything.
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, StaticLayer, StaticSlidingWindowLayer)
+
+
+# ---- Transformers' own path for such drafts
 
 
 def check_stock(draft: DFlashDraftModel) -> None:
@@ -53,44 +63,76 @@ def check_static_stock() -> None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The generation settings in force, by name: an argument to `generate`, else the config's that was given with
-    them, the target's, the default.
+# ---- the draft and its options
 
-    That is the order of `GenerationMixin._prepare_generation_config`, which copies both configs for it.
+
+def check_draft(target: Target, draft: DFlashDraftModel, draft_parts: Inventory) -> None:
+    """Refuses drafts on several devices, and options that the draft, the target or the device cannot have."""
+    options: Any = draft.generation_config
+    require(
+        isinstance(options, DFlashGenerationConfig),
+        "a DFlashGenerationConfig as draft.generation_config",
+        type(options).__name__,
+        "assign dflash_hf.DFlashGenerationConfig(...)",
+    )
+    devices = sorted(map(str, execution_devices(draft_parts)))
+    require(len(devices) < 2, "a draft on one device", devices, 'load it with device_map={"": device}')
+    # Options are plain attributes: they may have been set since the config was made.
+    options.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
+    follows_one_path = bool(target.recurrences)
+    require(
+        not (options.num_tree_nodes and follows_one_path),
+        "a target of attention layers alone with num_tree_nodes",
+        type(target.model).__name__,
+        "recurrent states follow one path, leave num_tree_nodes out",
+    )
+    check_float8(draft)
+    check_capturable(target, draft)
+
+
+def check_float8(draft: DFlashDraftModel) -> None:
+    """Refuses FP8 where the draft's device has no products in it."""
+    dtype = draft.generation_config.draft_dtype
+    if not dtype:
+        return
+    capability = ".".join(map(str, float8.MIN_CAPABILITY))
+    what = f"a draft on CUDA of compute capability {capability} or more under draft_dtype={dtype!r}"
+    lacking = float8.why_not(execution_device(draft))
+    require(not lacking, what, lacking, "leave draft_dtype out")
+
+
+def check_capturable(target: Target, draft: DFlashDraftModel) -> None:
+    """Refuses `"cuda_graph"`, asked for by name, where no step can be captured and one setting would change that.
+
+    That is a target that is not on CUDA, or whose experts are counted on the host.
     """
+    is_asked_for = draft.generation_config.engine == "cuda_graph"
+    if not is_asked_for or is_uncaptured(draft):
+        return
+    device = target.device
+    require(device.type == "cuda", "a target on CUDA under engine='cuda_graph'", str(device), "leave engine at 'auto'")
+    action = "call target.set_experts_implementation('batched_mm'), or leave engine at 'auto'"
+    counted = counted_experts(target)  # asks CUDA about its device
+    require(not counted, "experts that need no host under engine='cuda_graph'", counted, action)
 
-    model: Any
-    arguments: dict[str, Any]
 
-    def __getitem__(self, name: str) -> Any:
-        """Returns the value of a setting."""
-        if name in self.arguments:
-            return self.arguments[name]
-        for config in (self.arguments.get("generation_config"), self.model.generation_config):
-            value = getattr(config, name, None)
-            if value is not None:
-                return value
-        return _DEFAULTS.get(name)
+# ---- settings of `generate`
 
 
 def check_settings(settings: Settings) -> None:
-    """Refuses generation settings that drafting cannot honour."""
+    """Refuses generation settings that drafting cannot honour, or that lack something."""
     beams = settings["num_beams"]
     alpha = settings["penalty_alpha"]
     guidance = settings["guidance_scale"]
-    dola, lookup, cache = (
-        settings[name] for name in ("dola_layers", "prompt_lookup_num_tokens", "cache_implementation")
-    )
+    dola = settings["dola_layers"]
+    lookup = settings["prompt_lookup_num_tokens"]
+    cache = settings["cache_implementation"]
+    other = settings.arguments.get("custom_generate")
     is_contrastive = bool(alpha) and (settings["top_k"] or 0) > 1 and not settings["do_sample"]
-    is_synchronized = bool(settings.arguments.get("synced_gpus"))
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # Forwards that wait for other processes: all rows of all would have to keep step.
-        is_sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(settings.model)
-        is_synchronized |= torch.distributed.get_world_size() > 1 and is_sharded
     has_attentions = bool(settings["output_attentions"])
+    is_synchronized = _is_synchronized(settings)
     refused: list[tuple[bool, str, object, str]] = [
+        (other is not None, "no custom_generate", other, "choose one way of decoding"),
         ((beams or 1) > 1, "num_beams=1", beams, "beam search has no single text to draft for"),
         (is_contrastive, "no penalty_alpha", alpha, "contrastive search re-ranks candidates"),
         (bool(dola), "no dola_layers", dola, "DoLa changes the target's logits"),
@@ -103,6 +145,27 @@ def check_settings(settings: Settings) -> None:
     ]
     for bad, expected, got, reason in refused:
         require(not bad, f"{expected} with a DFlash draft", got, f"{reason}; or drop the draft")
+    has_tokenizer = is_given(settings.arguments, "tokenizer")
+    has_ids = isinstance(given_ids(settings.arguments), Tensor)
+    heals = bool(settings["token_healing"])
+    stops_at_strings = settings["stop_strings"] is not None
+    do = "pass generate(..., tokenizer=tokenizer)"
+    can_heal = has_tokenizer and has_ids
+    require(can_heal or not heals, "input_ids and tokenizer= with token_healing", None, do)
+    require(has_tokenizer or not stops_at_strings, "tokenizer= with stop_strings", None, do)
+
+
+def _is_synchronized(settings: Settings) -> bool:
+    """Returns True if forwards wait for other processes: all rows of all would have to keep step."""
+    if settings.arguments.get("synced_gpus"):
+        return True
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return False
+    is_sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(settings.model)
+    return is_sharded and torch.distributed.get_world_size() > 1
+
+
+# ---- inputs
 
 
 def check_inputs(target: Target, settings: Settings) -> None:
@@ -113,100 +176,123 @@ def check_inputs(target: Target, settings: Settings) -> None:
     read and advanced exactly.
     """
     given = settings.arguments
-    _check_positions(given.get("position_ids"))
-    ids = given.get("input_ids") if given.get("inputs") is None else given["inputs"]
-    embeds = given.get("inputs_embeds")
-    name, prompt, dims = ("input_ids", ids, 2) if embeds is None else ("inputs_embeds", embeds, 3)
-    if prompt is None and settings["bos_token_id"] is not None:
-        return  # `generate` begins with that token
-    if not isinstance(prompt, Tensor) or prompt.dim() != dims or prompt.numel() == 0:
-        shape = tuple(prompt.shape) if isinstance(prompt, Tensor) else prompt
-        raise ValueError(f"expected {name} [rows, tokens, ...] with at least one token, got {shape}; give a prompt")
-    mask = given.get("attention_mask")
-    cache = given_cache(given)
+    if is_given(given, "position_ids"):
+        _check_position_dtype(given["position_ids"])
+    has_embeds = is_given(given, "inputs_embeds")
+    prompt = given["inputs_embeds"] if has_embeds else given_ids(given)
+    begins_with_bos = prompt is None and settings["bos_token_id"] is not None
+    if begins_with_bos:
+        return
+    name = "inputs_embeds" if has_embeds else "input_ids"
+    # A row of ids is one number per token, a row of embeddings one vector.
+    num_dims = 3 if has_embeds else 2
+    is_filled = isinstance(prompt, Tensor) and prompt.dim() == num_dims and prompt.numel() > 0
+    require(is_filled, f"{name} [rows, tokens, ...] with at least one token", _shape(prompt), "give a prompt")
+    assert isinstance(prompt, Tensor)
+    rows = prompt.shape[0] * (settings["num_return_sequences"] or 1)
     columns = prompt.shape[1]
-    if embeds is not None:
-        _check_chunks(settings["prefill_chunk_size"], ids, columns, cache)
-    if mask is not None and mask.dim() == 2:
-        if not (isinstance(cache, Cache) and int(cache.get_seq_length())):
-            what = f"ones behind the {columns} columns of the prompt in attention_mask"
-            do = "they hide tokens to come"
-            require(bool(mask[:, columns:].all()), what, "zeros", f"{do}, leave these columns out")
-            mask = mask[:, :columns]
-        if not bool(mask.all()):
-            is_empty = bool((mask.sum(dim=-1) == 0).any())
-            got = "an attention_mask row of zeros"
-            require(not is_empty, "a real token in every row", got, "fill it")
-            is_left = bool(mask[:, -1].all())
-            got = "an attention_mask with a zero in its last column"
-            require(is_left, "left-padded prompts", got, "tokenize with padding_side='left'")
+    cache = given_cache(given)
+    past = cached_columns(cache)
+    chunk_size = settings["prefill_chunk_size"]
+    is_in_chunks = chunk_size is not None
+    if has_embeds and is_in_chunks:
+        _check_chunks(given_ids(given), columns, past, chunk_size)
+    has_mask = is_given(given, "attention_mask")
+    # A call without a mask is one with a mask of ones.
+    mask = given["attention_mask"] if has_mask else torch.ones(prompt.shape[:2], device="cpu")
+    if mask.dim() == 2:
+        _check_mask(mask, columns, past)
     if cache is not None:
         _check_cache(cache, target)
-        _check_columns(cache, prompt.shape[0] * (settings["num_return_sequences"] or 1), columns, mask)
+        _check_columns(cache, rows, columns, mask.shape[1])
 
 
-def _check_positions(position_ids: object) -> None:
+def _shape(value: object) -> object:
+    """Returns the shape of a tensor, and anything else as it is."""
+    return tuple(value.shape) if isinstance(value, Tensor) else value
+
+
+def _check_position_dtype(position_ids: object) -> None:
     """Refuses positions of a dtype in which plain `generate` counts on otherwise: a small one, or fractions."""
-    if position_ids is None:
-        return
     dtype = getattr(position_ids, "dtype", type(position_ids).__name__)
     counts_alike = dtype in (torch.int64, torch.int32)
     do = "plain generate counts on in their dtype, pass position_ids.long()"
     require(counts_alike, "position_ids of dtype int64 or int32", dtype, do)
 
 
-def _check_chunks(chunk_size: int | None, ids: Tensor | None, columns: int, cache: object) -> None:
+def _check_chunks(ids: object, columns: int, past: int, chunk_size: int) -> None:
     """Refuses embeddings that would be cut into chunks: plain `generate` cuts the ids and positions beside them only.
 
     It fails then, or runs the whole prompt once per chunk. `columns` are the embeddings'.
     """
-    if chunk_size is None:
-        return
-    num_ids = 0 if ids is None else ids.shape[1]
-    is_cached = isinstance(cache, Cache) and int(cache.get_seq_length()) > 0
-    is_one_chunk = num_ids == columns and columns <= chunk_size and not is_cached
+    has_ids = isinstance(ids, Tensor) and ids.shape[1] == columns
+    is_one_chunk = has_ids and columns <= chunk_size and not past
     what = f"no prefill_chunk_size beside inputs_embeds of {columns} columns"
     require(is_one_chunk, what, chunk_size, "embeddings cannot be cut into chunks, leave it out")
 
 
+def _check_mask(mask: Tensor, columns: int, past: int) -> None:
+    """Refuses masks `[B, T]` with zeros behind the prompt's columns, with an empty row, or with right padding."""
+    if not past:
+        what = f"ones behind the {columns} columns of the prompt in attention_mask"
+        do = "they hide tokens to come, leave these columns out"
+        require(bool(mask[:, columns:].all()), what, "zeros", do)
+        mask = mask[:, :columns]
+    # One reading of the device is enough for the most frequent mask.
+    if bool(mask.all()):
+        return
+    is_empty = bool((mask.sum(dim=-1) == 0).any())
+    require(not is_empty, "a real token in every row", "an attention_mask row of zeros", "fill it")
+    is_left = bool(mask[:, -1].all())
+    got = "an attention_mask with a zero in its last column"
+    require(is_left, "left-padded prompts", got, "tokenize with padding_side='left'")
+
+
 def _check_cache(cache: object, target: Target) -> None:
     """Refuses a cache or layer of a kind that cannot be read and advanced exactly, or that is of another target."""
-    offloading = getattr(cache, "offloading", None)
-    if not isinstance(cache, Cache) or type(cache).update is not Cache.update or offloading is not False:
-        kind = "an offloaded cache" if offloading else type(cache).__name__
-        raise ValueError(
-            f"expected a DynamicCache or StaticCache on the target's device as {CACHE_NAME}, got {kind}; use one"
-        )
+    # A cache for an encoder and a decoder does not say anything about it.
+    offloading = getattr(cache, "offloading", "unknown")
+    kind = "an offloaded cache" if offloading is True else type(cache).__name__
+    is_plain = isinstance(cache, Cache) and type(cache).update is Cache.update and offloading is False
+    require(is_plain, f"a DynamicCache or StaticCache on the target's device as {CACHE_NAME}", kind, "use one")
+    assert isinstance(cache, Cache)
     references = DynamicCache(config=target.config).layers
     num = len(cache.layers)
     is_hybrid = any(isinstance(layer, LinearAttentionLayer) for layer in references)
     # A cache that was made without a config makes a layer of attention for whatever asks.
-    fits = num == len(references) or (not num and not is_hybrid and cache.layer_class_to_replicate is DynamicLayer)
+    fills_itself = not num and not is_hybrid and cache.layer_class_to_replicate is DynamicLayer
+    fits = num == len(references) or fills_itself
     make = "make it with DynamicCache(config=model.config)"
     require(fits, f"{CACHE_NAME} with {len(references)} layers (the target's)", num, make)
     for index, (layer, reference) in enumerate(zip(cache.layers, references, strict=False)):
-        kind = type(layer).__name__
-        wanted = type(reference).__name__
-        what = f"a dynamic or static layer {index} in {CACHE_NAME}"
-        require(type(layer) in _LAYERS, what, kind, "use a DynamicCache or drop assistant_model")
-        recurrent = isinstance(layer, LinearAttentionLayer), isinstance(reference, LinearAttentionLayer)
-        require(recurrent[0] == recurrent[1], f"a {wanted} in layer {index} of {CACHE_NAME}", kind, make)
-        if isinstance(layer, LinearAttentionLayer):
-            what = f"layer {index} of {CACHE_NAME} to keep no more than it needs"
-            require(not layer.record_past, what, "one recording its past", "start from a new one")
-            continue
-        kept = layer_window(layer)
-        window = layer_window(reference)
-        # A static layer that is shorter than the window is a matter of room: see `UserCache.begin`.
-        shorter = isinstance(layer, StaticLayer) and window is not None and kept is not None and kept < window
-        what = f"layer {index} of {CACHE_NAME} to keep {window or 'all'} tokens (the target's window)"
-        require(kept in (None, window) or shorter, what, kept, make)
+        _check_layer(layer, reference, index)
 
 
-def _check_columns(cache: Cache, rows: int, num_ids: int, mask: Tensor | None) -> None:
+def _check_layer(layer: Any, reference: Any, index: int) -> None:
+    """Refuses a layer of a cache that is of another kind, or keeps other tokens, than the target's own would."""
+    make = "make it with DynamicCache(config=model.config)"
+    kind = type(layer).__name__
+    what = f"a dynamic or static layer {index} in {CACHE_NAME}"
+    require(type(layer) in _LAYERS, what, kind, "use a DynamicCache or drop assistant_model")
+    is_recurrent = isinstance(layer, LinearAttentionLayer)
+    is_alike = is_recurrent == isinstance(reference, LinearAttentionLayer)
+    require(is_alike, f"a {type(reference).__name__} in layer {index} of {CACHE_NAME}", kind, make)
+    if is_recurrent:
+        what = f"layer {index} of {CACHE_NAME} to keep no more than it needs"
+        require(not layer.record_past, what, "one recording its past", "start from a new one")
+        return
+    kept = layer_window(layer)
+    window = layer_window(reference)
+    # A static layer that is shorter than the window is a matter of room: see `check_room`.
+    is_short = isinstance(layer, StaticLayer) and bool(window and kept and kept < window)
+    what = f"layer {index} of {CACHE_NAME} to keep {window or 'all'} tokens (the target's window)"
+    require(kept in (None, window) or is_short, what, kept, make)
+
+
+def _check_columns(cache: Cache, rows: int, num_ids: int, num_masked: int) -> None:
     """Refuses a cache whose layers do not all stand at one column, or whose rows or columns are not the call's.
 
-    The call's rows include `num_return_sequences`; `num_ids` are the columns of `input_ids`.
+    The call's rows include `num_return_sequences`; `num_ids` are the columns of `input_ids`, `num_masked` its mask's.
     """
     past = int(cache.get_seq_length())
     layers = list[Any](cache.layers)
@@ -222,84 +308,165 @@ def _check_columns(cache: Cache, rows: int, num_ids: int, mask: Tensor | None) -
     own = {tensor.shape[0] for tensor in stored if isinstance(tensor, Tensor) and tensor.dim() > 1}
     wanted = f"{CACHE_NAME} with {rows} rows (input_ids times num_return_sequences)"
     require(own <= {rows}, wanted, sorted(own), "call cache.batch_repeat_interleave, or start from a new one")
-    num_columns = num_ids if mask is None or mask.shape[1] == num_ids else past + num_ids
-    if past and (num_columns <= past or (mask is not None and mask.shape[1] != num_columns)):
-        got = f"{num_ids} columns with {'no' if mask is None else 'an'} attention_mask"
-        got += "" if mask is None else f" of {mask.shape[1]}"
-        what = f"input_ids of the whole conversation (more than the {past} columns of {CACHE_NAME}), or the new "
-        raise ValueError(f"expected {what}tokens with an attention_mask over all, got {got}; pass one of the two")
+    is_whole = num_masked == num_ids and num_ids > past
+    is_new = num_masked == past + num_ids
+    if past and not is_whole and not is_new:
+        got = f"{num_ids} columns"
+        if num_masked != num_ids:
+            got += f" with an attention_mask of {num_masked}"
+        raise ValueError(
+            f"expected input_ids of the whole conversation (more than the {past} columns of {CACHE_NAME}), or the new "
+            f"tokens with an attention_mask over all, got {got}; pass one of the two"
+        )
 
 
-def check_images(target: Target, input_ids: Tensor, arguments: dict[str, Any]) -> None:
+# ---- images
+
+
+def check_images(target: Target, arguments: Mapping[str, Any]) -> None:
+    """Refuses images that do not fit the tokens of a prompt or conversation, before anything looks at them."""
+    ids = given_ids(arguments)
+    past = cached_columns(given_cache(arguments))
+    if not isinstance(ids, Tensor) or not is_given(arguments, "image_grid_thw"):
+        return
+    if not past and not is_given(arguments, "inputs_embeds"):
+        _check_images_of_prompt(target, ids, arguments)
+    if past and is_given(arguments, "mm_token_type_ids"):
+        _check_images_of_conversation(ids, past, arguments)
+
+
+def _check_images_of_prompt(target: Target, ids: Tensor, arguments: Mapping[str, Any]) -> None:
     """Refuses images that do not fit the tokens of prompts `[B, T]` without anything cached.
 
-    Before anything looks at them. Only where an image is as many tokens as `image_grid_thw` says, in Qwen's family,
-    and without videos (GLM spells those with tokens of images); others check in their own forward. Tokens of images
-    without any are text like any other, as in plain `generate`.
+    Only where an image is as many tokens as `image_grid_thw` says, in Qwen's family, and without videos (GLM spells
+    those with tokens of images); others check in their own forward. Tokens of images without any are text like any
+    other, as in plain `generate`.
     """
     model: Any = target.model
-    grids = arguments.get("image_grid_thw")
-    pixels = arguments.get("pixel_values")
-    if grids is None or arguments.get("video_grid_thw") is not None:
+    grids = arguments["image_grid_thw"]
+    inner: Any = getattr(model, "model", None)
+    if not hasattr(inner, "get_rope_index") or is_given(arguments, "video_grid_thw"):
         return
-    rule = getattr(getattr(model, "model", None), "get_rope_index", None)
-    if rule is None or "video_grid_thw" not in inspect.signature(rule).parameters:  # HunYuan: more tokens
+    # HunYuan counts positions by such a rule too, without videos, and has more tokens per image.
+    if "video_grid_thw" not in inspect.signature(inner.get_rope_index).parameters:
         return
     token = model.config.image_token_id
     num_patches = int(grids.prod(dim=-1).sum())
-    num_tokens = int((input_ids == token).sum())
+    num_tokens = int((ids == token).sum())
     wanted = num_patches // model.config.vision_config.spatial_merge_size**2
     what = f"{wanted} image tokens ({token}) for the {len(grids)} images of image_grid_thw"
     require(num_tokens == wanted, what, num_tokens, "pass what the processor made of text and images together")
-    patches = None if pixels is None else pixels.shape[0]
+    patches = len(arguments["pixel_values"]) if is_given(arguments, "pixel_values") else None
     what = f"pixel_values of {num_patches} patches, as image_grid_thw says"
     require(patches == num_patches, what, patches, "pass what the processor made of the images")
 
 
-def keep_new_images(target: Target, input_ids: Tensor, past: int, arguments: dict[str, Any]) -> None:
-    """Computes the positions of a conversation `[B, T]` and drops the images that its cache of `past` columns has.
+def _check_images_of_conversation(ids: Tensor, past: int, arguments: Mapping[str, Any]) -> None:
+    """Refuses images of a conversation `[B, T]` with `past` cached columns from which its positions do not follow.
 
-    Under M-RoPE a token's positions follow from the sizes of all images before it, and the prefill takes only those
-    whose tokens are new. Transformers takes both from one `image_grid_thw`, which can be right for one of the two.
-
-    The arguments of `generate` are changed in place: `position_ids` is added; `image_grid_thw` `[N, 3]`, patches in
-    time, height and width of all images, and `pixel_values` `[patches, ...]`, of all or the new ones, lose those that
-    are in the cache. Raises `ValueError` if the numbers of images, sizes and patches do not fit, there are videos, or
-    a mask of the whole conversation is missing.
+    Under M-RoPE they follow from the sizes of all images: those of all are needed, and the patches of the new ones.
     """
-    types = arguments.get("mm_token_type_ids")
-    grids = arguments.get("image_grid_thw")
-    if types is None or grids is None:
-        return
-    mask = arguments.get("attention_mask")
-    shapes = [None if tensor is None else tuple(tensor.shape) for tensor in (input_ids, types, mask)]
-    if len(set(shapes)) > 1 or input_ids.shape[1] <= past:
+    types = arguments["mm_token_type_ids"]
+    grids = arguments["image_grid_thw"]
+    shapes = [_shape(tensor) for tensor in (ids, types, arguments.get("attention_mask"))]
+    if len(set(shapes)) > 1 or ids.shape[1] <= past:
         raise ValueError(
             f"expected input_ids, mm_token_type_ids and attention_mask of the whole conversation, its {past} cached "
             f"columns too, beside image_grid_thw, got shapes {shapes}; pass what the processor made of all messages"
         )
     highest = int(types.max())
     require(highest < 2, "no videos in a conversation with a cache", highest, f"leave out {CACHE_NAME}")
-    is_image = types.to(grids.device) == 1
-    starts = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:, :-1]
-    is_new = (torch.arange(types.shape[1], device=grids.device) >= past).expand_as(starts)[starts]
+    is_new = are_new(types.to(grids.device), past)
     what = f"image_grid_thw of all {len(is_new)} images of the conversation (positions follow from them)"
     require(len(grids) == len(is_new), what, len(grids), "pixel_values may be those of the new images")
-    model: Any = target.model
-    kwargs = {"attention_mask": mask, "mm_token_type_ids": types, "image_grid_thw": grids}
-    if arguments.get("position_ids") is None:
-        arguments["position_ids"] = model._prepare_position_ids_for_generation(input_ids, kwargs)
-    pixels = arguments.get("pixel_values")
-    sizes = grids.prod(dim=-1)
-    num_all = int(sizes.sum())
-    num_new = int(sizes[is_new].sum())
-    if pixels is not None:
-        num = pixels.shape[0]
+    if is_given(arguments, "pixel_values"):
+        sizes = grids.prod(dim=-1)
+        num_all = int(sizes.sum())
+        num_new = int(sizes[is_new].sum())
+        num = len(arguments["pixel_values"])
         what = f"pixel_values of {num_all} patches (all images) or {num_new} (the new ones)"
         require(num in (num_all, num_new), what, num, "pass what the processor made of the conversation")
-        pixels = pixels[is_new.repeat_interleave(sizes).to(pixels.device)] if num == num_all else pixels
-    if num_new:
-        arguments |= {"image_grid_thw": grids[is_new], "pixel_values": pixels}
-    else:
-        del arguments["image_grid_thw"]
-        arguments.pop("pixel_values", None)
+
+
+# ---- what Transformers has prepared of a call
+
+
+def check_request(request: Request) -> None:
+    """Refuses drawn proposals that cannot be accepted by rejection; processors are known only once they are made."""
+    options = request.draft.generation_config
+    is_drawn = request.config.do_sample and options.proposal == "sample"
+    if not is_drawn:
+        return
+    processors = request.processors
+    require(
+        processors.is_stateless,
+        "only temperature, top-k, top-p and other warpers of single scores under proposal='sample'",
+        [type(processor).__name__ for processor in processors.processors],
+        "use proposal='shared_noise'",
+    )
+    require(
+        not options.num_tree_nodes,
+        "proposal 'argmax' or 'shared_noise' with num_tree_nodes",
+        options.proposal,
+        "rejection goes along a chain, leave one out",
+    )
+
+
+def check_padding(target: Target, mask: Tensor) -> None:
+    """Refuses prepared masks `[B, T]` with right padding, or with padding between tokens where windows are columns.
+
+    A mask that was given has been looked at; `generate` infers one from pad ids where none was. Gaps come from turns
+    of a conversation in a cache.
+    """
+    is_left = bool(mask[:, -1].all())
+    got = "padding after the last token (as which every pad token counts)"
+    require(is_left, "left-padded prompts", got, "tokenize with padding_side='left' and pass attention_mask")
+    has_gaps = bool((mask[:, 1:] < mask[:, :-1]).any())
+    slides = any(DynamicCache(config=target.config).is_sliding)
+    what = "no padding between tokens with a target that has sliding windows, which plain generate counts in columns"
+    do = f"pass the whole conversation left-padded, without {CACHE_NAME}"
+    require(not (has_gaps and slides), what, "some", do)
+
+
+def check_room(target: Target, cache: Cache, num_columns: int) -> None:
+    """Refuses a run that may need more columns than a static cache has; prompts and limit have to be known."""
+    for layer, reference in zip(cache.layers, DynamicCache(config=target.config).layers, strict=False):
+        # A static sliding layer as long as the window forgets the rest as it should.
+        forgets = isinstance(layer, StaticSlidingWindowLayer) and layer.max_cache_len == layer_window(reference)
+        if isinstance(layer, StaticLayer) and not forgets:
+            what = f"a static cache with room for the longest answer ({num_columns} columns)"
+            do = "make it longer or lower max_new_tokens"
+            require(num_columns <= layer.max_cache_len, what, layer.max_cache_len, do)
+
+
+# ---- `iterate`
+
+
+def check_iterated(draft: object, arguments: Mapping[str, Any]) -> None:
+    """Refuses, for `iterate`, what is no draft, and a second one among the arguments of `generate`."""
+    require(isinstance(draft, DFlashDraftModel), "a DFlashDraftModel as draft", type(draft).__name__, "use load_draft")
+    has_second = "assistant_model" in arguments
+    require(not has_second, "the draft as second argument", "assistant_model", "drop that keyword")
+
+
+def check_rules(request: Request, *, has_propose: bool, has_accept: bool) -> None:
+    """Refuses what a run that is looked at, or one with rules of the user's own, cannot honour."""
+    options = request.draft.generation_config
+    if has_propose or has_accept:
+        what = "proposal 'argmax' or 'shared_noise' beside a rule of your own"
+        do = "its acceptance needs the distribution of the proposals, change draft.generation_config.proposal"
+        require(options.proposal != "sample", what, options.proposal, do)
+        nodes = options.num_tree_nodes
+        require(not nodes, "a chain, no num_tree_nodes, beside a rule of your own", nodes, "leave it out")
+    if has_accept:
+        names = [type(processor).__name__ for processor in request.processors.processors]
+        what = "only temperature, top-k, top-p and other warpers of single scores beside accept"
+        do = "the others never see what lies behind a mismatch"
+        require(request.processors.is_stateless, what, names, do)
+        together = [type(criterion).__name__ for criterion in request.own_criteria]
+        if len(request.input_ids) > 1 and request.streamer is not None:
+            together.append(type(request.streamer).__name__)
+        what = "no stopping criteria but length and end of sequence, and a streamer only with one row, beside accept"
+        require(not together, what, together, "stop iterating instead")
+    do = "a run that may be left half-way cannot advance one, pass the whole conversation instead"
+    require(request.cache is None, f"no {CACHE_NAME}", type(request.cache).__name__, do)

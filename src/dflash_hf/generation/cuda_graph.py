@@ -30,7 +30,6 @@ from transformers.utils import logging
 
 from dflash_hf import ops
 from dflash_hf.devices import Inventory, execution_devices, is_offloaded
-from dflash_hf.errors import require
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads, counts_groups
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep
@@ -103,18 +102,9 @@ def uncaptured(draft: DFlashDraftModel) -> Generator[None]:
         _uncaptured.discard(draft)
 
 
-def check_capturable(target: Target, draft: DFlashDraftModel) -> None:
-    """Refuses `"cuda_graph"`, asked for by name, where no step can be captured and one setting would change that.
-
-    That is, with a `ValueError`, a target that is not on CUDA, or whose experts are counted on the host.
-    """
-    if draft.generation_config.engine != "cuda_graph" or draft in _uncaptured:
-        return
-    device = target.device
-    require(device.type == "cuda", "a target on CUDA under engine='cuda_graph'", str(device), "leave engine at 'auto'")
-    action = "call target.set_experts_implementation('batched_mm'), or leave engine at 'auto'"
-    counted = _counted_experts(target)  # asks CUDA about its device
-    require(counted is None, "experts that need no host under engine='cuda_graph'", counted, action)
+def is_uncaptured(draft: DFlashDraftModel) -> bool:
+    """Returns True while a draft's steps are not to be captured: see [`uncaptured`]."""
+    return draft in _uncaptured
 
 
 def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
@@ -147,7 +137,7 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str | None:
         return f"a RoPE of type {rope[0].kind}, which looks at positions on the host"
     if torch.is_autocast_enabled(target.device.type):
         return "autocast, which keeps copies of weights"
-    counted = _counted_experts(target)
+    counted = counted_experts(target)
     if counted:
         return f"{counted}; 'batched_mm' does not count (target.set_experts_implementation)"
     for name, module in itertools.chain(model.named_modules(), draft.named_modules()):
@@ -343,8 +333,8 @@ def _address(tensor: Tensor | None) -> tuple[object, ...]:
     return tensor.data_ptr() if is_plain else id(tensor), tensor.dtype
 
 
-def _counted_experts(target: Target) -> str | None:
-    """Says which experts are counted on the host, inside an operation of torch's, or `None`."""
+def counted_experts(target: Target) -> str | None:
+    """Names the experts of a target that are counted on the host, inside an operation of torch's, or `None`."""
     for module in target.parts.modules:
         implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
         weight = next((w for w in module._parameters.values() if w is not None and w.dim() == 3), None)

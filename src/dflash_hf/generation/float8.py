@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dflash_hf.devices import execution_device, free_memory, plain_tensors
+from dflash_hf.devices import free_memory, plain_tensors
 from dflash_hf.errors import one_line, require
 from dflash_hf.modeling_dflash import DFlashAttention, DFlashDecoderLayer, DFlashDraftModel, DFlashMLP
 from dflash_hf.target_model.parts import Target
@@ -114,18 +114,6 @@ class Float8Linear(nn.Module):
 # Per draft, the rounded weights of its linear layers and of heads, until the draft or the layer is gone.
 _kept = weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Module, Rounded]]()
 _rounding = threading.Lock()
-
-
-def check_float8(draft: DFlashDraftModel) -> None:
-    """Raises `ValueError` if FP8 is asked for and the draft's device has no products in it."""
-    dtype = draft.generation_config.draft_dtype
-    if dtype is None:
-        return
-    capability = ".".join(map(str, MIN_CAPABILITY))
-    what = f"a draft on CUDA of compute capability {capability} or more under draft_dtype={dtype!r}"
-    device = execution_device(draft)
-    lacking = why_not(device)
-    require(lacking is None, what, lacking, "leave draft_dtype out")
 
 
 @functools.cache

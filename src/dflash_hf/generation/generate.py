@@ -8,7 +8,6 @@ stands in place of its sampling loop.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import time
@@ -16,30 +15,27 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from dflash_hf.cache_name import given_cache
 from dflash_hf.checkpoints import explain_foreign_draft
-from dflash_hf.devices import Inventory, execution_devices
-from dflash_hf.errors import require
+from dflash_hf.devices import Inventory
+from dflash_hf.generation.arguments import Settings, keep_new_images, use_tokenizer
 from dflash_hf.generation.checks import (
-    Settings,
+    check_draft,
     check_images,
     check_inputs,
+    check_request,
     check_settings,
     check_stock,
-    keep_new_images,
 )
-from dflash_hf.generation.cuda_graph import check_capturable
 from dflash_hf.generation.decode import decode
-from dflash_hf.generation.float8 import check_float8
 from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.run import Request
 from dflash_hf.generation.sampling import BlockProcessors
-from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.scopes import calling
-from dflash_hf.target_model.parts import Target, find_target
+from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.support import check_pair, check_target
 from dflash_hf.tested import warn_if_newer
 
@@ -105,20 +101,21 @@ def answer_with(
         arguments.pop("assistant_model", None)
         # Pipelines pass one on where they cannot see that a draft reads and writes the target's tokens.
         arguments.pop("assistant_tokenizer", None)
-        given = arguments.get("custom_generate")
-        require(given is None, "no custom_generate beside a DFlash draft", given, "drop one of the two")
         target = find_target(model)
         draft_parts = Inventory.of(draft)
-        check_models(target, draft, draft_parts)
+        check_target(target)
+        check_pair(target, draft.config)
+        check_draft(target, draft, draft_parts)
         settings = Settings(model, arguments)
         check_settings(settings)
         check_inputs(target, settings)
-        cache = given_cache(arguments)
-        _use_images(target, cache, arguments)
-        _use_tokenizer(model, settings, arguments)
+        check_images(target, arguments)
+        keep_new_images(target, arguments)
+        use_tokenizer(model, settings, arguments)
         # The streamer goes both ways: `generate` puts the prompt into it, `decode` the rest. The cache goes as an
         # argument and says here that it is the caller's, not one that `generate` prepared.
         streamer = arguments.get("streamer")
+        cache = given_cache(arguments)
 
         def answer_prepared(
             model: Any,
@@ -144,78 +141,8 @@ def answer_with(
                 criteria=stopping_criteria,
                 config=generation_config,
             )
+            check_request(request)
             return answer(request, model_kwargs)
 
         arguments["custom_generate"] = answer_prepared
         return generate(**arguments)
-
-
-def check_models(target: Target, draft: DFlashDraftModel, draft_parts: Inventory) -> None:
-    """Refuses a target that cannot be driven, a draft that does not fit it, and options that it cannot have."""
-    options: Any = draft.generation_config
-    require(
-        isinstance(options, DFlashGenerationConfig),
-        "a DFlashGenerationConfig as draft.generation_config",
-        type(options).__name__,
-        "assign dflash_hf.DFlashGenerationConfig(...)",
-    )
-    check_target(target)
-    check_pair(target, draft.config)
-    devices = sorted(map(str, execution_devices(draft_parts)))
-    require(len(devices) < 2, "a draft on one device", devices, 'load it with device_map={"": device}')
-    options.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
-    check_float8(draft)
-    check_capturable(target, draft)
-
-
-def _use_images(target: Target, cache: Any, arguments: dict[str, Any]) -> None:
-    """Checks the images of a call, and drops those that its cache has; the arguments are changed in place."""
-    ids = arguments.get("inputs")
-    if ids is None:
-        ids = arguments.get("input_ids")
-    if ids is None:
-        return
-    past = 0 if cache is None else int(cache.get_seq_length())
-    if past:
-        keep_new_images(target, ids, past, arguments)
-    elif arguments.get("inputs_embeds") is None:
-        check_images(target, ids, arguments)
-
-
-def _use_tokenizer(model: Any, settings: Settings, arguments: dict[str, Any]) -> None:
-    """Heals the prompts' last tokens and makes a criterion of stop strings: beyond here no tokenizer is handed on.
-
-    Raises `ValueError` if one of the two is asked for without a tokenizer, or healing of embeddings.
-    """
-    tokenizer = arguments.pop("tokenizer", None)
-    stop_strings = settings["stop_strings"]
-    do = "pass generate(..., tokenizer=tokenizer)"
-    # Explicit values outweigh the given config and the model's own.
-    if settings["token_healing"]:
-        name = "inputs" if arguments.get("inputs") is not None else "input_ids"
-        has_both = tokenizer is not None and arguments.get(name) is not None
-        require(has_both, "input_ids and tokenizer= with token_healing", None, do)
-        arguments[name] = model.heal_tokens(arguments[name], tokenizer)
-        _outweigh(model, arguments, "token_healing", False)
-    if stop_strings is not None:
-        require(tokenizer is not None, "tokenizer= with stop_strings", None, do)
-        own = StopStringCriteria(cast(Any, tokenizer), stop_strings)
-        criteria = [*(arguments.get("stopping_criteria") or []), own]
-        arguments["stopping_criteria"] = StoppingCriteriaList(criteria)
-        _outweigh(model, arguments, "stop_strings", None)
-
-
-def _outweigh(model: Any, arguments: dict[str, Any], name: str, value: Any) -> None:
-    """Sets an option, which counts whatever the given config and the model's own say.
-
-    In a copy of a given config, because arguments beside one are deprecated; not where the model's own value would
-    fill in for `None` there.
-    """
-    config = arguments.get("generation_config")
-    is_filled_in = value is None and getattr(model.generation_config, name, None) is not None
-    if config is None or name in arguments or is_filled_in:
-        arguments[name] = value
-        return
-    config = copy.deepcopy(config)
-    setattr(config, name, value)
-    arguments["generation_config"] = config

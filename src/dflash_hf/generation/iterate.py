@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.devices import Inventory, eagerly, is_compiled
-from dflash_hf.errors import require
 from dflash_hf.generation.accept import Accept, BlockRule
 from dflash_hf.generation.candidate_generator import Propose
+from dflash_hf.generation.checks import check_iterated, check_rules
 from dflash_hf.generation.decode import no_gradients
 from dflash_hf.generation.generate import answer_with, unwrapped
 from dflash_hf.generation.prefill import prefill
@@ -115,10 +114,8 @@ def iterate(
             `num_tree_nodes`; for `accept` beside processors that read the prefix or criteria of one's own; for rules
             that return another shape, dtype or range; for a cache that is passed in.
     """
-    bare = unwrapped(draft)
-    require(isinstance(bare, DFlashDraftModel), "a DFlashDraftModel as draft", type(bare).__name__, "use load_draft")
-    draft = bare
-    require("assistant_model" not in kwargs, "the draft as second argument", "assistant_model", "drop that keyword")
+    draft = unwrapped(draft)
+    check_iterated(draft, kwargs)
     start = functools.partial(_start, propose=propose, accept=accept)
     run = answer_with(start, cast(Any, model).generate, model, draft, kwargs)
     draft.last_stats = run.stats
@@ -128,29 +125,10 @@ def iterate(
 
 def _start(request: Request, inputs: dict[str, Any], propose: Propose | None, accept: Accept | None) -> Run:
     """Stands where `decode` stands, and returns after the prefill."""
-    options = request.draft.generation_config
-    if propose is not None or accept is not None:
-        what = "proposal 'argmax' or 'shared_noise' beside a rule of your own"
-        proposal = options.proposal
-        reason = "its acceptance needs the distribution of the proposals, change draft.generation_config.proposal"
-        require(proposal != "sample", what, proposal, reason)
-        nodes = options.num_tree_nodes
-        require(not nodes, "a chain, no num_tree_nodes, beside a rule of your own", nodes, "leave it out")
-    if accept is not None:
-        names = [type(processor).__name__ for processor in request.processors.processors]
-        what = "only temperature, top-k, top-p and other warpers of single scores beside accept"
-        reason = "the others never see what lies behind a mismatch"
-        require(request.processors.is_stateless, what, names, reason)
-        together = [type(criterion).__name__ for criterion in request.own_criteria]
-        if request.streamer is not None and request.input_ids.shape[0] > 1:
-            together.append(type(request.streamer).__name__)
-        what = "no stopping criteria but length and end of sequence, and a streamer only with one row, beside accept"
-        require(not together, what, together, "stop iterating instead")
-    reason = "a run that may be left half-way cannot advance one, pass the whole conversation instead"
-    require(request.cache is None, f"no {CACHE_NAME}", type(request.cache).__name__, reason)
+    check_rules(request, has_propose=propose is not None, has_accept=accept is not None)
     with eagerly(request.target.parts, request.draft_parts):
         run = prefill(request, inputs, NoUserCache(), is_looked_at=True)
-    if options.verify_width is None:
+    if request.draft.generation_config.verify_width is None:
         # To be looked at, a run drafts at every step.
         run.chooser = FixedWidth(run.generator.verify_width)
     if propose is not None:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from dflash_hf import ops
-from dflash_hf.errors import require
 from dflash_hf.generation.buffers import num_choices
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, ProposalRule
 from dflash_hf.generation.run import Request
@@ -36,17 +35,13 @@ class Options(NamedTuple):
 
 
 def resolve(request: Request, keeps_buffers: bool, is_looked_at: bool) -> Options:
-    """Resolves the draft's options for a request.
+    """Resolves the draft's options for a request, which `checks.py` has found to go together.
 
     Args:
         request (`Request`): The request.
         keeps_buffers (`bool`): Whether its steps are to be captured.
         is_looked_at (`bool`): Whether the steps of its run are looked at, which then verify chains unless something
             else is asked for.
-
-    Raises:
-        ValueError: If `proposal="sample"` meets processors that read the prefix, or `num_tree_nodes`; if a tree meets
-            a recurrent target.
     """
     draft = request.draft
     given = draft.generation_config
@@ -56,27 +51,8 @@ def resolve(request: Request, keeps_buffers: bool, is_looked_at: bool) -> Option
     width = _widest_verify(given.verify_width, longest, num_rows, keeps_buffers and not is_looked_at)
     proposal: ProposalRule = "argmax" if given.proposal == "auto" else given.proposal
     is_drawn = request.config.do_sample and proposal == "sample"
-    processors = request.processors
-    require(
-        processors.is_stateless or not is_drawn,
-        "only temperature, top-k, top-p and other warpers of single scores under proposal='sample'",
-        [type(processor).__name__ for processor in processors.processors],
-        "use proposal='shared_noise'",
-    )
-    require(
-        not (is_drawn and given.num_tree_nodes),
-        "proposal 'argmax' or 'shared_noise' with num_tree_nodes",
-        proposal,
-        "rejection goes along a chain, leave one out",
-    )
     may_be_tree = not is_drawn and not is_looked_at
     num_nodes = _num_nodes(request, width, keeps_buffers, may_be_tree)
-    require(
-        not (num_nodes and request.target.recurrences),
-        "a target of attention layers alone with num_tree_nodes",
-        type(request.target.model).__name__,
-        "recurrent states follow one path, leave num_tree_nodes out",
-    )
     return Options(block_size, num_nodes or width, num_nodes > 0, proposal)
 
 

@@ -19,6 +19,7 @@ from dflash_hf.errors import require
 from dflash_hf.generation.accept import rule_for
 from dflash_hf.generation.buffers import affordable_length, else_freed, take_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
+from dflash_hf.generation.checks import check_padding, check_room
 from dflash_hf.generation.float8 import drafting_copy, float8_bytes
 from dflash_hf.generation.options import Options, choose_widths, resolve
 from dflash_hf.generation.run import Reported, Request, Run, first_room
@@ -204,6 +205,8 @@ def _start_draft(
     next_positions = prompts.lengths + prompts.position_delta
     furthest = prompts.limit + shape.path - 1
     check_length(target, next_positions, furthest, prompts.num_columns, user_cache.past)
+    if isinstance(user_cache, UserCache):
+        check_room(target, user_cache.cache, prompts.num_columns + prompts.limit - 1)
     length = max(prompts.row_lengths) + room
     buffers = take_buffers(target, draft, shape, length, request.input_ids.shape[1] + room, keeps_buffers)
     generator = DFlashCandidateGenerator(draft, target, request.processors, buffers, options.proposal, drafter)
@@ -266,6 +269,7 @@ def _fill(
             "gradient checkpointing in training mode turns caches off"
         )
     goes_on = not user_cache.is_given or filled is user_cache.cache
+    # Nothing tells it before: the target's own forward decides.
     what = f"{type(target.model).__name__} to go on with the cache passed in (its RoPE depends on the length)"
     require(goes_on, what, "a new one", f"pass the whole conversation without {CACHE_NAME}")
     return outputs, filled
@@ -405,12 +409,7 @@ def prompt_positions(request: Request, inputs: dict[str, Any], past: int) -> Ten
     mask = _host_mask(request, inputs, past)
     if bool(mask.all()):
         return torch.arange(mask.shape[1], device="cpu").expand(len(mask), -1)
-    is_left = bool(mask[:, -1].all())
-    got = "padding after the last token (as which every pad token counts)"
-    require(is_left, "left-padded prompts", got, "tokenize with padding_side='left' and pass attention_mask")
-    slides = bool((mask[:, 1:] < mask[:, :-1]).any()) and any(DynamicCache(config=request.target.config).is_sliding)
-    what = "no padding between tokens with a target that has sliding windows, which plain generate counts in columns"
-    require(not slides, what, "some", f"pass the whole conversation left-padded, without {CACHE_NAME}")
+    check_padding(request.target, mask)
     return (mask.long().cumsum(dim=1) - 1).masked_fill(~mask, -1)
 
 

@@ -21,20 +21,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer, StaticLayer, StaticSlidingWindowLayer
 from transformers.utils import logging
 
 from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache.prompts import PromptSlots
-from dflash_hf.cache.ragged import RaggedCache, RaggedLayer, layer_window, stored_columns
+from dflash_hf.cache.ragged import RaggedCache, RaggedLayer, stored_columns
 from dflash_hf.cache.recurrent import RecurrentLayer
-from dflash_hf.errors import require
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.positions import slot_positions
-from dflash_hf.target_model.parts import Target
 
 logger: Any = logging.get_logger(__name__)
 # A name per draft object: a cache can be copied and pickled with its context, and keeps no draft alive.
@@ -132,7 +130,6 @@ class UserCache:
         Sets the generator's `offset`. `positions` `[B, T]` are as in [`DraftContext`]. Raises `ValueError` if a static
         cache has no room for `limit` new tokens.
         """
-        self._check_room(generator.target, positions.shape[1] + limit - 1)
         self.positions = positions
         if not self.past:
             return
@@ -247,16 +244,6 @@ class UserCache:
             layer=layer,
             sample=stored_columns(layers[layer])[0][:, 0].clone(),
         )
-
-    def _check_room(self, target: Target, num_columns: int) -> None:
-        """Refuses a run that may need more columns than a static cache has."""
-        for layer, reference in zip(self.cache.layers, DynamicCache(config=target.config).layers, strict=False):
-            # A static sliding layer as long as the window forgets the rest as it should.
-            slides = isinstance(layer, StaticSlidingWindowLayer) and layer.max_cache_len == layer_window(reference)
-            if isinstance(layer, StaticLayer) and not slides:
-                what = f"a static cache with room for the longest answer ({num_columns} columns)"
-                action = "make it longer or lower max_new_tokens"
-                require(num_columns <= layer.max_cache_len, what, layer.max_cache_len, action)
 
 
 def _snapshot(layer: Any) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
