@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, get_args
 
 from transformers import GenerationConfig
@@ -13,7 +14,8 @@ from dflash_hf.tree import MAX_MATCHING
 Engine = Literal["auto", "eager", "cuda_graph"]
 Proposal = Literal["auto", "argmax", "shared_noise", "sample"]
 
-# Transformers' class says nothing of types, compares and stores. Fields that are not here may be what it accepts.
+# Transformers' class compares a few of its fields and stores the others, whatever they are: "hot" is a temperature to
+# it. A file of a checkpoint's may say anything, so their types are here. Other fields may be what it accepts.
 _NAMES: dict[tuple[type, ...], tuple[str, ...]] = {
     (int,): (
         *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "max_cache_len", "top_k"),
@@ -46,6 +48,12 @@ _NAMES: dict[tuple[type, ...], tuple[str, ...]] = {
     (dict,): ("cache_config",),
 }
 TYPES = {name: kinds for kinds, names in _NAMES.items() for name in names}
+_COUNT = "a number of tokens, at least 1,"
+
+
+def _is_number(value: Any, least: int, most: float = math.inf) -> bool:
+    """Returns True for a whole number within bounds; `True` is no number."""
+    return is_a(value, int) and least <= value <= most
 
 
 def _number(rows: Any) -> Any:
@@ -144,36 +152,43 @@ class DFlashGenerationConfig(GenerationConfig):
         for name, allowed in (("engine", get_args(Engine)), ("proposal", get_args(Proposal))):
             require(getattr(self, name) in allowed, f"{name} in {allowed}", getattr(self, name), "leave it at 'auto'")
         require(is_a(self.synchronize, bool), "True or False as synchronize", self.synchronize, "leave it out")
-        what = "draft_dtype left out or 'float8_e4m3fn'"
         dtype = self.draft_dtype
-        require(dtype is None or dtype == "float8_e4m3fn", what, dtype, "leave it out")
+        is_known = dtype in (None, "float8_e4m3fn")
+        require(is_known, "draft_dtype left out or 'float8_e4m3fn'", dtype, "leave it out")
         size = self.block_size
-        width = self.verify_width
-        nodes = self.num_tree_nodes
-        longest = self.max_matching_ngram_size
-        count = "a number of tokens, at least 1,"
-        require(size is None or (is_a(size, int) and size >= 1), f"{count} as block_size", size, "leave it out")
-        if max_block_size is not None:
+        is_known = size is None or _is_number(size, 1)
+        require(is_known, f"{_COUNT} as block_size", size, "leave it out")
+        if size and max_block_size:
             further = "leave it out: a draft cannot propose further than it was trained to"
-            fits = size is None or size <= max_block_size
-            require(fits, f"block_size at most {max_block_size} (the draft's)", size, further)
-        known = nodes is None or nodes == "auto" or (is_a(nodes, int) and (nodes == 0 or 2 <= nodes <= MAX_NODES))
-        require(known, f"num_tree_nodes between 2 and {MAX_NODES}, 0 for a chain, or 'auto'", nodes, "leave it out")
-        fits = longest is None or 0 <= longest <= MAX_MATCHING
-        require(fits, f"max_matching_ngram_size between 0 and {MAX_MATCHING}", longest, "leave it out")
-        if width is None or width == "auto":
+            require(size <= max_block_size, f"block_size at most {max_block_size} (the draft's)", size, further)
+        nodes = self.num_tree_nodes
+        is_chain = _is_number(nodes, 0, 0)
+        # One node is the anchor: nothing would be proposed.
+        is_known = nodes in (None, "auto") or is_chain or _is_number(nodes, 2, MAX_NODES)
+        require(is_known, f"num_tree_nodes between 2 and {MAX_NODES}, 0 for a chain, or 'auto'", nodes, "leave it out")
+        longest = self.max_matching_ngram_size
+        is_known = longest is None or _is_number(longest, 0, MAX_MATCHING)
+        require(is_known, f"max_matching_ngram_size between 0 and {MAX_MATCHING}", longest, "leave it out")
+        width = self.verify_width
+        if width in (None, "auto"):
             return
+        # A tree chooses by itself how many of its nodes are verified.
         beside = "verify_width left out or 'auto' beside num_tree_nodes"
         require(not nodes, beside, width, "leave one of them out")
-        table = width if isinstance(width, dict) else {1: width}
+        # What a draft can do is known only with its checkpoint: without one, a token more is let through.
+        has_one_more = sample_from_anchor or not max_block_size
+        self._validate_widths(size or max_block_size, has_one_more)
+
+    def _validate_widths(self, block_size: int | None, has_one_more: bool) -> None:
+        """Checks the number or table of `verify_width` against a block size, as far as that is known."""
+        width: Any = self.verify_width
+        table: dict[Any, Any] = width if isinstance(width, dict) else {1: width}
         what = "a table of verify_width by rows, {rows: tokens}, of whole numbers from 1"
-        is_table = bool(table) and all(is_a(rows, int) and rows >= 1 for rows in table)
+        is_table = bool(table) and all(_is_number(rows, 1) for rows in table)
         require(is_table, what, width, "leave it out")
-        block_size = max_block_size if size is None else size
         for one in table.values():
-            require(is_a(one, int) and one >= 1, f"{count} or 'auto' as verify_width", one, "leave it out")
-            if block_size is not None:
-                # What the draft can do is known only with its checkpoint; without it, one more is let through.
-                widest = block_size + (sample_from_anchor or max_block_size is None)
+            require(_is_number(one, 1), f"{_COUNT} or 'auto' as verify_width", one, "leave it out")
+            if block_size:
+                widest = block_size + has_one_more
                 what = f"verify_width between 1 and {widest} (block size {shown(block_size)})"
                 require(one <= widest, what, one, "leave it out: the target can only check tokens that were proposed")

@@ -425,6 +425,7 @@ class Listener(BaseStreamer):
         ),
         ({"max_matching_ngram_size": -1}, {}, "expected max_matching_ngram_size between 0 and 4, got -1"),
         ({"max_matching_ngram_size": 9}, {}, "expected max_matching_ngram_size between 0 and 4, got 9"),
+        ({"max_matching_ngram_size": "2"}, {}, "expected max_matching_ngram_size between 0 and 4, got '2'"),
         ({"num_tree_nodes": 8, "block_size": 1}, {}, "expected num_tree_nodes of at most 1 "),
     ],
 )
