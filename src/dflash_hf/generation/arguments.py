@@ -60,6 +60,7 @@ def are_new(types: Tensor, past: int) -> Tensor:
     `types` `[B, T]` are 1 for tokens of images.
     """
     is_image = types == 1
+    # An image begins where the token before is none of one.
     starts = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:, :-1]
     is_behind = torch.arange(types.shape[1], device=types.device) >= past
     return is_behind.expand_as(starts)[starts]
@@ -81,6 +82,7 @@ def keep_new_images(target: Target, arguments: dict[str, Any]) -> None:
     if not is_seen or not is_given(arguments, "mm_token_type_ids") or not is_given(arguments, "image_grid_thw"):
         return
     model: Any = target.model
+    # Before anything is dropped: they follow from all images.
     types = arguments["mm_token_type_ids"]
     grids = arguments["image_grid_thw"]
     mask = arguments["attention_mask"]

@@ -47,6 +47,7 @@ _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, Static
 
 def check_stock(draft: DFlashDraftModel) -> None:
     """Refuses drafts that Transformers' own DFlash path would run wrongly, with hardly a token accepted."""
+    # Transformers' path does not know what these fields say.
     names = ("own_embed_tokens", "own_lm_head", "sample_from_anchor", "window_from_anchor", "tap_after_deepstack")
     wrong = ", ".join(name for name in names if getattr(draft.config, name))
     what = "a draft that Transformers' speculation_type='dflash' can run"
@@ -75,6 +76,7 @@ def check_draft(target: Target, draft: DFlashDraftModel, draft_parts: Inventory)
         type(options).__name__,
         "assign dflash_hf.DFlashGenerationConfig(...)",
     )
+    # The draft's buffers are on one device.
     devices = sorted(map(str, execution_devices(draft_parts)))
     require(len(devices) < 2, "a draft on one device", devices, 'load it with device_map={"": device}')
     # Options are plain attributes: they may have been set since the config was made.
@@ -106,6 +108,7 @@ def check_capturable(target: Target, draft: DFlashDraftModel) -> None:
 
     That is a target that is not on CUDA, or whose experts are counted on the host.
     """
+    # Under "auto" the steps run eagerly then, and the log says why.
     is_asked_for = draft.generation_config.engine == "cuda_graph"
     if not is_asked_for or is_uncaptured(draft):
         return
@@ -128,6 +131,7 @@ def check_settings(settings: Settings) -> None:
     lookup = settings["prompt_lookup_num_tokens"]
     cache = settings["cache_implementation"]
     other = settings.arguments.get("custom_generate")
+    # Transformers chooses contrastive search by these three.
     is_contrastive = bool(alpha) and (settings["top_k"] or 0) > 1 and not settings["do_sample"]
     has_attentions = bool(settings["output_attentions"])
     is_synchronized = _is_synchronized(settings)
@@ -145,6 +149,7 @@ def check_settings(settings: Settings) -> None:
     ]
     for bad, expected, got, reason in refused:
         require(not bad, f"{expected} with a DFlash draft", got, f"{reason}; or drop the draft")
+    # Transformers refuses it too, but later: what both need is done here, see `use_tokenizer`.
     has_tokenizer = is_given(settings.arguments, "tokenizer")
     has_ids = isinstance(given_ids(settings.arguments), Tensor)
     heals = bool(settings["token_healing"])
@@ -161,6 +166,7 @@ def _is_synchronized(settings: Settings) -> bool:
         return True
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
+    # Each forward gathers weights from all processes.
     is_sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(settings.model)
     return is_sharded and torch.distributed.get_world_size() > 1
 
@@ -183,6 +189,7 @@ def check_inputs(target: Target, settings: Settings) -> None:
     begins_with_bos = prompt is None and settings["bos_token_id"] is not None
     if begins_with_bos:
         return
+    # Embeddings come first in `generate` too: ids beside them are only the text so far.
     name = "inputs_embeds" if has_embeds else "input_ids"
     # A row of ids is one number per token, a row of embeddings one vector.
     num_dims = 3 if has_embeds else 2
@@ -253,6 +260,7 @@ def _check_cache(cache: object, target: Target) -> None:
     # A cache for an encoder and a decoder does not say anything about it.
     offloading = getattr(cache, "offloading", "unknown")
     kind = "an offloaded cache" if offloading is True else type(cache).__name__
+    # A subclass with an update of its own may store anything.
     is_plain = isinstance(cache, Cache) and type(cache).update is Cache.update and offloading is False
     require(is_plain, f"a DynamicCache or StaticCache on the target's device as {CACHE_NAME}", kind, "use one")
     assert isinstance(cache, Cache)
@@ -301,6 +309,7 @@ def _check_columns(cache: Cache, rows: int, num_ids: int, num_masked: int) -> No
     lengths = {int(layer.get_seq_length()) for layer in attention}
     interrupted = "it comes from a forward that was interrupted, start from a new one"
     require(len(lengths) < 2, f"{CACHE_NAME} with as many columns in every layer", sorted(lengths), interrupted)
+    # A forward that stops half-way has written the first layers only.
     states = [all(layer.has_previous_state.values()) for layer in recurrent]
     require(set(states) <= {bool(past)}, f"{CACHE_NAME} with a state wherever there are keys", states, interrupted)
     stored = [layer.keys for layer in attention]
@@ -308,6 +317,7 @@ def _check_columns(cache: Cache, rows: int, num_ids: int, num_masked: int) -> No
     own = {tensor.shape[0] for tensor in stored if isinstance(tensor, Tensor) and tensor.dim() > 1}
     wanted = f"{CACHE_NAME} with {rows} rows (input_ids times num_return_sequences)"
     require(own <= {rows}, wanted, sorted(own), "call cache.batch_repeat_interleave, or start from a new one")
+    # `generate` takes a conversation whole, or what is new of it if the mask says that something came before.
     is_whole = num_masked == num_ids and num_ids > past
     is_new = num_masked == past + num_ids
     if past and not is_whole and not is_new:
@@ -368,12 +378,14 @@ def _check_images_of_conversation(ids: Tensor, past: int, arguments: Mapping[str
     """
     types = arguments["mm_token_type_ids"]
     grids = arguments["image_grid_thw"]
+    # Transformers computes positions from all three, token by token.
     shapes = [_shape(tensor) for tensor in (ids, types, arguments.get("attention_mask"))]
     if len(set(shapes)) > 1 or ids.shape[1] <= past:
         raise ValueError(
             f"expected input_ids, mm_token_type_ids and attention_mask of the whole conversation, its {past} cached "
             f"columns too, beside image_grid_thw, got shapes {shapes}; pass what the processor made of all messages"
         )
+    # Tokens of videos are of type 2.
     highest = int(types.max())
     require(highest < 2, "no videos in a conversation with a cache", highest, f"leave out {CACHE_NAME}")
     is_new = are_new(types.to(grids.device), past)
@@ -398,6 +410,7 @@ def check_request(request: Request) -> None:
     if not is_drawn:
         return
     processors = request.processors
+    # Rejection compares the distributions of all places at once; others need the text in front of each.
     require(
         processors.is_stateless,
         "only temperature, top-k, top-p and other warpers of single scores under proposal='sample'",
@@ -463,6 +476,7 @@ def check_rules(request: Request, *, has_propose: bool, has_accept: bool) -> Non
         what = "only temperature, top-k, top-p and other warpers of single scores beside accept"
         do = "the others never see what lies behind a mismatch"
         require(request.processors.is_stateless, what, names, do)
+        # Rows of such a call advance together, token by token: a rule would not see the whole block.
         together = [type(criterion).__name__ for criterion in request.own_criteria]
         if len(request.input_ids) > 1 and request.streamer is not None:
             together.append(type(request.streamer).__name__)
