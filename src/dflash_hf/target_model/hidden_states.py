@@ -29,8 +29,8 @@ class Taps:
             concatenated.
         sink (callable, *optional*): Called with the concatenated states `[B, S, L * D]` as soon as a forward has
             passed the last tapped layer; nothing is kept then. Without it they wait for `take`.
-        counts (callable, *optional*): Says of the keywords of a tapped layer's call whether to record it; a hook of
-            the user's may call the same layers inside a forward.
+        counts (callable): Returns whether a call of a tapped layer with these keywords is recorded, by default each
+            one is; a hook of the user's may call the same layers inside a forward.
         after_deepstack (`bool`): Record what DeepStack has added to layers' outputs too. Nothing can be added to the
             last layer's.
     """
@@ -41,26 +41,19 @@ class Taps:
         layer_ids: Sequence[int],
         sink: Callable[[Tensor], None] | None = None,
         after_deepstack: bool = False,
-        counts: Callable[[dict[str, Any]], bool] | None = None,
+        counts: Callable[[dict[str, Any]], bool] = lambda kwargs: True,
     ) -> None:
         self.layers = layers
         self.layer_ids = list(layer_ids)
         self.sink = sink
         self.after_deepstack = after_deepstack
-        self.counts = counts
+        self._counts = counts
         self._states: dict[int, Tensor] = {}
 
     @contextmanager
     def open(self) -> Generator[Taps]:
         """Records in this thread until it is left."""
-        by_input = {i for i in self.layer_ids if i < 0 or (self.after_deepstack and i + 1 < len(self.layers))}
-        hooks = [
-            Hook(self.layers[i + 1], self._hook(i), before=True, options={"with_kwargs": True})
-            if i in by_input
-            else Hook(self.layers[i], self._hook(i), options={"with_kwargs": True})
-            for i in sorted(set(self.layer_ids))
-        ]
-        with hooked(*hooks):
+        with hooked(*[self._hook(layer_id) for layer_id in sorted(set(self.layer_ids))]):
             yield self
         self._states = {}
 
@@ -75,23 +68,36 @@ class Taps:
                 f"expected outputs of target layers {self.layer_ids}, got none from {missing}; a compiled target runs "
                 "no hooks that are added later, use the model as it was before torch.compile"
             )
+        # Layers may be on several devices.
         device = self._states[self.layer_ids[0]].device
         joined = torch.cat([self._states[i].to(device) for i in self.layer_ids], dim=-1)
         self._states = {}
         return joined
 
-    def _hook(self, layer_id: int) -> Callable[..., None]:
-        """Records what a layer gives, or, before its forward, what it is given."""
+    def _hook(self, layer_id: int) -> Hook:
+        """Returns the hook that records a tap: on its layer, or before the layer behind it."""
+        is_last = layer_id + 1 == len(self.layers)
+        # DeepStack adds to a layer's output before the next layer gets it.
+        is_input_of_next = layer_id < 0 or (self.after_deepstack and not is_last)
+        # Hooks are called with keywords: they tell whose call it is.
+        options = {"with_kwargs": True}
 
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
-            if self.counts is not None and not self.counts(kwargs):
-                return
-            if output:
-                states = output[0]
-            else:
-                states = args[0] if args else kwargs["hidden_states"]
-            self._states[layer_id] = states[0] if isinstance(states, tuple) else states
-            if layer_id == max(self.layer_ids) and self.sink is not None:
-                self.sink(self.take())
+        def record_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._counts(kwargs):
+                self._record(layer_id, args[0] if args else kwargs["hidden_states"])
 
-        return record
+        def record_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if self._counts(kwargs):
+                # Older layers return a tuple.
+                self._record(layer_id, output[0] if isinstance(output, tuple) else output)
+
+        if is_input_of_next:
+            return Hook(self.layers[layer_id + 1], record_input, before=True, options=options)
+        return Hook(self.layers[layer_id], record_output, options=options)
+
+    def _record(self, layer_id: int, states: Tensor) -> None:
+        """Keeps the states of a tap, and hands all of them on behind the last one."""
+        self._states[layer_id] = states
+        # The first layer's input comes before the output of any.
+        if layer_id == max(self.layer_ids) and self.sink is not None:
+            self.sink(self.take())
