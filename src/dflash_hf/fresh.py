@@ -143,7 +143,7 @@ def set_first_values(draft: Any, target: PreTrainedModel, draft_token_ids: Seque
     embedding, and tokens that stand in no text resemble each other, so these get the highest logits of all; and the
     logits spread as far as the head's rows are long. With random signs in the norm that direction is one like any
     other, and divided by its length random states have logits that spread by 1. Smaller values alone would do it too,
-    but training is the slower then (docs/log.md).
+    but training is the slower then (docs/log-archive.md).
 
     The draft is changed in place; `draft_token_ids` are the tokens of a reduced vocabulary.
     """

@@ -277,7 +277,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
         Writes the block's own keys and values past each row's length, where the next context overwrites them. Giving
         the newest context here instead of to `write_context` projects both in one product per layer
-        (measured in docs/log.md), or computes their angles together where kernels write them.
+        (measured in docs/log-archive.md), or computes their angles together where kernels write them.
 
         Args:
             noise_embeds (`torch.Tensor` of shape `[B, K, D]`): Embeddings of `[anchor, MASK, ...]`.

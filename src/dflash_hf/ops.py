@@ -148,7 +148,7 @@ def watched(operation: Any, counts: Tensor) -> Any:
 
 def best(logits: Tensor) -> Tensor:
     """Returns the first index of the greatest of `[..., V]` logits, `[...]` int64, by the kernel or by torch."""
-    # On a CPU `argmax` says the same in three to four times the time (docs/log.md).
+    # On a CPU `argmax` says the same in three to four times the time (docs/log-archive.md).
     return argmax(logits) if picks(logits) else logits.max(dim=-1).indices
 
 

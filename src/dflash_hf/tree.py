@@ -22,7 +22,7 @@ from torch import Tensor
 from dflash_hf import ops
 
 # How likely a text goes on as it did before, by how many of its last tokens are the same, and then token by token. A
-# little less than in SmolLM2's answers to GSM8K and MT-Bench (docs/log.md), which repeat themselves.
+# little less than in SmolLM2's answers to GSM8K and MT-Bench (docs/log-archive.md), which repeat themselves.
 FOLLOWS = (0.0, 0.2, 0.5, 0.6, 0.8)
 GOES_ON = (0.0, 0.6, 0.7, 0.75, 0.9)
 MAX_MATCHING = len(FOLLOWS) - 1

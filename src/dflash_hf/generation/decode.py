@@ -77,8 +77,8 @@ def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | t
 def advance(run: Run, engine: Engine = "eager") -> None:
     """Runs steps until every row has finished.
 
-    Under inference mode, which saves 7 to 9 % of a step on a CPU (docs/log.md); what is returned to the user is made
-    outside it.
+    Under inference mode, which saves 7 to 9 % of a step on a CPU (docs/log-archive.md); what is returned to the user
+    is made outside it.
     """
     with device_errors_explained():
         # Nothing is captured for an answer of one token.

@@ -36,9 +36,9 @@ class DFlashTrainingArguments(TrainingArguments):
 
     The defaults are the paper's (arXiv 2602.06036, section 4): AdamW at 6e-4, 4 % of the steps warm-up, a cosine to
     zero, 6 epochs, gradients of norm 1 at most, 512 anchors; but for the loss, which is D-PACE's: at equal steps its
-    drafts accept more (docs/log.md). `optim="muon"` is Muon for the matrices of the layers and AdamW for the rest
-    (torch >= 2.9); every optimizer of Transformers works too. With `load_best_model_at_end` the best draft is the one
-    with the largest `eval_acceptance_length`.
+    drafts accept more (docs/log-archive.md). `optim="muon"` is Muon for the matrices of the layers and AdamW for the
+    rest (torch >= 2.9); every optimizer of Transformers works too. With `load_best_model_at_end` the best draft is the
+    one with the largest `eval_acceptance_length`.
 
     Args:
         num_anchors, block_size, gamma, loss, labels, chunk_blocks, attention: See their `help`.
