@@ -1,4 +1,4 @@
-"""The draft's RMS norm and RoPE, which its layers are made of; the target's are Transformers' own.
+"""The draft's RMS norm and RoPE; the target has Transformers' own.
 
 Shapes: `B` rows, `K` tokens of a block, `H` heads, `D` hidden, `E` head size.
 """
@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dflash_hf import ops
 from dflash_hf.configuration_dflash import DFlashConfig
 
-# Cosines and sines [..., 1, E].
+# Cosines and sines, `[..., 1, E]` each: the 1 stands for the heads.
 CosSin = tuple[Tensor, Tensor]
 
 
@@ -36,12 +36,13 @@ class DFlashRMSNorm(nn.Module):
         """Normalises the last dimension.
 
         Returns:
-            `torch.Tensor` of the same shape; with a `residual` it is added first, and the sum comes along as a second
-            result, as in vLLM's `RMSNorm`.
+            `torch.Tensor` of the same shape. With a `residual`, the norm of the sum of both and the sum, as in vLLM's
+            `RMSNorm`.
         """
         if residual is None:
             return self._normed(hidden_states)
         if ops.fuses(residual, hidden_states, self.weight):
+            # The kernel returns both in one tensor, the sum first.
             total, normed = ops.add_norm(residual, hidden_states, self.weight, self.eps).unbind()
             return normed, total
         total = residual + hidden_states
@@ -52,6 +53,7 @@ class DFlashRMSNorm(nn.Module):
             return ops.rms_norm(hidden_states, self.weight, self.eps)
         if hidden_states.dtype == self.weight.dtype == torch.float32:
             return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+        # Qwen3 rounds the normed states to 16 bits before the weight multiplies them, and drafts are trained so.
         states = nn.functional.rms_norm(hidden_states.to(torch.float32), self.weight.shape, None, self.eps)
         return self.weight * states.to(hidden_states.dtype)
 
@@ -70,15 +72,18 @@ class DFlashRotaryEmbedding(nn.Module):
     @staticmethod
     def frequencies(config: DFlashConfig) -> tuple[Tensor, float]:
         """Returns the inverse frequencies `[E/2]` and the factor on cosines and sines (Transformers' rope utils)."""
-        if config.rope_parameters["rope_type"] != "default":
-            inv_freq, scaling = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config)
+        rope = config.rope_parameters
+        if rope["rope_type"] != "default":
+            initialize = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+            inv_freq, scaling = initialize(config)
             return inv_freq, float(scaling)
         exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
-        return 1.0 / (config.rope_parameters["rope_theta"] ** exponent), 1.0
+        return 1.0 / (rope["rope_theta"] ** exponent), 1.0
 
     @torch.no_grad()
     def forward(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
         """Returns cosines and sines `[..., 1, E]` for `positions` `[...]`, computed in float32."""
+        # Half precision could not tell neighbouring positions of a long text apart.
         freqs = positions[..., None].float() * self.inv_freq.float()
         angles = torch.cat((freqs, freqs), dim=-1)[..., None, :]
         cos = angles.cos() * self.attention_scaling
@@ -87,7 +92,8 @@ class DFlashRotaryEmbedding(nn.Module):
 
 
 def rotate(states_BKHE: Tensor, cos_sin: CosSin) -> Tensor:
-    """Applies RoPE (half-split form) to `[B, K, H, E]`."""
+    """Returns states `[B, K, H, E]` with RoPE applied, in its half-split form."""
     cos, sin = cos_sin
     first, second = states_BKHE.chunk(2, dim=-1)
-    return states_BKHE * cos + torch.cat((-second, first), dim=-1) * sin
+    turned = torch.cat((-second, first), dim=-1)
+    return states_BKHE * cos + turned * sin

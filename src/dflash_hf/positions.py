@@ -1,8 +1,8 @@
 """Which position sees which, and which layers are tapped: the one definition of each, for decoding and training.
 
 Three quantities are kept apart everywhere: the *slot* of a key in a buffer, the *draft position* (the plain index of
-a token in its row, image tokens included) and the *target position* (index plus the row's rope delta). This module
-only knows indices; rotary embeddings live with the models.
+a token in its row, image tokens included) and the *target position* (the index plus the row's rope delta). This module
+knows indices alone; rotary embeddings belong to the models.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 def visible(
     query_position: Tensor, key_position: Tensor, window: int | None, causal: bool, anchor: Tensor | None = None
 ) -> Tensor:
-    """Says which keys a query may attend to, from indices alone.
+    """Returns which keys a query may attend to, from indices alone.
 
     Args:
         query_position (`torch.Tensor`, integer, broadcastable): Index of each query in its row, at least 0.
@@ -22,7 +22,8 @@ def visible(
             (`q - k < window`, and `k - q < window` where keys may lie ahead). `None` means no limit.
         causal (`bool`): Whether keys after the query are hidden.
         anchor (`torch.Tensor`, integer, broadcastable, *optional*): Index of the first token of the query's block.
-            Given it, every slot sees the last `window` tokens before it, and the window hides nothing of the block.
+            With it every slot sees the last `window` tokens before the anchor, and the window hides nothing of the
+            block.
 
     Returns:
         `torch.Tensor`: Boolean, `True` where the key is visible.
@@ -30,23 +31,28 @@ def visible(
     Source: z-lab `dflash/model.py::_attention_mask`; with an anchor, speculators
     `models/dflash/attention.py::create_anchor_block_mask_mod`.
     """
-    seen = key_position >= 0
-    # Either way the result has the queries' shape too.
-    seen = seen & (key_position <= query_position) if causal else seen & (query_position >= 0)
-    if window is not None and anchor is not None:
+    is_filled = key_position >= 0
+    if causal:
+        seen = is_filled & (key_position <= query_position)
+    else:
+        # The comparison is true for every query; the result takes the queries' shape from it.
+        seen = is_filled & (query_position >= 0)
+    if window is None:
+        return seen
+    if anchor is not None:
         return seen & (anchor - key_position <= window)
-    if window is not None:
-        seen = seen & (query_position - key_position < window)
-        if not causal:
-            seen = seen & (key_position - query_position < window)
+    seen = seen & (query_position - key_position < window)
+    if not causal:
+        # Keys of the block may lie ahead of a query, and a window looks as far ahead as back.
+        seen = seen & (key_position - query_position < window)
     return seen
 
 
 def slot_positions(last: Tensor, slots: Tensor, ring: int) -> Tensor:
-    """Gives the index of the token that each slot of a ring buffer holds.
+    """Returns the index of the token that each slot of a ring buffer holds.
 
     A token with index `p` lives in slot `p % ring`. A buffer as long as the row never wraps, so the same formula
-    serves full attention. Slots that nothing has been written to come out negative.
+    serves full attention. A slot that nothing has been written to has a negative index.
 
     Args:
         last (`torch.Tensor`, integer, broadcastable): Index of the newest token of the row.
@@ -60,7 +66,7 @@ def slot_positions(last: Tensor, slots: Tensor, ring: int) -> Tensor:
 
 
 def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> list[int]:
-    """Chooses the tapped target layers when nothing else says so: evenly from layer 1 to the third from the end.
+    """Returns the target layers to tap by default: evenly from layer 1 to the third from the end.
 
     Layer ids are 0-based and mean "the output of that layer"; there are as many as draft layers. Raises `ValueError`
     for a target of fewer than 4 layers.
@@ -75,4 +81,5 @@ def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> lis
     if num_draft_layers == 1:
         return [num_target_layers // 2]
     span = num_target_layers - 4
+    # The product comes before the division, as in z-lab's code: the other order rounds some layers differently.
     return [round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers)]
