@@ -1,11 +1,11 @@
 """Trees of proposals: several continuations of the anchor that one verify looks at.
 
 One forward of the draft gives a distribution for every position of the block. A chain takes one token of each; a tree
-takes the most likely paths, as many as there are nodes for, and branches where the draft is unsure. Node 0 is the
-anchor. The others stand in the order of their paths' probability, so that a parent stands before its children and the
-first `n` nodes are the best tree of `n`: a chain is a tree too, the one whose every node follows the one before.
+takes the most likely paths, as many as its nodes can hold, and branches where the draft is unsure. Node 0 is the
+anchor. The others are sorted by the probability of their paths, so that a parent stands before its children and the
+first `n` nodes are the best tree of `n` nodes. A chain is the tree in which every node follows the one before it.
 
-Which paths those are is defined beside the kernel that finds them, `dflash_kernels.build_tree`.
+The definition of the most likely paths stands beside the kernel that finds them, `dflash_kernels.build_tree`.
 
 Shapes: `B` rows, `N` nodes, `D` positions of the block that propose, `V` vocabulary.
 
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from dflash_hf import ops
 
-# How likely a text goes on as it did before, by how many of its last tokens are the same, and then token by token. A
-# little less than in SmolLM2's answers to GSM8K and MT-Bench (docs/log-archive.md), which repeat themselves.
+# The probabilities that a text goes on as it did before, by the number of its last tokens that are the same: that of
+# the first token, then that of each further one. They are a little lower than measured in SmolLM2's answers to GSM8K
+# and MT-Bench (docs/log-archive.md), which repeat themselves.
 FOLLOWS = (0.0, 0.2, 0.5, 0.6, 0.8)
 GOES_ON = (0.0, 0.6, 0.7, 0.75, 0.9)
 MAX_MATCHING = len(FOLLOWS) - 1
@@ -32,10 +33,12 @@ MAX_MATCHING = len(FOLLOWS) - 1
 class DraftTree:
     """A tree of proposals, on the target's device."""
 
-    parents: Tensor  # [B, N], int64: the node that each one follows; the anchor's is itself
-    # [B, N], int64: tokens between the anchor and each node, its own included: its position is the anchor's plus that.
+    # [B, N], int64: the node that each one follows; the anchor follows itself.
+    parents: Tensor
+    # [B, N], int64: the tokens from the anchor to each node, the node included. A node's position is the anchor's
+    # plus its depth.
     depths: Tensor
-    # [B, N], int64: bit `i` says that node `i` is on the path from the anchor to this one, both included.
+    # [B, N], int64: bit `i` is set where node `i` is on the path from the anchor to this node, both included.
     ancestors: Tensor
 
     def on(self, device: torch.device) -> DraftTree:
@@ -43,59 +46,74 @@ class DraftTree:
         return DraftTree(self.parents.to(device), self.depths.to(device), self.ancestors.to(device))
 
     def follow(self, block_BN: Tensor, tokens_BN: Tensor, node_ids_BN: Tensor, path_BN: Tensor) -> None:
-        """Finds the path that the target goes: arguments and definition are those of `dflash_kernels.follow_tree`."""
+        """Writes the path that the target takes; `dflash_kernels.follow_tree` defines it and the arguments."""
         follow = ops.watched(ops.follow_tree, self.parents)
         follow(self.parents, self.depths, self.ancestors, block_BN, tokens_BN, node_ids_BN, path_BN)
 
     def agree(self, block_BN: Tensor, text_BD: Tensor) -> Tensor:
-        """Counts how far a text `[B, D]` behind the anchor goes along the tree: `[B]`."""
-        said = text_BD.gather(1, self.depths.clamp_max(text_BD.shape[1] - 1))
+        """Returns how many tokens of a text `[B, D]` behind the anchor are a path of the tree: `[B]`."""
+        # The target's answer at a node is the text's next token. Nodes of the last depth have none; any will do.
+        next_tokens = text_BD.gather(1, self.depths.clamp_max(text_BD.shape[1] - 1))
         path = torch.empty_like(block_BN)
-        self.follow(block_BN.clone(), said, torch.empty_like(block_BN), path)
+        node_ids = torch.empty_like(block_BN)
+        # The call sorts the block by the path, so it gets a copy.
+        self.follow(block_BN.clone(), next_tokens, node_ids, path)
+        # Behind its end a path holds zeros.
         return (path > 0).sum(dim=1)
 
     def child(self, block_BN: Tensor, node_B: Tensor, tokens_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Finds the child of a node that has a token: its index `[B]`, 0 where there is none, and whether there is."""
+        """Returns the child `[B]` of a node that holds a token, or 0, and whether there is such a child `[B]`."""
         nodes = torch.arange(block_BN.shape[1], device=block_BN.device)
+        # The anchor is its own parent, but no child.
         is_child = (self.parents == node_B[:, None]) & (block_BN == tokens_B[:, None]) & (nodes > 0)
         return (is_child * nodes).amax(dim=1), is_child.any(dim=1)
 
 
 def along(path_BN: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor:
     """Returns values of nodes `[B, N, ...]` in the order of a path `[B, n]`: `[B, n, ...]`, in `out` if given."""
-    index = path_BN.view(*path_BN.shape, *[1] * (values.dim() - 2)).expand(-1, -1, *values.shape[2:])
+    num_inner = values.dim() - 2
+    index = path_BN.view(*path_BN.shape, *[1] * num_inner)
+    index = index.expand(-1, -1, *values.shape[2:])
     return torch.gather(values, 1, index, out=out)
 
 
 def is_in_place(path_BN: Tensor) -> bool:
-    """Returns True if the nodes of a path `[B, n]` stand as a chain would: nothing has to move. Reads on the host.
+    """Returns True if the nodes of a path `[B, n]` stand where a chain's would: nothing has to move.
 
-    Often the target goes on as the draft thinks most likely, by the first nodes.
+    That is common: the target often takes the draft's most likely path. Reads on the host.
     """
-    return all(node in (0, depth) for row in path_BN.tolist() for depth, node in enumerate(row))
+    for row in path_BN.tolist():
+        for depth, node in enumerate(row):
+            # Behind its end a path holds zeros.
+            if node not in (0, depth):
+                return False
+    return True
 
 
 class TreeBuilder:
-    """Builds trees of one size, of what a draft says and what the text has said before.
+    """Builds trees of one size from the draft's probabilities and from repetitions in the text.
 
     Args:
         num_nodes (`int`): Nodes, the anchor included, from 2 to `ops.MAX_NODES`.
-        depth (`int`): `D`.
+        depth (`int`): Positions of the block that propose, `D`.
         vocab_size (`int`): Tokens that the draft chooses among.
-        device (`torch.device`): Where trees are built.
+        device (`torch.device`): Device of the trees.
 
     Raises:
-        ValueError: If there are not so many paths.
+        ValueError: If there are fewer paths than nodes.
     """
 
     def __init__(self, num_nodes: int, depth: int, vocab_size: int, device: torch.device) -> None:
-        if num_nodes > (most := ops.num_paths(depth, vocab_size) + 1):
+        most = ops.num_paths(depth, vocab_size) + 1
+        if num_nodes > most:
             raise ValueError(
                 f"expected num_tree_nodes of at most {most} (a draft that chooses among {vocab_size} tokens "
                 f"at {depth} positions), got {num_nodes}; lower it"
             )
         self.num_nodes = num_nodes
+        # A token of a lower rank than this is on no path of the tree.
         self.num_ranks = min(vocab_size, num_nodes - 1)
+        # The logarithm is taken on the CPU, so that trees are the same on every device.
         self.follows = torch.tensor((FOLLOWS, GOES_ON), dtype=torch.float32, device="cpu").log().to(device)
 
     def build(
@@ -106,13 +124,17 @@ class TreeBuilder:
         candidates_BDC: Tensor | None = None,
         text: tuple[Tensor, ...] = (),
     ) -> None:
-        """Builds the best tree of each row, as `dflash_kernels.build_tree` defines it; other arguments as there.
+        """Writes the best tree of each row, as `dflash_kernels.build_tree` defines it, with the other arguments.
 
         Args:
             scores (`torch.Tensor` of shape `[B, D, V]` or `[B, D, C, C]`): Log-probabilities of the next tokens, up to
-                a constant a position; with candidates as a [`CandidateSelector`] returns them.
+                a constant at each position; with candidates, as a [`CandidateSelector`] returns them.
             text (`tuple`, *optional*): `ids_BT`, `cursor_B` and `follows_FM`.
         """
+        if candidates_BDC is None:
+            # Without candidates a position has one state, whatever token stands before it.
+            scores = scores[:, :, None]
         likeliest = ops.top_tokens if ops.picks(scores) else ops.top_tokens.reference
-        best, order = likeliest(scores[:, :, None] if candidates_BDC is None else scores, self.num_ranks)
-        ops.watched(ops.build_tree, order)(best, order, nodes, block_BN, candidates_BDC, *text)
+        best, order = likeliest(scores, self.num_ranks)
+        build = ops.watched(ops.build_tree, order)
+        build(best, order, nodes, block_BN, candidates_BDC, *text)
