@@ -252,7 +252,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         """
         features = self.project_context(context.states)
         cos_sin = self.rotary_emb(context.block.positions, features.dtype)
-        if context.written_at_once(features, cos_sin, cache, self.config.rms_norm_eps):
+        if context.write_all_layers(features, cos_sin, cache, self.config.rms_norm_eps):
             return
         for own in self._attentions():
             cache.attention[own.layer_idx].write(*own.project_kv(features, cos_sin), context.block)
@@ -301,7 +301,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         cos_sin = (cos[:, earlier:], sin[:, earlier:])
         if context is not None and features is not None and context.weights is not None:
             angles = (cos[:, :earlier], sin[:, :earlier])
-            is_written = context.written_at_once(features, angles, cache, self.config.rms_norm_eps)
+            is_written = context.write_all_layers(features, angles, cache, self.config.rms_norm_eps)
             if is_written:
                 context = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dflash_hf.cache.prompts import PromptSlots
+from dflash_hf.cache.prompts import PromptSlots, RowRun
 from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.cache.size import LayerShape
 
@@ -51,6 +51,6 @@ def test_columns_go_where_each_token_belongs(
     where = prompts.of(ring, num_columns, CPU)
     assert where is prompts.of(ring, num_columns, CPU)
     if is_a_run is False and num_columns == 6:
-        assert not isinstance(where, slice)
+        assert not isinstance(where, RowRun)
     elif is_a_run and ring >= 6:
-        assert isinstance(where, slice)
+        assert isinstance(where, RowRun)

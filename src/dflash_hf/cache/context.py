@@ -1,7 +1,7 @@
-"""Context that a draft's cache does not hold yet, and the weights with which all layers take it in at once.
+"""Context that a draft's cache does not hold yet, and the stacked weights that write it into all layers at once.
 
-On the kernel path one product with the key and value projections of all layers, stacked, and one launch behind it
-write the context. The weights are copied for it once per run.
+Where kernels run, one product with the key and value projections of all layers and one launch behind it write the
+context. The weights are copied for that product once per run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dflash_hf.cache.ragged import RaggedCache
 
 
 class ContextWeights(NamedTuple):
-    """Copies of what turns context into keys and values, of all `L` layers."""
+    """Copies of the weights that turn context into keys and values, of all `L` layers."""
 
     projection: Tensor  # [L * 2 * G * E, D]: keys, then values, layer after layer
     norm: Tensor  # [L, E]: weights of the key norms
@@ -29,23 +29,38 @@ class NewContext(NamedTuple):
 
     states: Tensor  # [B, W, taps * D]: tapped states of the block that was verified last
     block: RaggedBlock  # that block, on the draft's device
-    weights: ContextWeights | None = None  # with them a kernel may write it, all layers at once
+    weights: ContextWeights | None = None  # stacked weights, where the kernel may write the context
 
-    def written_at_once(
+    def write_all_layers(
         self, features: Tensor, cos_sin: tuple[Tensor, Tensor], cache: RaggedCache, eps: float
     ) -> bool:
-        """Writes the keys and values of all layers by one product and one kernel; says whether it could.
+        """Writes the keys and values of all layers by one product and one kernel, where that kernel runs.
 
-        Elsewhere the draft's layers write their own, `DFlashDraftModel.write_context`. `features` `[B, W, D]` are the
-        states, projected, `cos_sin` `[B, W, 1, E]` are of the block's positions, and `eps` is that of the key norms.
+        Args:
+            features (`torch.Tensor` of shape `[B, W, D]`): The states, projected.
+            cos_sin (`tuple[torch.Tensor, torch.Tensor]`): Of the block's positions, `[B, W, 1, E]` each.
+            cache (`RaggedCache`): The draft's cache.
+            eps (`float`): Epsilon of the key norms.
+
+        Returns:
+            `bool`: True if the context is written. If not, the draft's layers write it one by one.
         """
+        if self.weights is None:
+            return False
         buffers = cache.buffers()
-        if self.weights is None or not ops.writes([features, *self.weights, *cos_sin], buffers):
+        if not ops.writes([features, *self.weights, *cos_sin], buffers):
             return False
         projection, norm = self.weights
-        projected = nn.functional.linear(features, projection).unflatten(-1, (norm.shape[0], 2, -1, norm.shape[1]))
-        cos, sin = (part.squeeze(2) for part in cos_sin)
-        ops.context_kv(projected, norm, cos, sin, self.block.lengths, buffers[::2], buffers[1::2], float(eps))
+        num_layers, head_dim = norm.shape
+        projected = nn.functional.linear(features, projection)
+        # The kernel wants [B, W, L, 2, G, E], in the order in which the weights were stacked.
+        projected = projected.unflatten(-1, (num_layers, 2, -1, head_dim))
+        cos = cos_sin[0].squeeze(2)
+        sin = cos_sin[1].squeeze(2)
+        # The cache lists its buffers as keys and values of one layer after the other.
+        keys = buffers[::2]
+        values = buffers[1::2]
+        ops.context_kv(projected, norm, cos, sin, self.block.lengths, keys, values, float(eps))
         return True
 
 
@@ -56,37 +71,45 @@ def stack_weights(
     buffers: Sequence[Tensor],
     into: ContextWeights | None = None,
 ) -> ContextWeights | None:
-    """Copies projections and norms of all layers together; `None` where no kernel is to write context.
+    """Returns the projections and norms of all layers stacked, or `None` where the layers write their own context.
 
-    That is where `ops.writes` says so, and where a projection is more than its weight: with a bias, hooks, adapters,
-    or a weight that is no plain tensor.
+    They do where `ops.writes` decides so, and where a projection computes more than a product with its weight: with a
+    bias, hooks, adapters, or a weight that is no plain tensor.
 
     Args:
-        projections (sequence of `nn.Module`): Of keys and values, layer after layer.
+        projections (sequence of `nn.Module`): Key and value projections, layer after layer.
         norms (sequence of `torch.Tensor` of shape `[E]`): Weights of the key norms.
-        buffers (sequence of `torch.Tensor`): The cache that will be written.
-        into (`ContextWeights`, *optional*): Earlier copies, written again where they fit: their addresses stay.
+        buffers (sequence of `torch.Tensor`): Buffers of the cache to be written.
+        into (`ContextWeights`, *optional*): Earlier copies; where the shapes are the same they are overwritten.
     """
     weights = [module.weight for module in projections if isinstance(module, nn.Linear) and _is_its_weight(module)]
-    if not weights or len(weights) < len(projections) or not ops.writes([*weights, *norms], buffers):
+    if not weights or len(weights) < len(projections):
         return None
+    if not ops.writes([*weights, *norms], buffers):
+        return None
+    norms = list(norms)
     if into is None or not _fits(into, weights, norms):
-        return ContextWeights(torch.cat(weights), torch.stack(list(norms)))
+        return ContextWeights(torch.cat(weights), torch.stack(norms))
+    # A captured graph goes on reading the same addresses.
     torch.cat(weights, out=into.projection)
-    torch.stack(list(norms), out=into.norm)
+    torch.stack(norms, out=into.norm)
     return into
 
 
 def _fits(stacked: ContextWeights, weights: Sequence[Tensor], norms: Sequence[Tensor]) -> bool:
     """Returns True if earlier copies have the shapes, dtype and device of these weights, which are all alike."""
-    shapes = ((sum(w.shape[0] for w in weights), weights[0].shape[1]), (len(norms), norms[0].shape[0]))
-    return all(
-        (tuple(t.shape), t.dtype, t.device) == (shape, weights[0].dtype, weights[0].device)
-        for t, shape in zip(stacked, shapes, strict=True)
-    )
+    first = weights[0]
+    projection_shape = (sum(weight.shape[0] for weight in weights), first.shape[1])
+    norm_shape = (len(norms), norms[0].shape[0])
+    if tuple(stacked.projection.shape) != projection_shape or tuple(stacked.norm.shape) != norm_shape:
+        return False
+    return all(copy.dtype == first.dtype and copy.device == first.device for copy in stacked)
 
 
 def _is_its_weight(module: nn.Linear) -> bool:
     """Returns True if a call of the module is a product with its weight and nothing else."""
-    is_plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter and module._parameters["bias"] is None
-    return is_plain and not module._forward_hooks and not module._forward_pre_hooks
+    # Exact types are asked for: the subclass of an adapter or a quantisation computes something else.
+    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
+        return False
+    has_hooks = bool(module._forward_hooks) or bool(module._forward_pre_hooks)
+    return module._parameters["bias"] is None and not has_hooks

@@ -1,44 +1,105 @@
-"""Where the columns of left-padded prompts go in buffers that have a ring of slots per row."""
+"""Slots for the columns of left-padded prompts, in buffers that have a ring of slots per row.
+
+Shapes: `B` rows, `S` columns, `R` slots of a row's ring, `G` heads, `E` head size.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class RowRun:
+    """One run of slots that every row's columns go to: a plain copy."""
+
+    first: int
+
+    def write(self, buffer_BRGE: Tensor, states_BSGE: Tensor) -> None:
+        """Writes the states of all columns in place."""
+        buffer_BRGE.narrow(1, self.first, states_BSGE.shape[1]).copy_(states_BSGE)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllColumns:
+    """A slot for every column of every row: none is padding, and all fit in."""
+
+    slots: Tensor  # [B * S], int64: places in the buffers of all rows, one after another
+
+    def write(self, buffer_BRGE: Tensor, states_BSGE: Tensor) -> None:
+        """Writes the states of all columns in place."""
+        states = states_BSGE.flatten(0, 1)
+        buffer_BRGE.flatten(0, 1).index_copy_(0, self.slots, states.to(buffer_BRGE.dtype))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SomeColumns:
+    """Slots for the columns that are no padding and fit into the ring."""
+
+    columns: Tensor  # [N], int64: columns of all rows, one row after another
+    slots: Tensor  # [N], int64: their places in the buffers of all rows
+
+    def write(self, buffer_BRGE: Tensor, states_BSGE: Tensor) -> None:
+        """Writes the states of these columns in place."""
+        states = states_BSGE.flatten(0, 1).index_select(0, self.columns)
+        buffer_BRGE.flatten(0, 1).index_copy_(0, self.slots, states.to(buffer_BRGE.dtype))
+
+
+Destination = RowRun | AllColumns | SomeColumns
+
+
 class PromptSlots:
-    """Where whole prompts go in buffers of a ring per row; found once per kind of layer, and on the host.
+    """Where whole prompts go in ring buffers; found on the host, once per kind of layer.
 
     Args:
-        positions_BS (`torch.Tensor` of shape `[B, S]`, int64): Index in its row of each token; negative: nowhere.
+        positions_BS (`torch.Tensor` of shape `[B, S]`, int64): Index of each token in its row; a column with a
+            negative one is padding and goes nowhere.
     """
 
     def __init__(self, positions_BS: Tensor) -> None:
         self.positions = positions_BS.cpu()
-        self._found: dict[tuple[int, int, torch.device], slice | tuple[Tensor | None, Tensor]] = {}
+        self._found: dict[tuple[int, int, torch.device], Destination] = {}
 
-    def of(self, ring: int, num_columns: int, device: torch.device) -> slice | tuple[Tensor | None, Tensor]:
-        """Returns where the newest columns go in a buffer `[B * ring, ...]`, those that fit in.
+    def of(self, ring: int, num_columns: int, device: torch.device) -> Destination:
+        """Returns where the newest `num_columns` columns go in a buffer with `ring` slots a row on `device`.
 
-        That is, as indices into columns and buffer of all rows, one after another, `[N]` each, which columns are kept
-        (`None` is all) and their slots; or the slots of every row, where all rows have the same ones in a run.
+        Of a row that is longer than the ring, its newest tokens are written.
         """
         key = (ring, num_columns, device)
         if key not in self._found:
             self._found[key] = self._find(ring, num_columns, device)
         return self._found[key]
 
-    def _find(self, ring: int, num_columns: int, device: torch.device) -> slice | tuple[Tensor | None, Tensor]:
-        positions = self.positions[:, self.positions.shape[1] - num_columns :]
-        if num_columns:
-            # As many indices as columns: none is missing, and they count up by one.
-            first = int(positions[0, 0])
-            last = int(positions[0, -1])
-            is_run = first >= 0 and last - first == num_columns - 1 and first // ring == last // ring
-            if is_run and (len(positions) == 1 or bool((positions == positions[0]).all())):
-                return slice(first % ring, last % ring + 1)
-        kept = (positions >= 0) & (positions > positions.amax(dim=1, keepdim=True) - ring)
-        slots = positions % ring + torch.arange(len(positions), device="cpu")[:, None] * ring
-        if bool(kept.all()):
-            return None, slots.flatten().to(device)
-        return kept.flatten().nonzero()[:, 0].to(device), slots[kept].to(device)
+    def _find(self, ring: int, num_columns: int, device: torch.device) -> Destination:
+        """Finds the destination on the host and moves its indices to the device."""
+        first_column = self.positions.shape[1] - num_columns
+        positions = self.positions[:, first_column:]
+        if _is_run(positions, ring):
+            return RowRun(int(positions[0, 0]) % ring)
+        is_padding = positions < 0
+        # Two tokens of one row must not share a slot: `index_copy_` writes in no certain order.
+        is_newest = positions > positions.amax(dim=1, keepdim=True) - ring
+        is_kept = ~is_padding & is_newest
+        first_slots = torch.arange(len(positions), device="cpu")[:, None] * ring
+        slots = first_slots + positions % ring
+        if bool(is_kept.all()):
+            return AllColumns(slots.flatten().to(device))
+        columns = is_kept.flatten().nonzero()[:, 0]
+        return SomeColumns(columns.to(device), slots[is_kept].to(device))
+
+
+def _is_run(positions: Tensor, ring: int) -> bool:
+    """Returns True if positions `[B, S]` are the same run of slots in every row."""
+    num_columns = positions.shape[1]
+    if num_columns == 0:
+        return False
+    first = int(positions[0, 0])
+    last = int(positions[0, -1])
+    # Positions count up, so a row of as many indices as columns has no padding.
+    is_whole = first >= 0 and last - first == num_columns - 1
+    wraps = first // ring != last // ring
+    if not is_whole or wraps:
+        return False
+    return len(positions) == 1 or bool((positions == positions[0]).all())

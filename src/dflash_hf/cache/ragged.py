@@ -96,14 +96,9 @@ class RaggedLayer(CacheLayerMixin):
 
     def write_rows(self, key_BSGE: Tensor, value_BSGE: Tensor, prompts: PromptSlots) -> None:
         """Writes whole prompts in place, or their newest `S` columns; for prefill."""
-        where = prompts.of(self.ring, key_BSGE.shape[1], self.key_buffer.device)
-        for buffer, states in ((self.key_buffer, key_BSGE), (self.value_buffer, value_BSGE)):
-            if isinstance(where, slice):
-                buffer.narrow(1, where.start, where.stop - where.start).copy_(states)
-            else:
-                kept, slots = where
-                new = states.flatten(0, 1) if kept is None else states.flatten(0, 1).index_select(0, kept)
-                buffer.flatten(0, 1).index_copy_(0, slots, new.to(buffer.dtype))
+        destination = prompts.of(self.ring, key_BSGE.shape[1], self.key_buffer.device)
+        destination.write(self.key_buffer, key_BSGE)
+        destination.write(self.value_buffer, value_BSGE)
 
     def read(self, block: RaggedBlock) -> tuple[Tensor, Tensor]:
         """Returns views of the keys and values that a block has to read: `[B, G, extent, E]`."""

@@ -1,4 +1,4 @@
-"""How large the buffers of the ragged cache are, and whether there is room for them before any is allocated."""
+"""Sizes of the ragged cache's buffers, and the check that a device has room for them before any is allocated."""
 
 from __future__ import annotations
 
@@ -13,36 +13,34 @@ from dflash_hf.devices import free_memory
 
 
 class LayerShape(NamedTuple):
-    """What one layer of the cache is."""
+    """Sizes, dtypes and device of one layer of the cache."""
 
-    num_heads: int  # key/value heads
-    # Head sizes.
-    key_size: int
-    value_size: int
-    # Sliding window in tokens, the query included, or without it where the window counts from the anchor; `None` for
-    # full attention.
+    num_heads: int  # key and value heads
+    key_size: int  # numbers in a key
+    value_size: int  # numbers in a value
+    # The sliding window in tokens, `None` for full attention. The query is one of them, unless the window counts from
+    # the anchor.
     window: int | None
-    # Of keys and values.
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the keys
     value_dtype: torch.dtype
-    device: torch.device  # where they are
+    device: torch.device
 
     def ring(self, max_length: int, block: int) -> int:
-        """Returns the number of slots that rows of `max_length` tokens need when blocks have `block` tokens.
-
-        A rejected token may have replaced the one `ring` positions before it; with window + block slots that one was
-        out of every later query's window.
-        """
-        return max_length if self.window is None else min(max_length, self.window + block)
+        """Returns the number of slots that rows of `max_length` tokens need when blocks have `block` tokens."""
+        if self.window is None:
+            return max_length
+        # A rejected token may have replaced the token `ring` positions before it. With window + block slots, that one
+        # was out of the window of every later query.
+        return min(max_length, self.window + block)
 
     def num_bytes(self, batch: int, max_length: int, block: int) -> int:
         """Returns the size of the layer's buffers in bytes."""
-        numbers = self.key_size * self.dtype.itemsize + self.value_size * self.value_dtype.itemsize
-        return batch * self.ring(max_length, block) * self.num_heads * numbers
+        head_bytes = self.key_size * self.dtype.itemsize + self.value_size * self.value_dtype.itemsize
+        return batch * self.ring(max_length, block) * self.num_heads * head_bytes
 
 
 class OutOfRoomError(ValueError):
-    """K/V buffers would be larger than what is free of a device's memory."""
+    """K/V buffers would be larger than the free memory of a device."""
 
 
 def check_memory(
@@ -52,26 +50,42 @@ def check_memory(
     block: int,
     freed: Mapping[torch.device, int] = MappingProxyType({}),
 ) -> None:
-    """Raises `OutOfRoomError` if layers' buffers are larger than what is free of their device, and says what fits.
+    """Raises `OutOfRoomError` if the layers' buffers are larger than the free memory of their device.
 
-    `freed` are the bytes that are given back on the way, less those that are needed whatever the length; for the
-    others see [`RaggedCache`].
+    The message says how long rows can be.
+
+    Args:
+        shapes (sequence of `LayerShape`): The layers.
+        batch, max_length, block (`int`): Sizes as in [`RaggedCache`].
+        freed (mapping of `torch.device` to `int`): Bytes that are given back while the buffers are filled, less the
+            bytes that are needed besides, whatever the length.
     """
     for device in {shape.device for shape in shapes}:
-        here = [shape for shape in shapes if shape.device == device]
         free = free_memory(device)
-
-        def needed(length: int, here: Sequence[LayerShape] = here) -> int:
-            return sum(shape.num_bytes(batch, length, block) for shape in here)
-
         if free is None:
             continue
         free += freed.get(device, 0)
-        if needed(max_length) <= free:
+        layers = [shape for shape in shapes if shape.device == device]
+        needed = _needed(layers, batch, max_length, block)
+        if needed <= free:
             continue
-        fits = max(bisect.bisect_right(range(max_length), free, key=needed) - 1, 0)
+        fits = _longest_fit(layers, batch, max_length, block, free)
         raise OutOfRoomError(
-            f"expected K/V buffers of at most {free:,} bytes (what is free on {device}), got {needed(max_length):,} "
+            f"expected K/V buffers of at most {free:,} bytes (what is free on {device}), got {needed:,} "
             f"for {batch} rows of {max_length:,} tokens, a block included; rows can have at most {fits:,} tokens: "
             "lower max_new_tokens or the number of rows"
         )
+
+
+def _needed(shapes: Sequence[LayerShape], batch: int, length: int, block: int) -> int:
+    """Returns the bytes of these layers' buffers for rows of `length` tokens."""
+    return sum(shape.num_bytes(batch, length, block) for shape in shapes)
+
+
+def _longest_fit(shapes: Sequence[LayerShape], batch: int, max_length: int, block: int, free: int) -> int:
+    """Returns the greatest length of rows, below `max_length`, whose buffers fit into `free` bytes."""
+    # The size grows with the length, so a binary search finds the greatest one.
+    num_fitting = bisect.bisect_right(
+        range(max_length), free, key=lambda length: _needed(shapes, batch, length, block)
+    )
+    return max(num_fitting - 1, 0)
