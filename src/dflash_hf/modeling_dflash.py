@@ -97,7 +97,6 @@ class DFlashAttention(nn.Module):
         What `project_q`, `project_kv` and `RaggedCache.extend` do, behind the projections by a kernel where
         `ops.writes` says so.
         """
-        assert cache.block is not None
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key, value = (f(hidden_states).view(shape) for f in (self.q_proj, self.k_proj, self.v_proj))
         norms = (self.q_norm.weight, self.k_norm.weight)
@@ -289,7 +288,6 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             `torch.Tensor` of shape `[B, K, D]`: States after the final norm, ready for the target's head.
         """
         block = cache.block
-        assert block is not None
         features = None
         earlier = 0
         positions = block.positions

@@ -2,14 +2,17 @@
 
 A block is written at `lengths[b] .. lengths[b] + width - 1`. Accepting `n` tokens means `lengths[b] += n`; the next
 block overwrites every stale slot before anything reads it. Full layers hold the whole row, sliding layers a ring of
-window + block slots. The target and the draft use the same class. A target's recurrent layers, which keep a state
-instead of keys and values, are in `recurrent`.
+window + block slots. Target and draft use the same class. A target's recurrent layers, which keep a state instead of
+keys and values, are in `recurrent`.
+
+Shapes: `B` rows, `R` slots of a row, `G` key/value heads, `E` head size, `K` tokens of a block, `S` of a prompt.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,8 +33,11 @@ from dflash_hf.errors import require
 class RaggedLayer(CacheLayerMixin):
     """Keys and values of one layer, token-major: `[B, R, G, E]`, handed out as `[B, G, R, E]` views.
 
-    Token-major makes a block's write one `index_copy_` whatever the batch size. Zeros to begin with: a masked slot
-    still enters `weight * value`, and 0 * NaN is NaN.
+    Args:
+        shape (`LayerShape`): The layer's heads, window, dtypes and device.
+        batch (`int`): Rows.
+        max_length (`int`): Longest row in tokens.
+        block (`int`): Longest block.
     """
 
     is_sliding = False
@@ -41,61 +47,57 @@ class RaggedLayer(CacheLayerMixin):
         super().__init__()
         self.shape = shape
         self.ring = shape.ring(max_length, block)
+        # Token-major order makes a block's write one `index_copy_`, whatever the batch size.
         rows = (batch, self.ring, shape.num_heads)
-        where = shape.device
+        # Zeros, because a masked slot still enters `weight * value`, and 0 * NaN is NaN.
         with plain_tensors():
-            keys = torch.zeros(*rows, shape.key_size, dtype=shape.dtype, device=where)
-            values = torch.zeros(*rows, shape.value_size, dtype=shape.value_dtype, device=where)
-        self._hold(keys, values)
+            keys = torch.zeros(*rows, shape.key_size, dtype=shape.dtype, device=shape.device)
+            values = torch.zeros(*rows, shape.value_size, dtype=shape.value_dtype, device=shape.device)
+        self._set_buffers(keys, values)
         self.is_initialized = True
 
-    def _hold(self, key_buffer: Tensor, value_buffer: Tensor) -> None:
-        """Takes these for its buffers."""
+    def _set_buffers(self, key_buffer: Tensor, value_buffer: Tensor) -> None:
+        """Sets the buffers and forgets the views of earlier ones."""
         self.key_buffer = key_buffer
         self.value_buffer = value_buffer
-        # Views, made once, where they are needed, and not for every write and read.
-        self._rows: list[Tensor] = []
-        self._all: list[Tensor] = []
-        self._views: tuple[Tensor, Tensor] | None = None
+        # Views are made at their first use and kept: a step of every layer reads and writes by them.
+        self._flat_views: list[Tensor] = []
+        self._head_views: list[Tensor] = []
+        self._read_views = (key_buffer, value_buffer)
+        self._read_extent = -1  # slots of `_read_views`; none have been made yet
 
     def grow(self, ring: int) -> None:
-        """Moves what is held into buffers of `ring` slots; the old ones must never have wrapped."""
-
-        def longer(old: Tensor) -> Tensor:
-            with plain_tensors():
-                new = old.new_zeros(old.shape[0], ring, *old.shape[2:])
-                new[:, : self.ring] = old
-            return new
-
-        self._hold(longer(self.key_buffer), longer(self.value_buffer))
+        """Moves keys and values into buffers of `ring` slots; the old ones must never have wrapped."""
+        self._set_buffers(_lengthened(self.key_buffer, ring), _lengthened(self.value_buffer, ring))
         self.ring = ring
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keeps these rows alone; see [`kept_rows`]."""
-        self._hold(kept_rows(self.key_buffer, rows), kept_rows(self.value_buffer, rows))
+        self._set_buffers(kept_rows(self.key_buffer, rows), kept_rows(self.value_buffer, rows))
 
     def write(self, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> None:
         """Writes a block in place at each row's length; no host sync."""
         if block.is_exact and block.bound is not None and block.bound <= self.ring:
-            # The host knows where the one row ends: two copies, and nothing looked up.
+            # The host knows where every row ends, so that two copies do and no slot is looked up.
             first = block.bound - block.width
             self.key_buffer.narrow(1, first, block.width).copy_(key_BKGE)
             self.value_buffer.narrow(1, first, block.width).copy_(value_BKGE)
             return
-        if not self._rows:
+        if not self._flat_views:
+            # A view that is made in inference mode could not be written to outside it.
             with plain_tensors():
-                self._rows = [buffer.flatten(0, 1) for buffer in self.buffers()]
-        keys, values = self._rows
+                self._flat_views = [buffer.flatten(0, 1) for buffer in self.buffers()]
+        keys, values = self._flat_views
         slots = block.on(keys.device).slots(self.ring)
         if key_BKGE.dtype != keys.dtype or value_BKGE.dtype != values.dtype:
-            # Under autocast keys and values need not have the dtypes they had in the prefill.
+            # Autocast may give keys and values another dtype than they had in the prefill.
             key_BKGE = key_BKGE.to(keys.dtype)
             value_BKGE = value_BKGE.to(values.dtype)
         keys.index_copy_(0, slots, key_BKGE.flatten(0, 1))
         values.index_copy_(0, slots, value_BKGE.flatten(0, 1))
 
     def write_rows(self, key_BSGE: Tensor, value_BSGE: Tensor, prompts: PromptSlots) -> None:
-        """Writes whole prompts in place, or their newest `S` columns; for prefill."""
+        """Writes whole prompts in place, or their newest `S` columns; for the prefill."""
         destination = prompts.of(self.ring, key_BSGE.shape[1], self.key_buffer.device)
         destination.write(self.key_buffer, key_BSGE)
         destination.write(self.value_buffer, value_BSGE)
@@ -103,47 +105,59 @@ class RaggedLayer(CacheLayerMixin):
     def read(self, block: RaggedBlock) -> tuple[Tensor, Tensor]:
         """Returns views of the keys and values that a block has to read: `[B, G, extent, E]`."""
         extent = block.extent(self.ring)
-        if self._views is None or self._views[0].shape[2] != extent:
-            self._all = self._all or [buffer.transpose(1, 2) for buffer in self.buffers()]
-            keys, values = self._all
-            self._views = (keys.narrow(2, 0, extent), values.narrow(2, 0, extent))
-        return self._views
+        if extent != self._read_extent:
+            if not self._head_views:
+                self._head_views = [buffer.transpose(1, 2) for buffer in self.buffers()]
+            keys, values = self._head_views
+            self._read_views = (keys.narrow(2, 0, extent), values.narrow(2, 0, extent))
+            self._read_extent = extent
+        return self._read_views
 
     def read_rows(self, positions_BC: Tensor) -> tuple[Tensor, Tensor]:
         """Returns copies of the keys and values at indices `[B, C]` int64 that were written: `[B, G, C, E]`.
 
-        Zeros at negative indices, and in a ring where the row's newest given index no longer sees one.
+        A copy is zero where the index is negative, and where it is out of the window of the row's newest given index.
         """
         positions = positions_BC.to(self.key_buffer.device)
-        missing = positions < 0
+        is_missing = positions < 0
         if self.shape.window is not None:
-            missing = missing | (positions <= positions.amax(dim=1, keepdim=True) - self.shape.window)
+            newest = positions.amax(dim=1, keepdim=True)
+            is_missing = is_missing | (positions <= newest - self.shape.window)
         rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
         slots = positions.clamp_min(0) % self.ring
-        keys, values = (
-            buffer[rows, slots].masked_fill_(missing[:, :, None, None], 0).transpose(1, 2)
-            for buffer in (self.key_buffer, self.value_buffer)
-        )
-        return keys, values
+        hidden = is_missing[:, :, None, None]
+        keys = self.key_buffer[rows, slots].masked_fill_(hidden, 0)
+        values = self.value_buffer[rows, slots].masked_fill_(hidden, 0)
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def take(self, source: Any, prompts: PromptSlots, keep: bool) -> None:
+        """Copies a filled layer of an ordinary cache in and releases it, unless `keep` is True."""
+        # A sliding layer has kept its newest columns alone: the last ones of the prompt.
+        keys, values = stored_columns(source)
+        self.write_rows(keys.transpose(1, 2), values.transpose(1, 2), prompts)
+        if not keep:
+            source.keys = None
+            source.values = None
+            source.is_initialized = False
 
     def buffers(self) -> tuple[Tensor, Tensor]:
         """Returns keys and values, `[B, R, G, E]` each."""
         return self.key_buffer, self.value_buffer
 
     def clear(self) -> None:
-        """Empties the buffers in place: what a masked slot holds must be finite."""
+        """Fills the buffers with zeros, in place: the content of a masked slot must be finite."""
         self.key_buffer.zero_()
         self.value_buffer.zero_()
 
     def release(self) -> None:
         """Drops the buffers; nothing can be read or written afterwards."""
-        self._hold(self.key_buffer.new_empty(0), self.value_buffer.new_empty(0))
+        self._set_buffers(self.key_buffer.new_empty(0), self.value_buffer.new_empty(0))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Does nothing: the buffers exist from the start."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Is not used: `RaggedCache.update` writes, because it knows where the rows stand."""
+        """Raises `NotImplementedError`: `RaggedCache.update` writes, because it knows where the rows stand."""
         raise NotImplementedError("expected RaggedCache.update, got a call on its layer; call it on the cache")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -151,7 +165,7 @@ class RaggedLayer(CacheLayerMixin):
         return self.ring, 0
 
     def get_seq_length(self) -> int:
-        """Returns 0: rows have lengths of their own, on the device, and positions are always passed explicitly."""
+        """Returns 0: each row has its own length, on the device, and positions are always passed explicitly."""
         return 0
 
     def get_max_length(self) -> int:
@@ -173,12 +187,19 @@ class RaggedCache(Cache):
         self.attention = {i: RaggedLayer(shape, batch, max_length, block) for i, shape in enumerate(shapes)}
         super().__init__(layers=[*self.attention.values()])
         self.longest_block = block
-        self.block: RaggedBlock | None = None
-        # What was handed out last, for attention to run over, and the layers over which it has run since `begin`.
+        self.groups: list[RecurrentGroup] = []
+        self._block: RaggedBlock | None = None
+        # The layer whose keys were handed out last and their number of slots, for `attend` to compare.
         self._layer = 0
         self._num_slots = 0
+        # The layers over which attention has run since `begin`.
         self._attended: set[int] = set()
-        self.groups: list[RecurrentGroup] = []
+
+    @property
+    def block(self) -> RaggedBlock:
+        """The block that was begun last; there is none before the first `begin`."""
+        assert self._block is not None, "begin comes before reads and writes"
+        return self._block
 
     @classmethod
     def take_prefill(
@@ -189,75 +210,69 @@ class RaggedCache(Cache):
         block: int,
         keep: bool = False,
         into: RaggedCache | None = None,
-        recurrences: Mapping[int, Recurrence] | None = None,
+        recurrences: Mapping[int, Recurrence] = MappingProxyType({}),
     ) -> RaggedCache:
         """Moves an ordinary prefill cache in, row by row without its padding, emptying it layer by layer.
 
         Args:
-            prefill (`Cache`): What the target filled, left-padded; each layer is released once it is copied.
+            prefill (`Cache`): The cache that the target filled, left-padded; each layer is released once it is copied.
             positions_BS (`torch.Tensor` of shape `[B, S]`, int64): Index of each prompt token, negative for padding.
-            max_length, block: See the class.
-            keep (`bool`): Copy only: `prefill` stays as it is.
-            into (`RaggedCache`, *optional*): Cleared buffers for rows of `max_length` tokens, used if they have the
-                prefill's shapes and dtypes; the result is another cache if they do not.
-            recurrences (`dict[int, Recurrence]`, *optional*): The target's recurrent layers by index.
+            max_length, block (`int`): Sizes as in the class.
+            keep (`bool`): Whether `prefill` stays as it is.
+            into (`RaggedCache`, *optional*): Cleared buffers for rows of `max_length` tokens, which are used if they
+                have the prefill's shapes and dtypes. The result is a new cache otherwise.
+            recurrences (mapping of `int` to `Recurrence`, *optional*): The target's recurrent layers by index.
 
-        Raises `ValueError` if a layer has no keys and values and is none of `recurrences`, or there is no room.
+        Returns:
+            `RaggedCache`: The filled cache, `into` where that fits.
+
+        Raises:
+            ValueError: If a layer without keys and values is none of `recurrences`, or there is no room.
         """
-        recurrent = plan_groups(prefill, recurrences or {}, block)
+        plans = plan_groups(prefill, recurrences, block)
         batch = positions_BS.shape[0]
-        shapes = dict[int, LayerShape]()
-        freed = defaultdict[torch.device, int](int)
-        for index, layer in enumerate(list[Any](prefill.layers)):
-            if index not in (recurrences or {}):
-                shape = _shape_of(layer, index, positions_BS.shape[1])
-                shapes[index] = shape
-                freed[shape.device] += 0 if keep else layer.keys.nbytes + layer.values.nbytes
-        if not shapes:
-            raise ValueError(
-                "expected a prefill cache with attention layers, got none; does the target use its cache?"
-            )
-        cache = into if into is not None and into.has_shapes(shapes, recurrent, batch) else None
-        if cache is None:
-            for plan, members in recurrent:
+        shapes = _shapes_of(prefill, recurrences, positions_BS.shape[1])
+        fits = into is not None and into.has_shapes(shapes, plans, batch)
+        if into is not None and fits:
+            cache = into
+        else:
+            freed = defaultdict[torch.device, int](int)
+            if not keep:
+                freed = _num_bytes_of(prefill, shapes)
+            for plan, members in plans:
                 freed[plan.device] -= plan.num_bytes() * len(members)
             check_memory([*shapes.values()], batch, max_length, block, freed)
             cache = cls([], batch=batch, max_length=0, block=block)
-            cache.groups = [RecurrentGroup(*members) for members in recurrent]
-        prompts = PromptSlots(positions_BS)
-        states = dict[int, RecurrentLayer]()
+            cache.groups = [RecurrentGroup(*members) for members in plans]
+        states: dict[int, RecurrentLayer] = {}
         for group in cache.groups:
-            group.take(prefill.layers, (positions_BS[:, -1] + 1).to(group.plan.device), keep)
+            lengths = positions_BS[:, -1] + 1
+            group.take(prefill.layers, lengths.to(group.plan.device), keep)
             states |= group.layers()
-        for index, source in enumerate(list[Any](prefill.layers)):
-            if cache is not into and index in shapes:
+        prompts = PromptSlots(positions_BS)
+        # A layer is allocated after the one before has been released: the memory of one cache is enough for both.
+        for index, source in enumerate(prefill.layers):
+            is_attention = index in shapes
+            if is_attention and not fits:
                 cache.attention[index] = RaggedLayer(shapes[index], batch, max_length, block)
-            if cache is not into:
-                cache.layers.append(cache.attention[index] if index in shapes else states[index])
-            if index not in shapes:
-                continue
-            # A sliding layer kept only its newest columns: they are the last ones of the prompt.
-            keys, values = stored_columns(source)
-            cache.attention[index].write_rows(keys.transpose(1, 2), values.transpose(1, 2), prompts)
-            if not keep:
-                source.keys = None
-                source.values = None
-                source.is_initialized = False
-            del keys, values
+            if is_attention:
+                cache.attention[index].take(source, prompts, keep)
+            if not fits:
+                cache.layers.append(cache.attention[index] if is_attention else states[index])
         return cache
 
-    def has_shapes(self, shapes: Mapping[int, LayerShape], recurrent: Sequence[Members], batch: int) -> bool:
-        """Returns True if the layers are what would be allocated for these, whatever their length."""
-        return (
-            {index: layer.shape for index, layer in self.attention.items()} == shapes
-            and all(layer.key_buffer.shape[0] == batch for layer in self.attention.values())
-            and len(self.groups) == len(recurrent)
-            and all(group.is_for(*members) for group, members in zip(self.groups, recurrent, strict=True))
-        )
+    def has_shapes(self, shapes: Mapping[int, LayerShape], plans: Sequence[Members], batch: int) -> bool:
+        """Returns True if a new cache for these layers would have the same buffers, apart from their length."""
+        own_shapes = {index: layer.shape for index, layer in self.attention.items()}
+        if own_shapes != shapes or len(self.groups) != len(plans):
+            return False
+        if any(layer.key_buffer.shape[0] != batch for layer in self.attention.values()):
+            return False
+        return all(group.is_for(*members) for group, members in zip(self.groups, plans, strict=True))
 
     def begin(self, block: RaggedBlock) -> None:
-        """Says where the next writes go; recurrent states follow to where the block begins."""
-        self.block = block
+        """Sets the block that is written next, and takes recurrent states on to its beginning."""
+        self._block = block
         self._attended.clear()
         self._num_slots = 0
         self.advance(block)
@@ -266,69 +281,76 @@ class RaggedCache(Cache):
                 layer.begin(block.width)
 
     def advance(self, block: RaggedBlock) -> None:
-        """Takes recurrent states on to where a block begins: by what the last one has kept."""
+        """Takes recurrent states on to where a block begins: by the tokens that each row has kept of the last one."""
         for group in self.groups:
             group.replay(block.on(group.plan.device).lengths)
 
     def grow(self, max_length: int) -> None:
-        """Makes room for rows of `max_length` tokens, a block included; or raises `OutOfRoomError`, nothing changed.
+        """Makes room for rows of `max_length` tokens, a block included.
 
-        Rows must have fitted in until now. A ring that holds its window and a block needs no more.
+        Rows must have fitted in until now. Raises `OutOfRoomError` before anything is changed.
         """
         block = self.longest_block
+        # A ring that holds its window and a block is long enough for any row.
+        too_short = [layer for layer in self.attention.values() if layer.ring < layer.shape.ring(max_length, block)]
+        if not too_short:
+            return
         freed = defaultdict[torch.device, int](int)
-        longer = [layer for layer in self.attention.values() if layer.ring < layer.shape.ring(max_length, block)]
-        for layer in longer:
+        for layer in too_short:
             freed[layer.shape.device] += layer.key_buffer.nbytes + layer.value_buffer.nbytes
-        batch = len(longer[0].key_buffer) if longer else 0
-        check_memory([layer.shape for layer in longer], batch, max_length, block, freed)
-        for layer in longer:
+        batch = len(too_short[0].key_buffer)
+        check_memory([layer.shape for layer in too_short], batch, max_length, block, freed)
+        for layer in too_short:
             layer.grow(layer.shape.ring(max_length, block))
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Keeps these rows alone, where all layers are of attention; see [`kept_rows`]."""
+        """Keeps these rows alone; see [`kept_rows`]. All layers must be of attention."""
         for layer in self.attention.values():
             layer.keep_rows(rows)
 
     def keep_path(self, path_BN: Tensor, lengths: Tensor) -> None:
-        """Moves keys and values of the path accepted of a tree to where a chain would have written them, in place.
+        """Moves the keys and values of a tree's accepted path to the slots of a chain, in place.
 
-        All layers are of attention.
+        All layers must be of attention.
 
         Args:
             path_BN (`torch.Tensor` of shape `[B, n]`, int64): The node at each depth, the anchor first, 0 behind its
                 end.
-            lengths (`torch.Tensor` of shape `[B]`, int64): Where the anchors stand; before the commit.
+            lengths (`torch.Tensor` of shape `[B]`, int64): Where the anchors stand, before the commit.
         """
-        of_device = defaultdict[torch.device, list[Tensor]](list)
+        # One call moves all the buffers of a device.
+        by_device = defaultdict[torch.device, list[Tensor]](list)
         for buffer in self.buffers():
-            of_device[buffer.device].append(buffer)
-        for device, buffers in of_device.items():
+            by_device[buffer.device].append(buffer)
+        for device, buffers in by_device.items():
             path = path_BN.to(device)
-            ops.either(ops.keep_path, path)(path, lengths.to(device), buffers)
+            move = ops.either(ops.keep_path, path)
+            move(path, lengths.to(device), buffers)
 
     def attend(self, keys: Tensor) -> tuple[RaggedBlock, int | None]:
-        """Notes that attention runs over `keys`; returns the block that was begun and the window of their layer.
+        """Records that attention runs over `keys`; returns the block that was begun and the window of their layer.
 
-        A layer counts as passed only over as many slots as were handed out for it: one that has a cache of its own
-        attends to others. They need not be the same keys: DeepSeek's are expanded in between. The window is the
-        cache's: Moshi's slides there alone, not in its attention.
+        The window is that of the cache: Moshi's cache slides and its attention does not.
         """
-        assert self.block is not None
+        # The number of slots tells whether these keys are those that were handed out: a layer with a cache of its own
+        # attends to another number. The tensor does not tell: DeepSeek expands the keys in between.
         if keys.shape[2] == self._num_slots:
             self._attended.add(self._layer)
         return self.block, self.attention[self._layer].shape.window
 
     def check_passed(self) -> None:
-        """Raises `RuntimeError` unless a forward over the block that was begun went through every layer as it must.
+        """Raises `RuntimeError` unless a forward over the block that was begun used every layer of this cache.
 
-        Attention went over this cache, and recurrent layers handed over what they made of the block.
+        Each attention layer must have run over the keys and values that it was given, and each recurrent layer must
+        have handed over the inputs of its recurrence.
         """
-        layers = enumerate(self.layers)
-        passed_by = [index for index, layer in layers if isinstance(layer, RecurrentLayer) and layer.waiting]
-        if passed_by:
+        unused: list[int] = []
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, RecurrentLayer) and layer.waiting:
+                unused.append(index)
+        if unused:
             raise RuntimeError(
-                f"expected the inputs of the recurrences in layers {passed_by}, got none; a compiled or replaced "
+                f"expected the inputs of the recurrences in layers {unused}, got none; a compiled or replaced "
                 "module runs no hooks, use the model as it was before"
             )
         missing = self.attention.keys() - self._attended
@@ -339,14 +361,12 @@ class RaggedCache(Cache):
             )
 
     def extend(self, layer_idx: int, key_BKGE: Tensor, value_BKGE: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the keys and values of the block that was begun and returns the `[B, G, extent, E]` to attend to."""
-        assert self.block is not None
+        """Writes keys and values of the block that was begun, then returns all to attend to: `[B, G, extent, E]`."""
         self.attention[layer_idx].write(key_BKGE, value_BKGE, self.block)
         return self.read(layer_idx)
 
     def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Returns the `[B, G, extent, E]` to attend to, with the block that was begun, whose own have been written."""
-        assert self.block is not None
+        """Returns all keys and values to attend to, those of the begun block included: `[B, G, extent, E]`."""
         keys, values = self.attention[layer_idx].read(self.block)
         self._layer = layer_idx
         self._num_slots = keys.shape[2]
@@ -359,8 +379,13 @@ class RaggedCache(Cache):
         return self.extend(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
 
     def buffers(self) -> list[Tensor]:
-        """Returns all buffers, keys and values of one layer after the other, then the recurrent ones."""
-        return [buffer for part in (*self.attention.values(), *self.groups) for buffer in part.buffers()]
+        """Returns all buffers: keys and values of one layer after the other, then the recurrent ones."""
+        buffers: list[Tensor] = []
+        for layer in self.attention.values():
+            buffers.extend(layer.buffers())
+        for group in self.groups:
+            buffers.extend(group.buffers())
+        return buffers
 
     def num_bytes(self) -> int:
         """Returns the size of all buffers in bytes."""
@@ -368,9 +393,10 @@ class RaggedCache(Cache):
 
 
 def kept_rows(buffer: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
-    """Puts these rows of a buffer, in place, at its beginning and returns a view of them: nothing else is copied.
+    """Moves these rows to the beginning of a buffer, in place, and returns a view of them.
 
-    Row `rows[i]` of dimension `dim` goes to place `i`; one that moves must come from behind the last place.
+    Row `rows[i]` of dimension `dim` goes to place `i`. A row that moves must come from behind the last place: no other
+    row is copied.
     """
     for place, row in enumerate(rows):
         if place != row:
@@ -378,8 +404,39 @@ def kept_rows(buffer: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
     return buffer.narrow(dim, 0, len(rows))
 
 
+def _lengthened(buffer: Tensor, ring: int) -> Tensor:
+    """Returns a copy of a buffer `[B, R, G, E]` with `ring` slots, the new ones zero."""
+    with plain_tensors():
+        new = buffer.new_zeros(buffer.shape[0], ring, *buffer.shape[2:])
+        new[:, : buffer.shape[1]] = buffer
+    return new
+
+
+def _shapes_of(prefill: Cache, recurrences: Mapping[int, Recurrence], num_columns: int) -> dict[int, LayerShape]:
+    """Returns the shapes of a filled cache's attention layers by index; raises `ValueError` if there are none."""
+    shapes: dict[int, LayerShape] = {}
+    for index, layer in enumerate(prefill.layers):
+        if index not in recurrences:
+            shapes[index] = _shape_of(layer, index, num_columns)
+    if not shapes:
+        raise ValueError("expected a prefill cache with attention layers, got none; does the target use its cache?")
+    return shapes
+
+
+def _num_bytes_of(prefill: Cache, shapes: Mapping[int, LayerShape]) -> defaultdict[torch.device, int]:
+    """Returns the bytes of a filled cache's keys and values on each device."""
+    sizes = defaultdict[torch.device, int](int)
+    for index, shape in shapes.items():
+        layer: Any = prefill.layers[index]
+        sizes[shape.device] += layer.keys.nbytes + layer.values.nbytes
+    return sizes
+
+
 def _shape_of(source: Any, index: int, num_columns: int) -> LayerShape:
-    """What a filled layer will be moved into; refuses one without keys and values of the prompt's columns."""
+    """Returns the shape of the layer that a filled one is moved into.
+
+    Raises `ValueError` for a layer without keys and values of all columns of the prompt.
+    """
     keys = getattr(source, "keys", None)
     values = getattr(source, "values", None)
     if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
@@ -389,21 +446,34 @@ def _shape_of(source: Any, index: int, num_columns: int) -> LayerShape:
         )
     num_filled = int(source.get_seq_length())
     what = f"keys of {num_columns} prompt tokens in layer {index} of the prefill cache"
-    reason = "adds tokens to the prompt" if num_filled > num_columns else "does not keep the whole prompt in it"
+    reason = "does not keep the whole prompt in it"
+    if num_filled > num_columns:
+        reason = "adds tokens to the prompt"
     require(num_filled == num_columns, what, num_filled, f"the target {reason}, drop assistant_model")
     keys, values = stored_columns(source)
-    # One that records its past wants all of it back.
-    window = None if getattr(source, "record_past", False) else layer_window(source)
-    return LayerShape(keys.shape[1], keys.shape[3], values.shape[3], window, keys.dtype, values.dtype, keys.device)
+    window = layer_window(source)
+    if getattr(source, "record_past", False):
+        # A cache that records its past is given all of it back, also from before the window.
+        window = None
+    return LayerShape(
+        num_heads=keys.shape[1],
+        key_size=keys.shape[3],
+        value_size=values.shape[3],
+        window=window,
+        dtype=keys.dtype,
+        value_dtype=values.dtype,
+        device=keys.device,
+    )
 
 
 def stored_columns(layer: Any) -> tuple[Tensor, Tensor]:
-    """Returns the columns that an initialised layer of an ordinary cache holds: `[B, G, n, E]`, the newest `n`.
+    """Returns the newest `n` columns, those that an initialised layer of an ordinary cache holds: `[B, G, n, E]`.
 
-    A static layer's buffer may be longer than what it holds. Reads its length on the host.
+    Reads the length of a static layer on the host.
     """
     if not isinstance(layer, StaticLayer):
         return layer.keys, layer.values
+    # A static layer's buffer may be longer than the text, and a sliding one's text longer than the buffer.
     assert layer.keys is not None
     assert layer.values is not None
     num = min(int(layer.get_seq_length()), layer.max_cache_len)
@@ -411,7 +481,9 @@ def stored_columns(layer: Any) -> tuple[Tensor, Tensor]:
 
 
 def layer_window(layer: Any) -> int | None:
-    """Returns how many tokens, the query included, a layer of an ordinary cache is for; `None` is all of them."""
+    """Returns the window of a layer of an ordinary cache in tokens, the query included; `None` without a window."""
     if not layer.is_sliding:
         return None
-    return layer.max_cache_len if isinstance(layer, StaticLayer) else getattr(layer, "sliding_window", None)
+    if isinstance(layer, StaticLayer):
+        return layer.max_cache_len
+    return getattr(layer, "sliding_window", None)

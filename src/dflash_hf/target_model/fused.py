@@ -328,7 +328,6 @@ def _attend_by(
     write: Callable[..., Tensor], module: Any, eps: float, cache: RaggedCache, states: Tensor, kwargs: dict[str, Any]
 ) -> tuple[Tensor, None]:
     """Attention over the ragged cache, its queries, keys and values by `norm_rope_write` or its reference."""
-    assert cache.block is not None
     shape = (*states.shape[:-1], -1, module.head_dim)
     index = module.layer_idx
     heads = [project(states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj)]
