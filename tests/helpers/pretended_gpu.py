@@ -247,5 +247,5 @@ def captured_step(run: Run) -> Step:
 def _written_by_step(cache: Any) -> list[Tensor]:
     """The buffers of a cache that every step writes."""
     constant = [t for group in cache.groups for t in (group._steps, group._columns)]
-    noted = [group.noted for group in cache.groups if not group.noted.numel()]
-    return [t for t in cache.buffers() if not any(t is other for other in (*constant, *noted))]
+    empty = [group.projections for group in cache.groups if not group.projections.numel()]
+    return [t for t in cache.buffers() if not any(t is other for other in (*constant, *empty))]

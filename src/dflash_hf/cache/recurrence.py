@@ -1,12 +1,12 @@
-"""Which recurrent layers can be taken back exactly, and how: all that is known of their families.
+"""The kinds of recurrent layers whose states can be taken back exactly, and how each runs over a block again.
 
-A recurrent state cannot be cropped. So a verify leaves it as it was and notes what the layer made of the block: what
-goes into its convolution, and the projections that its gates come from. Once it is known how many tokens each row
-keeps, the layer's own rule runs over the block again from the state before it, with gates that make the other tokens
-leave no trace: no weight matrix is read twice, every row has its own count, every shape is fixed.
+A recurrent state cannot be cropped. So a verify leaves it as it was and records the block: the inputs of the layer's
+convolution, and the projections that its gates come from. When the number of tokens that each row keeps is known, the
+layer's own rule runs over the block again from the state before it. Gates of the tokens that are not kept are set so
+that these leave no trace. No weight matrix is read twice, every row has its own count, and every shape is fixed.
 
-Shapes: `L` layers alike, `B` rows, `W` tokens of a block, `C` channels of the convolution, `k` of its window,
-`G` noted numbers per token.
+Shapes: `L` layers of one kind and size, `B` rows, `W` tokens of a block, `C` channels of the convolution, `k` columns
+of its window, `G` recorded numbers per token.
 """
 
 from __future__ import annotations
@@ -25,48 +25,49 @@ _RELEASES = "Transformers 5.16 to 5.24 have it"
 
 
 class Recurrence(NamedTuple):
-    """The recurrent part of one decoder layer: what kind it is, and the module that keeps the state."""
+    """The recurrent part of one decoder layer: its rule, and the module that keeps the state."""
 
     rule: Rule
     module: nn.Module
 
 
-class Noted(NamedTuple):
-    """What is known of a block over which a rule runs again."""
+class RecordedBlock(NamedTuple):
+    """A block over which a rule runs again."""
 
-    modules: Sequence[Any]  # the `L` modules, alike in every size
-    inputs: Tensor  # [L, B, C, k + W]: the convolution's window before the block, and what the block put in
-    projections: Tensor  # [L, B, W, G]: one after the other
+    modules: Sequence[Any]  # the `L` modules, of the same sizes
+    inputs: Tensor  # [L, B, C, k + W]: the convolution's window before the block, and the block's inputs behind it
+    projections: Tensor  # [L, B, W, G]: one projection after the other
     states: Tensor  # [L, B, ...]: before the block; not changed
-    kept: Tensor  # [B, W], bool: which tokens stay
+    is_kept: Tensor  # [B, W], bool
 
 
 class Rule:
-    """One kind of recurrence: where its inputs are found and how it runs over a block again.
+    """One kind of recurrence: where its inputs are found, and how it runs over a block again.
 
-    Here the convolution's window is the whole state, and the cache sees all there is.
+    In this base class the convolution's window is the whole state, which needs no replay.
     """
 
-    # As users know it.
+    # The name in messages.
     name: ClassVar[str]
-    # What the module must have besides its projections, and the functions that its forward must be using.
+    # The attributes that the module must have besides its projections.
     attributes: ClassVar[tuple[str, ...]]
+    # The functions that the module's forward must call.
     functions: ClassVar[tuple[str, ...]]
-    # The convolution's place in the module.
+    # The name of the convolution in the module.
     convolution: ClassVar[str] = "conv1d"
-    # Whether the module writes into the state that it is handed where it is given a single token.
+    # Whether the module writes into the state that it is given, where its input is a single token.
     writes_state: ClassVar[bool] = False
 
     def projections(self, module: Any) -> dict[str, int]:
-        """Returns the submodules whose outputs the gates come from, with the number of last columns that count."""
+        """Returns the names of the submodules whose outputs the gates come from, and how many last columns of each."""
         return {}
 
-    def replay(self, block: Noted) -> Tensor:
+    def replay(self, block: RecordedBlock) -> Tensor:
         """Returns the states after the tokens that are kept."""
         return block.states
 
     def why_not(self, module: nn.Module) -> str | None:
-        """Says what a module lacks that its class has in the releases that are known, or `None`."""
+        """Returns what a module lacks that its class has in the supported releases, or `None`."""
         kind = type(module).__name__
         for name in (*self.attributes, self.convolution):
             if not hasattr(module, name):
@@ -78,6 +79,7 @@ class Rule:
             projection = getattr(module, name, None)
             if not isinstance(projection, nn.Module):
                 return f"a {kind} without the projection {name} (renamed, fused or hidden by a quantisation)"
+            # A quantised projection may state no size; it is taken as it is.
             size = getattr(projection, "out_features", num)
             if size < num:
                 return f"a {kind} whose projection {name} gives {size} numbers instead of {num}"
@@ -95,30 +97,36 @@ class GatedDelta(Rule):
     functions = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
 
     def projections(self, module: Any) -> dict[str, int]:
-        """Write strength and decay."""
+        """Returns the projections of write strength and decay."""
         return {"in_proj_b": module.num_v_heads, "in_proj_a": module.num_v_heads}
 
-    def gates(self, module: Any, noted: Tensor) -> tuple[Tensor, Tensor]:
+    def gates(self, module: Any, projected: Tensor) -> tuple[Tensor, Tensor]:
         """Returns write strength and decay `[L, B, W, H]` before their nonlinearities."""
-        return noted.split(module.num_v_heads, dim=-1)  # pyright: ignore[reportReturnType]
+        strength, decay = projected.split(module.num_v_heads, dim=-1)
+        return strength, decay
 
-    def replay(self, block: Noted) -> Tensor:
-        """With `g = 0` and `beta = 0` on the tokens that go: no decay, nothing written. Queries leave no trace."""
+    def replay(self, block: RecordedBlock) -> Tensor:
+        """Returns the states after the kept tokens; the others neither decay (`g = 0`) nor write (`beta = 0`)."""
         first = block.modules[0]
-        mixed = _convolved(block, self.convolution, skip=first.key_dim)
-        key, value = mixed.flatten(0, 1).split([first.key_dim, mixed.shape[-1] - first.key_dim], dim=-1)
+        # The first channels are the queries. They do not enter the state, so they are left out.
+        mixed = _convolved(block, self.convolution, skip=first.key_dim).flatten(0, 1)
+        key, value = mixed.split([first.key_dim, mixed.shape[-1] - first.key_dim], dim=-1)
         key = key.unflatten(-1, (first.num_k_heads, first.head_k_dim))
         value = value.unflatten(-1, (first.num_v_heads, first.head_v_dim))
-        if first.num_k_heads != first.num_v_heads:  # before 5.23 the rule does not do that by itself
+        if first.num_k_heads != first.num_v_heads:
+            # Before Transformers 5.23 the rule does not repeat the keys itself.
             key = key.repeat_interleave(first.num_v_heads // first.num_k_heads, dim=2)
         strength, decay = self.gates(first, block.projections)
-        rate, bias = (_stacked(block.modules, name)[:, None, None] for name in ("A_log", "dt_bias"))
-        kept = block.kept[..., None]
-        # As in the modules' own code; a `where` keeps out what tokens that go may hold.
-        g = torch.where(kept, -rate.float().exp() * F.softplus(decay.float() + bias), 0.0)
-        beta = torch.where(kept, strength.sigmoid(), 0.0)
-        _, after = _function(first, "torch_chunk_gated_delta_rule")(
-            key,
+        rate = _stacked(block.modules, "A_log")[:, None, None]
+        bias = _stacked(block.modules, "dt_bias")[:, None, None]
+        is_kept = block.is_kept[..., None]
+        # Both formulas are those of the modules. A token that is not kept may hold NaN, which a product with 0 would
+        # let through and `where` does not.
+        g = torch.where(is_kept, -rate.float().exp() * F.softplus(decay.float() + bias), 0.0)
+        beta = torch.where(is_kept, strength.sigmoid(), 0.0)
+        run = _function(first, "torch_chunk_gated_delta_rule")
+        _, after = run(
+            key,  # in place of the queries, whose output is dropped
             key,
             value,
             g=g.flatten(0, 1),
@@ -131,15 +139,17 @@ class GatedDelta(Rule):
 
 
 class GroupedGatedDelta(GatedDelta):
-    """The same with both gates in one projection, key head by key head: Qwen3-Next."""
+    """Gated delta rule with both gates in one projection, key head by key head: Qwen3-Next."""
 
     def projections(self, module: Any) -> dict[str, int]:
-        """Write strength and decay together."""
+        """Returns the one projection of write strength and decay."""
         return {"in_proj_ba": 2 * module.num_v_heads}
 
-    def gates(self, module: Any, noted: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes them apart: per key head first the strengths of its value heads, then their decays."""
-        strength, decay = noted.unflatten(-1, (module.num_k_heads, 2, -1)).unbind(dim=-2)
+    def gates(self, module: Any, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns write strength and decay `[L, B, W, H]` before their nonlinearities."""
+        # Each key head has the strengths of its value heads first, then their decays.
+        by_head = projected.unflatten(-1, (module.num_k_heads, 2, -1))
+        strength, decay = by_head.unbind(dim=-2)
         return strength.flatten(-2), decay.flatten(-2)
 
 
@@ -164,39 +174,43 @@ class Mamba2(Rule):
     writes_state = True
 
     def projections(self, module: Any) -> dict[str, int]:
-        """The time steps: the last columns of the only projection."""
+        """Returns the only projection, whose last columns are the time steps."""
         return {"in_proj": module.num_heads}
 
     def why_not(self, module: nn.Module) -> str | None:
-        """Besides what every kind needs: Transformers clamps time steps in a block, not in a single token."""
-        limit = getattr(module, "time_step_limit", (0.0, float("inf")))
-        if tuple(limit) != (0.0, float("inf")):
+        """Returns what a module lacks, or that it clamps time steps, or `None`."""
+        unlimited = (0.0, float("inf"))
+        limit = getattr(module, "time_step_limit", unlimited)
+        if tuple(limit) != unlimited:
             return (
                 f"time steps clamped to {tuple(limit)}, which Transformers does for several tokens at once and not "
                 "for one, so that no verify can equal plain decoding"
             )
         return super().why_not(module)
 
-    def replay(self, block: Noted) -> Tensor:
-        """With a time step of zero on the tokens that go; the layers side by side as heads, whose rates differ."""
+    def replay(self, block: RecordedBlock) -> Tensor:
+        """Returns the states after the kept tokens; the others have a time step of zero."""
         first = block.modules[0]
         num, batch, width = block.projections.shape[:3]
         mixed = _convolved(block, self.convolution)
         groups = first.n_groups * first.ssm_state_size
         values, into, _ = mixed.split([first.intermediate_size, groups, groups], dim=-1)
-        # softplus gives exactly 0 for it.
-        steps = block.projections.masked_fill(~block.kept[..., None], float("-inf"))
+        # The scan takes the softplus of the steps, which is exactly 0 for -inf.
+        steps = block.projections.masked_fill(~block.is_kept[..., None], float("-inf"))
 
+        # The scan has a rate per head, and layers differ in their rates: it runs once, over the heads of all layers.
         def side_by_side(tensor: Tensor, size: int) -> Tensor:
             return tensor.permute(1, 2, 0, 3).reshape(batch, width, -1, size)
 
         into = side_by_side(into, first.ssm_state_size)
-        _, after = _function(first, "mamba2_chunk_scan")(
+        rates = -torch.exp(_stacked(block.modules, "A_log").flatten().float())
+        scan = _function(first, "mamba2_chunk_scan")
+        _, after = scan(
             side_by_side(values, first.head_dim),
             steps.permute(1, 2, 0, 3).flatten(2),
-            -torch.exp(_stacked(block.modules, "A_log").flatten().float()),
+            rates,
             into,
-            into,
+            into,  # in place of the projections that read the state: the output is dropped
             chunk_size=first.chunk_size,
             D=None,
             z=None,
@@ -209,7 +223,8 @@ class Mamba2(Rule):
         return after.unflatten(1, (num, -1)).transpose(0, 1)
 
 
-# Class of the module -> its rule. By name, because what a class computes does not show in what it has.
+# The name of a module's class -> its rule. Attributes would not tell: classes with the same ones compute different
+# things.
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), GatedDelta()),
     "Qwen3NextGatedDeltaNet": GroupedGatedDelta(),
@@ -226,20 +241,22 @@ def supported() -> str:
 def find_recurrence(layer: nn.Module) -> Recurrence | None:
     """Returns the recurrent part of a decoder layer, if it has one of a kind that can be taken back."""
     for module in layer.modules():
-        rule = next((RULES[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in RULES), None)
-        if rule is not None:
-            return Recurrence(rule, module)
+        # A subclass of a known class has its rule, too.
+        for kind in type(module).__mro__:
+            if kind.__name__ in RULES:
+                return Recurrence(RULES[kind.__name__], module)
     return None
 
 
 def _function(module: nn.Module, name: str) -> Any:
-    """A function as the module's own forward finds it: a fast kernel where Transformers has chosen one."""
+    """Returns a function as the module's own forward finds it, or `None`."""
+    # Transformers puts a fast kernel under the same name into the globals of the forward's module.
     forward: Any = inspect.unwrap(type(module).forward)
     return forward.__globals__.get(name)
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor:
-    """A parameter, also while accelerate keeps it elsewhere."""
+    """Returns a parameter, also one that accelerate keeps elsewhere between calls."""
     value: Tensor = getattr(module, name)
     if value.device.type == "meta":
         with brought_in(module):
@@ -248,19 +265,23 @@ def _parameter(module: nn.Module, name: str) -> Tensor:
 
 
 def _stacked(modules: Sequence[Any], name: str) -> Tensor:
-    """One parameter of all modules `[L, ...]`."""
+    """Returns one parameter of all modules: `[L, ...]`."""
     return torch.stack([_parameter(module, name) for module in modules])
 
 
-def _convolved(block: Noted, name: str, skip: int = 0) -> Tensor:
-    """Runs the modules' convolutions in one call `[L, B, W, C - skip]`, without the first `skip` channels."""
+def _convolved(block: RecordedBlock, name: str, skip: int = 0) -> Tensor:
+    """Returns the convolved inputs of all modules, without the first `skip` channels: `[L, B, W, C - skip]`."""
+    first = block.modules[0]
+    width = block.is_kept.shape[1]
     convolutions = [getattr(module, name) for module in block.modules]
-    inputs = block.inputs[:, :, skip:]
+    # The convolution is depthwise, so that one call runs those of all layers, side by side as channels.
+    inputs = block.inputs[:, :, skip:].transpose(0, 1).flatten(1, 2)
     weight = torch.cat([_parameter(convolution, "weight").squeeze(1)[skip:] for convolution in convolutions])
     bias = None
     if convolutions[0].bias is not None:
         bias = torch.cat([_parameter(convolution, "bias")[skip:] for convolution in convolutions])
-    first = block.modules[0]
-    inputs = inputs.transpose(0, 1).flatten(1, 2)
-    mixed = _function(first, "causal_conv1d_fn")(inputs, weight, bias, activation=first.activation)
-    return mixed[..., -block.kept.shape[1] :].unflatten(1, (len(convolutions), -1)).permute(1, 0, 3, 2)
+    convolve = _function(first, "causal_conv1d_fn")
+    mixed = convolve(inputs, weight, bias, activation=first.activation)
+    # The window's columns come first and are dropped; the window was there to be looked back on.
+    mixed = mixed[..., -width:].unflatten(1, (len(convolutions), -1))
+    return mixed.permute(1, 0, 3, 2)

@@ -1,20 +1,19 @@
-"""The recurrent part of the ragged cache: states that stay as they were until it is known what a block keeps.
+"""The recurrent part of the ragged cache: states that move on when it is known which tokens of a block are kept.
 
-A verify gets the window and the state from before its block, and what it would make of them is dropped. Beside them
-the block's inputs are noted. When the next block begins, the rows' lengths say how many tokens of the last one were
-kept, and `RecurrentGroup.replay` takes window and state on by exactly as many: whatever has shortened a row in
-between, a stopping criterion or another row in step with it, has changed its length too.
+A verify gets the window and the state from before its block, and the new ones that it computes are dropped. The
+block's inputs are recorded instead. When the next block begins, the rows' lengths say how many tokens of the last one
+were kept, and `RecurrentGroup.replay` takes window and state on by as many. That covers everything that shortens a row
+in between, such as a stopping criterion or another row in step with it, because that changes the row's length.
 
 Layers of one kind and size share stacked buffers, so that a replay is a few calls for all of them.
 
-Shapes: `L` layers of a group, `B` rows, `C` channels, `k` of the window, `W` tokens of the longest block.
+Shapes: `L` layers of a group, `B` rows, `C` channels, `k` columns of the window, `W` tokens of the longest block.
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,30 +23,39 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from dflash_hf.cache.recurrence import Noted, Recurrence, Rule
+from dflash_hf.cache.recurrence import RecordedBlock, Recurrence, Rule
 from dflash_hf.scopes import Hook, hooked
+
+# The name, beside those of the projections, under which a layer waits for the input of its convolution.
+_CONVOLUTION = ""
 
 
 class RecurrentLayer(LinearAttentionCacheLayerMixin):
-    """One layer's window and state, as Transformers' recurrent modules look for them.
+    """One layer's window and state, under the names by which Transformers' recurrent modules use them.
 
-    They are views of its group's buffers, in which it has the place `slot`.
+    Args:
+        group (`RecurrentGroup`): The group whose buffers window and state are views of.
+        slot (`int`): The layer's place in these buffers.
     """
 
     @property
     def is_compileable(self) -> bool:
-        """Says no: what is noted of a block is Python code around the module."""
+        """False: hooks around the module record the block, and a compiled module calls none."""
         return False
 
     def __init__(self, group: RecurrentGroup, slot: int) -> None:
         super().__init__()
         self.group = group
+        self.state: Tensor | None = None
+        # A view that is made in inference mode could not be written to outside it.
         with torch.inference_mode(False):
             self.window = group.windows[slot]
-            self.state = None if group.states is None else group.states[slot]
+            if group.states is not None:
+                self.state = group.states[slot]
             self._block = group.blocks[slot]
-            self._noted = group.noted[slot]
+            self._projections = group.projections[slot]
         self.module: weakref.ref[nn.Module] = group.modules[slot]
+        # Transformers keys states by a number that is 0 unless a layer has several.
         self.conv_states = {0: self.window}
         self.recurrent_states = {0: self.state}
         self.is_conv_states_initialized = {0: True}
@@ -56,57 +64,66 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         self.conv_kernel_size = {0: self.window.shape[-1]}
         self.device = self.window.device
         self.dtype = self.window.dtype
-        # Keeps modules from writing into the window themselves, which they do for single tokens.
+        # Modules write single tokens into the window themselves, unless the layer records its past.
         self.record_past = True
-        # What has not been noted of the block.
+        # The inputs of the block that have not been recorded yet: projections by name, and the convolution's.
         self.waiting: set[str] = set()
-        # Of the calls of its module that are running, innermost last, whether they are over this cache.
+        # For each running call of the module, innermost last, whether it is a call over this cache.
         self._calls: list[bool] = []
 
     def begin(self, width: int) -> None:
         """Expects a block of `width` tokens."""
-        self.waiting = {"", *self.group.places}
-        if self.state is not None and self.group.plan.rule.writes_state:
-            self.recurrent_states[0] = self.state.clone() if width == 1 else self.state
+        self.waiting = {_CONVOLUTION, *self.group.places}
+        if self.state is None or not self.group.plan.rule.writes_state:
+            return
+        self.recurrent_states[0] = self.state
+        if width == 1:
+            # The module writes into the state that it is given for a single token, so it gets a copy.
+            self.recurrent_states[0] = self.state.clone()
 
     def hooks(self, layers: Sequence[object]) -> list[Hook]:
-        """Returns the forward hooks that note the projections.
-
-        They listen to calls over a cache of these layers: a hook of the user's may run the module inside a verify.
-        """
+        """Returns the forward hooks that record the projections in calls over a cache of these layers."""
         module = self.module()
         assert module is not None, "a run keeps its target alive"
         self._calls = []
 
+        # Other calls are not recorded: a user's hook may run the module inside a verify.
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = (*args, *kwargs.values())
-            self._calls.append(any(getattr(value, "layers", None) is layers for value in given))
+            is_ours = any(getattr(value, "layers", None) is layers for value in given)
+            self._calls.append(is_ours)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._calls.pop()
 
-        def hook(name: str, place: slice) -> Callable[[nn.Module, Any, Any], None]:
-            def note(module: nn.Module, args: Any, output: Tensor) -> None:
-                if self._calls and self._calls[-1]:
-                    self._noted[:, : output.shape[1], place].copy_(output[..., place.start - place.stop :])
-                    self.waiting.discard(name)
-
-            return note
-
-        return [
+        # This hook stands before the user's, and the one behind is called after an error too: calls stay in pairs.
+        hooks = [
             Hook(module, enter, before=True, options={"prepend": True, "with_kwargs": True}),
             Hook(module, leave, options={"always_call": True}),
-            *(Hook(getattr(module, name), hook(name, place)) for name, place in self.group.places.items()),
         ]
+        for name, place in self.group.places.items():
+            hooks.append(self._recording_hook(getattr(module, name), name, place))
+        return hooks
+
+    def _recording_hook(self, projection: nn.Module, name: str, place: slice) -> Hook:
+        """Returns the hook that records the output of a projection."""
+        num_columns = place.stop - place.start
+
+        def record(module: nn.Module, args: Any, output: Tensor) -> None:
+            if self._calls and self._calls[-1]:
+                self._projections[:, : output.shape[1], place].copy_(output[..., -num_columns:])
+                self.waiting.discard(name)
+
+        return Hook(projection, record)
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Notes what goes into the convolution, `[B, C, w]`, and returns it behind the window, `[B, C, k + w]`."""
+        """Records the convolution's input `[B, C, w]` and returns it behind the window: `[B, C, k + w]`."""
         self._block[..., : conv_states.shape[-1]].copy_(conv_states)
-        self.waiting.discard("")
+        self.waiting.discard(_CONVOLUTION)
         return torch.cat([self.window.to(conv_states.dtype), conv_states], dim=-1)
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Drops the state after the whole block and returns it."""
+        """Returns the state after the whole block and stores nothing: the block's tokens are not accepted yet."""
         return recurrent_states
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
@@ -115,67 +132,86 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """Layers that will share buffers, and what those have to be like."""
+    """Sizes that the recurrent layers of one group have in common."""
 
     rule: Rule
     device: torch.device
-    # Rows, and tokens of the longest block.
-    batch: int
-    width: int
-    # Shape of one row of one layer, and dtype; no state where the window is all.
-    window: tuple[torch.Size, torch.dtype]
+    batch: int  # rows
+    width: int  # tokens of the longest block
+    window: tuple[torch.Size, torch.dtype]  # shape of one row of one layer, `[C, k]`, and dtype
+    # Shape of one row of one layer, and dtype; `None` where the window is the whole state.
     state: tuple[torch.Size, torch.dtype] | None
-    num_noted: int  # numbers noted per token
+    num_projected: int  # numbers of the recorded projections per token
 
     def num_bytes(self) -> int:
-        """Returns the size of one layer's buffers: window, state, the noted block."""
+        """Returns the size of one layer's buffers: its window, its state and the recorded block."""
         (channels, kernel), dtype = self.window
-        noted = (kernel + self.width) * channels + self.width * self.num_noted
-        state = 0 if self.state is None else self.state[0].numel() * self.state[1].itemsize
-        return self.batch * (noted * dtype.itemsize + state)
+        numbers = (kernel + self.width) * channels + self.width * self.num_projected
+        num_bytes = numbers * dtype.itemsize
+        if self.state is not None:
+            size, state_dtype = self.state
+            num_bytes += size.numel() * state_dtype.itemsize
+        return self.batch * num_bytes
 
 
 class RecurrentGroup:
-    """Stacked buffers of recurrent layers alike, by a plan of what they have in common and the layers by index."""
+    """Stacked buffers of recurrent layers of one kind and size.
+
+    Args:
+        plan (`GroupPlan`): The sizes that the layers have in common.
+        members (mapping of `int` to `Recurrence`): The layers by index.
+    """
 
     def __init__(self, plan: GroupPlan, members: Mapping[int, Recurrence]) -> None:
         num = len(members)
         window, dtype = plan.window
+        channels, kernel = window
         self.plan = plan
         self.indices = list(members)
-        # Buffers outlive the call, a target need not.
+        # Weak references, because kept buffers may outlive the target.
         self.modules = [weakref.ref(member.module) for member in members.values()]
-        # Where each projection goes in what is noted.
-        projections = plan.rule.projections(next(iter(members.values())).module)
-        ends = itertools.pairwise(itertools.accumulate(projections.values(), initial=0))
-        self.places = {name: slice(*pair) for name, pair in zip(projections, ends, strict=True)}
+        # The columns of each projection in the recorded ones.
+        self.places: dict[str, slice] = {}
+        start = 0
+        first = next(iter(members.values()))
+        for name, num_columns in plan.rule.projections(first.module).items():
+            self.places[name] = slice(start, start + num_columns)
+            start += num_columns
 
         def zeros(*size: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(num, plan.batch, *size, dtype=dtype, device=plan.device)
 
-        # Plain tensors in any case: a call outside inference mode could not write to others.
+        # A tensor that is made in inference mode could not be written to outside it.
         with torch.inference_mode(False):
             self.windows = zeros(*window)
-            self.states = None if plan.state is None else zeros(*plan.state[0], dtype=plan.state[1])
-            self.blocks = zeros(window[0], plan.width)
-            self.noted = zeros(plan.width, plan.num_noted)
+            self.states: Tensor | None = None
+            if plan.state is not None:
+                size, state_dtype = plan.state
+                self.states = zeros(*size, dtype=state_dtype)
+            self.blocks = zeros(channels, plan.width)
+            self.projections = zeros(plan.width, plan.num_projected)
+            # The tokens that each row's window and state have seen.
             self.lengths = torch.zeros(plan.batch, dtype=torch.long, device=plan.device)
             self._steps = torch.arange(plan.width, device=plan.device)
-            self._columns = torch.arange(window[1], device=plan.device)
+            self._columns = torch.arange(kernel, device=plan.device)
 
     def layers(self) -> dict[int, RecurrentLayer]:
-        """Returns the layers of a cache that are views of the buffers, by index."""
+        """Returns the cache layers that are views of the buffers, by index."""
         return {index: RecurrentLayer(self, slot) for slot, index in enumerate(self.indices)}
 
     def is_for(self, plan: GroupPlan, members: Mapping[int, Recurrence]) -> bool:
-        """Returns True if these are the buffers that would be made for them."""
-        modules = [weakref.ref(member.module) for member in members.values()]
-        return (self.plan, self.indices, self.modules) == (plan, list(members), modules)
+        """Returns True if a new group for these layers would have the same buffers."""
+        if self.plan != plan or self.indices != list(members):
+            return False
+        return self.modules == [weakref.ref(member.module) for member in members.values()]
 
     def take(self, layers: Sequence[Any], lengths: Tensor, keep: bool) -> None:
-        """Copies the states of a prefill's layers in, freeing each as it goes unless it is to keep them.
+        """Copies the windows and states of a prefill's layers in and releases each, unless `keep` is True.
 
-        Of all its layers; `lengths` `[B]`, int64, are the tokens that the rows' states have seen.
+        Args:
+            layers (sequence): All layers of the filled cache.
+            lengths (`torch.Tensor` of shape `[B]`, int64): The tokens that the rows' states have seen.
+            keep (`bool`): Whether the layers stay as they are.
         """
         for slot, index in enumerate(self.indices):
             source = layers[index]
@@ -191,55 +227,82 @@ class RecurrentGroup:
         self.lengths.copy_(lengths)
 
     def replay(self, lengths: Tensor) -> None:
-        """Takes the states on to where the rows stand now: in place, nothing read on the host.
+        """Takes windows and states on to where the rows stand now: in place, nothing is read on the host.
 
-        `lengths` `[B]`, int64, are the tokens that they are to have seen: as at the last call, or up to a block more.
+        `lengths` `[B]`, int64, are the tokens that they have to have seen: those of the last call, or up to a block
+        more.
         """
         num_kept = lengths - self.lengths
         inputs = torch.cat([self.windows, self.blocks], dim=-1)
         if self.states is not None:
             modules = [module() for module in self.modules]
-            kept = self._steps < num_kept[:, None]
-            self.states.copy_(self.plan.rule.replay(Noted(modules, inputs, self.noted, self.states, kept)))
+            is_kept = self._steps < num_kept[:, None]
+            block = RecordedBlock(modules, inputs, self.projections, self.states, is_kept)
+            self.states.copy_(self.plan.rule.replay(block))
+        # The new window is the `k` columns that end with the last kept token.
         columns = (num_kept[:, None] + self._columns)[None, :, None].expand_as(self.windows)
         self.windows.copy_(inputs.gather(-1, columns))
         self.lengths.copy_(lengths)
 
     def buffers(self) -> list[Tensor]:
-        """Returns every tensor that must stay where it is."""
-        kept = (self.windows, self.states, self.blocks, self.noted, self.lengths, self._steps, self._columns)
-        return [buffer for buffer in kept if buffer is not None]
+        """Returns every tensor that a captured step reads or writes."""
+        return [*self._changing_buffers(), self._steps, self._columns]
 
     def clear(self) -> None:
-        """Empties the buffers in place."""
-        for buffer in self.buffers()[:-2]:  # steps and columns never change
+        """Fills the buffers with zeros, in place."""
+        for buffer in self._changing_buffers():
             buffer.zero_()
 
+    def _changing_buffers(self) -> list[Tensor]:
+        """Returns the buffers that a run writes, in a fixed order."""
+        buffers = [self.windows]
+        if self.states is not None:
+            buffers.append(self.states)
+        buffers += [self.blocks, self.projections, self.lengths]
+        return buffers
 
+
+# A group's sizes, and its layers by index.
 Members = tuple[GroupPlan, dict[int, Recurrence]]
 
 
 def plan_groups(prefill: Cache, recurrences: Mapping[int, Recurrence], width: int) -> list[Members]:
-    """Puts the recurrent layers of a filled cache into groups alike, for blocks of up to `width` tokens."""
+    """Returns the recurrent layers of a filled cache in groups of one kind and size, for blocks of `width` tokens.
+
+    Raises `ValueError` for a layer whose cache does not hold exactly one convolution window.
+    """
     groups: dict[GroupPlan, dict[int, Recurrence]] = {}
     for index, (rule, module) in recurrences.items():
         source: Any = prefill.layers[index]
-        window, state = (getattr(source, f"{name}_states", {}).get(0) for name in ("conv", "recurrent"))
+        window = getattr(source, "conv_states", {}).get(0)
+        state = getattr(source, "recurrent_states", {}).get(0)
         if not isinstance(source, LinearAttentionLayer) or window is None or len(source.conv_states) != 1:
             raise ValueError(
                 f"expected one convolution window in layer {index} of the prefill cache, got "
                 f"{type(source).__name__}; this target keeps its recurrent state elsewhere and is not supported"
             )
-        of_window = (window.shape[1:], window.dtype)
-        of_state = None if state is None else (state.shape[1:], state.dtype)
-        num_noted = sum(rule.projections(module).values())
-        plan = GroupPlan(rule, window.device, window.shape[0], width, of_window, of_state, num_noted)
+        state_size = None
+        if state is not None:
+            state_size = (state.shape[1:], state.dtype)
+        plan = GroupPlan(
+            rule=rule,
+            device=window.device,
+            batch=window.shape[0],
+            width=width,
+            window=(window.shape[1:], window.dtype),
+            state=state_size,
+            num_projected=sum(rule.projections(module).values()),
+        )
         groups.setdefault(plan, {})[index] = recurrences[index]
     return list(groups.items())
 
 
 @contextmanager
 def noting(layers: Sequence[object]) -> Generator[None]:
-    """Has the recurrent layers among a cache's note the projections of this thread's blocks."""
-    with hooked(*(hook for layer in layers if isinstance(layer, RecurrentLayer) for hook in layer.hooks(layers))):
+    """Records this thread's blocks in the recurrent layers among `layers`, the layers of one cache."""
+    hooks: list[Hook] = []
+    for layer in layers:
+        if isinstance(layer, RecurrentLayer):
+            hooks.extend(layer.hooks(layers))
+    with hooked(*hooks):
         yield
