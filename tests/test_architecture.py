@@ -47,6 +47,7 @@ LEVELS = {
     "dflash_hf.checkpoints": 2,
     "dflash_hf.ops": 2,
     "dflash_hf.cache": 3,
+    "dflash_hf.draft_layers": 3,
     "dflash_hf.modeling_dflash": 3,
     "dflash_hf.drafts": 4,
     "dflash_hf.target_model": 4,
@@ -71,7 +72,13 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_STATEMENTS = 45  # not lines: a limit of lines has statements folded together
 MAX_JIT_LINES = 120
 # The folders that a decode step goes through.
-CORE = ("dflash_hf.generation", "dflash_hf.target_model", "dflash_hf.cache", "dflash_hf.modeling_dflash")
+CORE = (
+    "dflash_hf.generation",
+    "dflash_hf.target_model",
+    "dflash_hf.cache",
+    "dflash_hf.draft_layers",
+    "dflash_hf.modeling_dflash",
+)
 OPTIONAL_DEPENDENCIES = (
     "triton",
     "gradio",
@@ -90,6 +97,7 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.attention": set(),
     "dflash_hf.cache.ragged": set(),
     "dflash_hf.dflash2": set(),
+    "dflash_hf.draft_layers": set(),
     "dflash_hf.modeling_dflash": set(),
     "dflash_hf.cache.context": set(),
     "dflash_hf.ops": set(),

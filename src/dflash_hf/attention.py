@@ -1,6 +1,6 @@
 """Attention of a block of new tokens over a ragged cache: one function for the target's verify and for the draft.
 
-`RaggedBlock` says where each row stands and derives slots and masks from it, once per step and not once per layer.
+`RaggedBlock` holds where each row stands. Slots and masks are derived from it once per step and not once per layer.
 `attend` is the arithmetic; `target_model.reentry` hands it to Transformers.
 
 Shapes: `B` rows, `K` new tokens per row, `H`/`G` query/key heads, `R` slots, `E` head size.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,18 +26,18 @@ from dflash_hf.tree import DraftTree
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedBlock:
-    """New tokens of every row, the first of row `b` at index `positions[b, 0]`; reads nothing on the host."""
+    """New tokens of every row, the first of row `b` at index `positions[b, 0]`; nothing is read on the host."""
 
-    # [B, width], int64: index of each token in its row, counting up by one. Not copied: the block stands where they
-    # say. Of a tree, where each node's keys and values go.
+    # [B, width], int64: index of each token in its row, counting up by one. Keys and values of a tree's nodes go there
+    # too. The tensor is not copied: whoever changes it moves the block.
     positions: Tensor
-    # A length the host knows no row exceeds after this block; keys beyond it are not read. Purely a saving.
+    # A length that no row exceeds after this block, where the host knows one. Keys beyond it are not read.
     bound: int | None = None
-    # The host knows that every row ends exactly at `bound`, so that a layer in which all see all needs no mask; SDPA
-    # without one takes half the time on a CPU.
+    # Whether the host knows that every row ends exactly at `bound`. A layer in which every query sees all keys needs
+    # no mask then; without one SDPA takes half the time on a CPU.
     is_exact: bool = False
-    tree: DraftTree | None = None  # what the new tokens follow, if not each the one before
-    # What is derived of it is found once per step and not once per layer.
+    tree: DraftTree | None = None  # the tree of the new tokens; without one each follows the token before it
+    # Derived tensors are made once per step and not once per layer.
     _slots: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     _masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
     _copies: dict[torch.device, RaggedBlock] = field(default_factory=dict, init=False, repr=False)
@@ -57,46 +57,54 @@ class RaggedBlock:
         """Tokens each row already has in its cache, `[B]`."""
         return self.positions[:, 0]
 
+    @property
+    def indices(self) -> Tensor:
+        """Index that each token has in its row if it is accepted, `[B, width]`: its position is derived from it."""
+        if self.tree is None:
+            return self.positions
+        return self.positions[:, :1] + self.tree.depths
+
     def on(self, device: torch.device) -> RaggedBlock:
-        """Returns the same block counted on another device; copied once per step, not once per layer."""
+        """Returns the same block on another device; it is copied once per step."""
         if device == self.positions.device:
             return self
         if device not in self._copies:
-            tree = None if self.tree is None else self.tree.on(device)
+            tree = self.tree
+            if tree is not None:
+                tree = tree.on(device)
             self._copies[device] = RaggedBlock(self.positions.to(device), self.bound, self.is_exact, tree)
         return self._copies[device]
 
-    @property
-    def indices(self) -> Tensor:
-        """Index that each token has in its row if it is accepted, `[B, width]`: what its position follows from."""
-        return self.positions if self.tree is None else self.positions[:, :1] + self.tree.depths
-
     def extent(self, ring: int) -> int:
         """Returns how many slots of a buffer of `ring` slots have to be read."""
-        return ring if self.bound is None else min(ring, self.bound)
+        if self.bound is None:
+            return ring
+        return min(ring, self.bound)
 
     def slots(self, ring: int) -> Tensor:
-        """Returns where the new tokens go in a buffer `[B * ring, ...]`: int64 of shape `[B * width]`."""
+        """Returns the slots of the new tokens in a buffer `[B * ring, ...]`: int64 of shape `[B * width]`."""
         if ring not in self._slots:
-            rows = torch.arange(self.positions.shape[0], device=self.positions.device)[:, None] * ring
-            self._slots[ring] = (rows + self.positions % ring).reshape(-1)
+            rows = torch.arange(self.positions.shape[0], device=self.positions.device)
+            slots = rows[:, None] * ring + self.positions % ring
+            self._slots[ring] = slots.reshape(-1)
         return self._slots[ring]
 
     def mask(self, num_slots: int, kind: AttentionKind, repeats: int, dtype: torch.dtype) -> Tensor | None:
-        """Returns the additive mask `[B, 1, repeats * width, num_slots]` (0 or -inf) of a layer of this kind.
+        """Returns the additive mask `[B, 1, repeats * width, num_slots]` of a layer of this kind: 0 or -inf.
 
-        `None` where nothing has to be hidden.
+        The result is `None` where nothing has to be hidden.
 
         Args:
-            num_slots (`int`): Slots that are read: a whole ring, or the first `extent` slots of a longer buffer (where
-                no index has wrapped, so the shorter length gives the same positions).
-            kind (`AttentionKind`): Of the layer.
-            repeats (`int`): See [`mask_repeats`].
-            dtype (`torch.dtype`): Of the scores.
+            num_slots (`int`): Slots that are read: a whole ring, or the first `extent` slots of a longer buffer. No
+                index has wrapped in the latter, so that the shorter length gives the same positions.
+            kind (`AttentionKind`): Kind of the layer.
+            repeats (`int`): Query heads in a row of the mask, see [`mask_repeats`].
+            dtype (`torch.dtype`): Dtype of the scores.
         """
-        window, causal, from_anchor = kind
+        window, causal, _ = kind
+        # The host knows what every slot holds, and no token is out of the window.
         is_plain = self.is_exact and num_slots == self.bound and (window is None or window >= num_slots)
-        # The last token, and what is not causal, see all that is not out of their window.
+        # A single token, and every token of a layer that is not causal, sees all of it.
         if is_plain and (self.width == 1 or not causal):
             return None
         key = (num_slots, kind, repeats, dtype)
@@ -104,85 +112,159 @@ class RaggedBlock:
             if is_plain:
                 mask = self._plain_mask(num_slots, dtype)
             else:
-                slots = torch.arange(num_slots, device=self.positions.device)
-                held = slot_positions(self.positions[:, -1:, None], slots, num_slots)
-                anchor = self.positions[:, :1, None]
-                is_related = None
-                if self.tree is not None:
-                    held, is_related = self._of_tree(self.tree, held)
-                seen = visible(self.indices[:, :, None], held, window, causal, anchor if from_anchor else None)
-                seen = seen if is_related is None else seen & is_related
-                mask = additive_mask(~seen, dtype)[:, None]
-            self._masks[key] = mask if repeats == 1 else mask.repeat(1, 1, repeats, 1)
+                mask = additive_mask(~self._seen(num_slots, kind), dtype)[:, None]
+            self._masks[key] = _repeated(mask, repeats)
         return self._masks[key]
 
+    def _seen(self, num_slots: int, kind: AttentionKind) -> Tensor:
+        """Returns which slots each new token sees, `[B, width, num_slots]`."""
+        window, causal, from_anchor = kind
+        slots = torch.arange(num_slots, device=self.positions.device)
+        held = slot_positions(self.positions[:, -1:, None], slots, num_slots)
+        anchor = None
+        if from_anchor:
+            anchor = self.positions[:, :1, None]
+        if self.tree is None:
+            return visible(self.indices[:, :, None], held, window, causal, anchor)
+        held, is_related = self._of_tree(self.tree, held)
+        return visible(self.indices[:, :, None], held, window, causal, anchor) & is_related
+
     def _plain_mask(self, num_slots: int, dtype: torch.dtype) -> Tensor:
-        """The additive mask `[1, 1, width, num_slots]` of one row that all is known of: what is before it is seen."""
+        """Returns the additive mask `[1, 1, width, num_slots]` of a causal layer where all earlier tokens are seen."""
         device = self.positions.device
         before = num_slots - self.width
         if self.tree is None:
-            hidden = torch.full((self.width, num_slots), -math.inf, dtype=dtype, device=device).triu_(before + 1)
-            return hidden[None, None]
-        others = (self.tree.ancestors[:, :, None] >> torch.arange(self.width, device=device)) & 1 == 0
-        return nn.functional.pad(additive_mask(others, dtype), (before, 0))[:, None]
+            # The block's own columns are a triangle; all columns before are seen.
+            hidden = torch.full((self.width, num_slots), -math.inf, dtype=dtype, device=device)
+            return hidden.triu_(before + 1)[None, None]
+        nodes = torch.arange(self.width, device=device)
+        is_hidden = (self.tree.ancestors[:, :, None] >> nodes) & 1 == 0
+        return nn.functional.pad(additive_mask(is_hidden, dtype), (before, 0))[:, None]
 
     def _of_tree(self, tree: DraftTree, held: Tensor) -> tuple[Tensor, Tensor]:
-        """Index `[B, 1, slots]` of what each slot holds, and whether it is a node's ancestor or no node at all.
+        """Returns the index of the token in each slot, and whether it is before the block or a node's ancestor.
 
-        `held` `[B, 1, slots]` takes the nodes for a chain.
+        The results are `[B, 1, slots]` and `[B, width, slots]`. `held` `[B, 1, slots]` has a chain's indices.
         """
-        node = held - self.positions[:, :1, None]
+        anchor = self.positions[:, :1, None]
+        node = held - anchor
         is_node = node >= 0
         node = node.clamp_min(0)
-        held = torch.where(is_node, self.positions[:, :1, None] + tree.depths.gather(1, node[:, 0])[:, None], held)
-        return held, ((tree.ancestors[:, :, None] >> node) & 1).bool() | ~is_node
+        held = torch.where(is_node, anchor + tree.depths.gather(1, node[:, 0])[:, None], held)
+        is_ancestor = ((tree.ancestors[:, :, None] >> node) & 1).bool()
+        return held, is_ancestor | ~is_node
 
 
 def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns what is added to scores: -inf where they are hidden, else 0."""
+    """Returns -inf where scores are hidden and 0 elsewhere, to be added to them."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
 
 
+def _repeated(mask: Tensor, repeats: int) -> Tensor:
+    """Returns a mask `[B, 1, K, R]` with its rows repeated: `[B, 1, repeats * K, R]`."""
+    if repeats == 1:
+        return mask
+    return mask.repeat(1, 1, repeats, 1)
+
+
+class CombinedMasks:
+    """Masks of a forward over context and blocks together, made once per kind of layer.
+
+    Args:
+        given (`torch.Tensor`, `dict` or `None`): The padding mask `[B, total]`, 1 where a token is real; or a ready
+            mask per kind of layer, boolean `[B, 1, Q, R]` or a `BlockMask`.
+        num_queries (`int`): Tokens of the block, the newest of all keys.
+        dtype (`torch.dtype`): Dtype of the scores.
+        device (`torch.device`): Device of the states.
+    """
+
+    def __init__(
+        self,
+        given: Tensor | Mapping[AttentionKind, Mask] | None,
+        num_queries: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._given = given
+        self._num_queries = num_queries
+        self._dtype = dtype
+        self._device = device
+        self._masks: dict[tuple[AttentionKind, int, int], Mask] = {}
+
+    def of(self, kind: AttentionKind, num_keys: int, heads_per_key: int) -> Mask:
+        """Returns the mask of a layer of this kind over `num_keys` keys, additive unless it is a `BlockMask`."""
+        key = (kind, num_keys, heads_per_key)
+        if key not in self._masks:
+            if isinstance(self._given, Mapping):
+                self._masks[key] = self._ready(self._given[kind], heads_per_key)
+            else:
+                self._masks[key] = self._built(self._given, kind, num_keys, heads_per_key)
+        return self._masks[key]
+
+    def _ready(self, mask: Mask, heads_per_key: int) -> Mask:
+        """Returns the additive form of a boolean mask, and a `BlockMask` as it is."""
+        if not isinstance(mask, Tensor):
+            return mask
+        return _repeated(additive_mask(~mask, self._dtype), mask_repeats(heads_per_key, mask.device))
+
+    def _built(self, padding: Tensor | None, kind: AttentionKind, num_keys: int, heads_per_key: int) -> Tensor:
+        """Returns the mask of one block behind its context, without what is padding."""
+        # Padding counts as a token here, so that all rows are alike and the last key is the block's last.
+        keys = torch.arange(num_keys, device=self._device)
+        block = RaggedBlock(keys[None, -self._num_queries :])
+        mask = block.mask(num_keys, kind, mask_repeats(heads_per_key, self._device), self._dtype)
+        assert mask is not None, "the host knows no bound"
+        if padding is None:
+            return mask
+        is_padding = ~padding[:, None, None, -num_keys:].bool()
+        return mask.masked_fill(is_padding, -math.inf)
+
+
 class RaggedMask(NamedTuple):
-    """What a layer of some kind lets a block see (on the device of the keys): a tensor may have to be made of it."""
+    """The mask of a block in a layer of some kind, on the device of the keys, of which [`attend`] makes a tensor."""
 
     block: RaggedBlock
     kind: AttentionKind
 
 
+Mask = Tensor | BlockMask | RaggedMask
+
+
 def mask_repeats(heads_per_key: int, device: torch.device) -> int:
-    """Says how often a mask's rows stand one after another: once, or once per query head of a key head.
+    """Returns how often a mask's rows are repeated: once, or once per query head of a key head.
 
     On CUDA the query heads of one key head are laid along the token axis, because a mask together with `enable_gqa`
     is said to leave SDPA only its slowest kernel there (not measured here). On a CPU `enable_gqa` is as fast and
     copies nothing.
     """
-    return heads_per_key if device.type == "cuda" else 1
+    if device.type == "cuda":
+        return heads_per_key
+    return 1
 
 
 def attend(
     query_BHKE: Tensor,
     key_BGRE: Tensor,
     value_BGRE: Tensor,
-    mask: Tensor | BlockMask | RaggedMask | None,
+    mask: Mask | None,
     scaling: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Softmax attention with grouped heads, soft cap and sinks; the torch definition everything is tested against.
+    """Returns softmax attention with grouped heads, soft cap and sinks; every kernel is tested against it.
 
-    Under a `RaggedMask` a kernel computes it where `ops.attends` says so, and no mask is made.
+    Under a `RaggedMask` a kernel computes it where `ops.attends` decides so, and no mask is made.
 
-    `softmax(cap(q k^T * scaling) + mask) v`, where `cap(s) = softcap * tanh(s / softcap)` and a sink adds one score
-    per head that takes part in the normalisation and has no value. Keys and values are read as they are, never
-    repeated.
+    The definition is `softmax(cap(q k^T * scaling) + mask) v`, where `cap(s) = softcap * tanh(s / softcap)`. A sink
+    adds one score per head, which takes part in the normalisation and has no value. Keys and values are read as they
+    are, never repeated.
 
     Args:
         query_BHKE, key_BGRE, value_BGRE (`torch.Tensor`): `H` is a multiple of `G`. Any strides.
-        mask (`torch.Tensor`, `BlockMask` or `RaggedMask`, *optional*): Additive, `[B, 1, repeats * K, R]` with
-            `repeats` from [`mask_repeats`]; a `BlockMask` (training on CUDA) goes to FlexAttention; a `RaggedMask` is
-            decoding's.
+        mask (`torch.Tensor`, `BlockMask` or `RaggedMask`, *optional*): An additive tensor `[B, 1, repeats * K, R]`
+            with `repeats` from [`mask_repeats`]; a `BlockMask`, which goes to FlexAttention (training on CUDA); or a
+            `RaggedMask` (decoding).
         scaling (`float`): Factor on the scores.
         softcap (`float`, *optional*): Soft cap.
         sinks (`torch.Tensor` of shape `[H]`, *optional*): Sink score per head.
@@ -190,49 +272,81 @@ def attend(
 
     Returns `[B, K, H, E]`; raises `ValueError` if a `BlockMask` comes with a soft cap, sinks or dropout.
     """
-    repeats = query_BHKE.shape[1] // key_BGRE.shape[1]
+    is_plain = softcap is None and sinks is None
     if isinstance(mask, RaggedMask):
         block, kind = mask
-        window, causal, from_anchor = kind
         if dropout == 0 and ops.attends(query_BHKE, key_BGRE, value_BGRE):
-            return ops.block_attention(
-                query_BHKE,
-                key_BGRE,
-                value_BGRE,
-                block.lengths,
-                scaling=scaling,
-                causal=causal,
-                window=window,
-                from_anchor=from_anchor,
-                softcap=softcap,
-                sinks_H=sinks,
-                depths_BW=None if block.tree is None else block.tree.depths,
-                ancestors_BW=None if block.tree is None else block.tree.ancestors,
-            )
-        rows = mask_repeats(repeats, key_BGRE.device)
-        mask = block.mask(key_BGRE.shape[2], kind, rows, query_BHKE.dtype)
+            return _attend_by_kernel(query_BHKE, key_BGRE, value_BGRE, mask, scaling, softcap, sinks)
+        repeats = mask_repeats(query_BHKE.shape[1] // key_BGRE.shape[1], key_BGRE.device)
+        mask = block.mask(key_BGRE.shape[2], kind, repeats, query_BHKE.dtype)
     if isinstance(mask, BlockMask):
-        if softcap is not None or sinks is not None or dropout > 0:
+        if not is_plain or dropout > 0:
             raise ValueError("expected plain attention under a BlockMask, got a soft cap, sinks or dropout; drop them")
-        flex = _compiled_flex_attention() if query_BHKE.is_cuda else flex_attention
-        out = flex(query_BHKE, key_BGRE, value_BGRE, block_mask=mask, scale=scaling, enable_gqa=repeats > 1)
-        assert isinstance(out, Tensor)
-        return out.transpose(1, 2)
-    if softcap is not None or sinks is not None:
-        return _attend_explicitly(query_BHKE, key_BGRE, value_BGRE, mask, scaling, softcap, sinks, dropout)
-    return _attend_by_sdpa(query_BHKE, key_BGRE, value_BGRE, mask, scaling, dropout)
+        return _attend_by_flex(query_BHKE, key_BGRE, value_BGRE, mask, scaling)
+    if is_plain:
+        return _attend_by_sdpa(query_BHKE, key_BGRE, value_BGRE, mask, scaling, dropout)
+    return _attend_explicitly(query_BHKE, key_BGRE, value_BGRE, mask, scaling, softcap, sinks, dropout)
+
+
+def _attend_by_kernel(
+    query_BHKE: Tensor,
+    key_BGRE: Tensor,
+    value_BGRE: Tensor,
+    mask: RaggedMask,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Returns `attend` by the kernel, which finds from the rows' lengths what each token sees."""
+    block, (window, causal, from_anchor) = mask
+    depths = None
+    ancestors = None
+    if block.tree is not None:
+        depths = block.tree.depths
+        ancestors = block.tree.ancestors
+    return ops.block_attention(
+        query_BHKE,
+        key_BGRE,
+        value_BGRE,
+        block.lengths,
+        scaling=scaling,
+        causal=causal,
+        window=window,
+        from_anchor=from_anchor,
+        softcap=softcap,
+        sinks_H=sinks,
+        depths_BW=depths,
+        ancestors_BW=ancestors,
+    )
+
+
+def _attend_by_flex(
+    query_BHKE: Tensor, key_BGRE: Tensor, value_BGRE: Tensor, mask: BlockMask, scaling: float
+) -> Tensor:
+    """Returns `attend` by FlexAttention."""
+    flex = flex_attention
+    if query_BHKE.is_cuda:
+        flex = _compiled_flex_attention()
+    is_grouped = query_BHKE.shape[1] > key_BGRE.shape[1]
+    out = flex(query_BHKE, key_BGRE, value_BGRE, block_mask=mask, scale=scaling, enable_gqa=is_grouped)
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2)
 
 
 def _attend_by_sdpa(
     query_BHKE: Tensor, key_BGRE: Tensor, value_BGRE: Tensor, mask: Tensor | None, scaling: float, dropout: float
 ) -> Tensor:
-    """`attend` where SDPA knows all of it."""
+    """Returns `attend` by SDPA, which knows neither a soft cap nor sinks."""
     batch, num_heads, width, _ = query_BHKE.shape
     groups = key_BGRE.shape[1]
     repeats = num_heads // groups
     is_packed = mask_repeats(repeats, query_BHKE.device) > 1
+    query = query_BHKE
+    if is_packed:
+        # The query heads of a key head follow each other, each with all its tokens, as in the repeated mask.
+        query = query_BHKE.reshape(batch, groups, repeats * width, -1)
     out = nn.functional.scaled_dot_product_attention(
-        query_BHKE.reshape(batch, groups, repeats * width, -1) if is_packed else query_BHKE,
+        query,
         key_BGRE,
         value_BGRE,
         attn_mask=mask,
@@ -242,7 +356,8 @@ def _attend_by_sdpa(
     )
     if not is_packed:
         return out.transpose(1, 2)
-    return out.view(batch, groups, repeats, width, -1).permute(0, 3, 1, 2, 4).reshape(batch, width, num_heads, -1)
+    by_head = out.view(batch, groups, repeats, width, -1)
+    return by_head.permute(0, 3, 1, 2, 4).reshape(batch, width, num_heads, -1)
 
 
 def _attend_explicitly(
@@ -255,36 +370,42 @@ def _attend_explicitly(
     sinks: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """`attend` with the scores in memory: SDPA knows neither a soft cap nor sinks."""
+    """Returns `attend` with the whole score matrix in memory, for soft caps and sinks."""
     batch, num_heads, width, _ = query_BHKE.shape
     groups = key_BGRE.shape[1]
     num_keys = key_BGRE.shape[2]
     repeats = num_heads // groups
+    # A dimension for the query heads of a key head lets the product read the keys as they are.
     grouped = query_BHKE.reshape(batch, groups, repeats, width, -1)
     scores = (grouped @ key_BGRE[:, :, None].transpose(3, 4)) * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
+        # The rows of a repeated mask fall into one part per query head; others are alike for all heads.
         scores = scores + mask.view(mask.shape[0], 1, -1, width, num_keys)
     if sinks is not None:
         sink = sinks.to(scores.dtype).view(1, groups, repeats, 1, 1).expand(batch, -1, -1, width, 1)
         scores = torch.cat([scores, sink], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    # The sink has taken its share and has no value.
     weights = weights[..., :num_keys].to(value_BGRE.dtype)
-    out = nn.functional.dropout(weights, p=dropout, training=dropout > 0) @ value_BGRE[:, :, None]
+    weights = nn.functional.dropout(weights, p=dropout, training=dropout > 0)
+    out = weights @ value_BGRE[:, :, None]
     return out.permute(0, 3, 1, 2, 4).reshape(batch, width, num_heads, -1)
 
 
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., Any]:
-    """FlexAttention as a kernel for any shape: called uncompiled it computes the whole score matrix and saves nothing.
+    """Returns FlexAttention as one kernel for all shapes; uncompiled it computes the whole score matrix.
 
-    Past torch's limit of recompilations a call fails (`fullgraph`) where it would go on uncompiled, and the backward
-    pass is compiled with the forward one, so that the caller learns of both while SDPA can still stand in.
+    A failure of the compiler, in the forward or the backward pass, is raised by the first call, while SDPA can still
+    stand in.
     """
     from torch._functorch import config as lowering
 
+    # `fullgraph` makes a call past torch's limit of recompilations fail; it would go on uncompiled otherwise.
     compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    # The backward pass is compiled with the forward one, where torch has this setting.
     if not hasattr(lowering, "force_non_lazy_backward_lowering"):
         return compiled
 

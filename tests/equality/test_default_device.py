@@ -27,7 +27,7 @@ from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
 ENGINES = ("eager", "static")
 # Weights and buffers go where the model is built, as Transformers' own do.
-BUILT = {"dflash_hf.modeling_dflash", "dflash_hf.norm_and_rope", "dflash_hf.dflash2"}
+BUILT = {"dflash_hf.modeling_dflash", "dflash_hf.draft_layers", "dflash_hf.norm_and_rope", "dflash_hf.dflash2"}
 MAKERS = "empty|zeros|ones|full|arange|linspace|eye|rand|randn|randint|randperm|tensor|as_tensor"
 
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from dflash_hf import DFlashConfig, DFlashDraftModel, attention, modeling_dflash
+from dflash_hf import DFlashConfig, DFlashDraftModel, attention
 from dflash_hf.configuration_dflash import AttentionKind
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.training.anchors import Anchors, BlockMaskRule
@@ -117,8 +117,7 @@ def pretended_training() -> Generator[None]:
         patch.setattr(nn.functional, "scaled_dot_product_attention", _sdpa)
         patch.setattr(attention, "flex_attention", _flex)
         patch.setattr(BlockMaskRule, "block_mask", _block_mask)
-        for module in (attention, modeling_dflash):
-            patch.setattr(module, "mask_repeats", lambda heads_per_key, device: heads_per_key)
+        patch.setattr(attention, "mask_repeats", lambda heads_per_key, device: heads_per_key)
         yield
 
 

@@ -1,0 +1,266 @@
+"""The layers of a DFlash draft: attention over context and block, a gated MLP, DFlash 2's convolutions around both.
+
+Shapes: `B` rows, `C` context tokens, `K` block tokens, `R` keys, `D` hidden, `H`/`G` query/key heads, `E` head size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from dflash_hf import ops
+from dflash_hf.attention import CombinedMasks, Mask, RaggedBlock, RaggedMask, attend
+from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig
+from dflash_hf.dflash2 import GroupedDynamicConvolution
+from dflash_hf.norm_and_rope import CosSin, DFlashRMSNorm, rotate
+
+# The operands of attention: queries [B, K, H, E], keys and values [B, G, R, E], and the mask.
+Operands = tuple[Tensor, Tensor, Tensor, Mask]
+
+
+class DFlashMLP(nn.Module):
+    """Gated MLP."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn: Callable[[Tensor], Tensor] = ACT2FN[config.hidden_act]
+        self.is_silu = config.hidden_act == "silu"
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Returns `down(act(gate(x)) * up(x))`."""
+        gate = self.gate_proj(hidden_states)
+        up = self.up_proj(hidden_states)
+        if self.is_silu and ops.fuses(gate, up):
+            return self.down_proj(ops.silu_mul(gate, up))
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class DFlashAttention(nn.Module):
+    """Queries from the block, keys and values from the context and the block."""
+
+    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.dropout = float(config.attention_dropout)
+        self.scaling = config.head_dim**-0.5
+        self.kind: AttentionKind = config.attention_kind(layer_idx)
+        size = config.hidden_size
+        bias = config.attention_bias
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.repeats = config.num_attention_heads // config.num_key_value_heads
+        self.q_proj = nn.Linear(size, query_size, bias=bias)
+        self.k_proj = nn.Linear(size, key_size, bias=bias)
+        self.v_proj = nn.Linear(size, key_size, bias=bias)
+        self.o_proj = nn.Linear(query_size, size, bias=bias)
+        self.q_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def project_q(self, hidden_states: Tensor, cos_sin: CosSin) -> Tensor:
+        """Returns queries (normed, rotated), token-major `[B, K, H, E]`."""
+        query = self._by_head(self.q_proj(hidden_states))
+        return rotate(self.q_norm(query), cos_sin)
+
+    def project_kv(self, hidden_states: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
+        """Returns keys (normed, rotated) and values, token-major `[B, C, G, E]`."""
+        key = self._by_head(self.k_proj(hidden_states))
+        key = rotate(self.k_norm(key), cos_sin)
+        value = self._by_head(self.v_proj(hidden_states))
+        return key, value
+
+    def extend(self, hidden_states: Tensor, cos_sin: CosSin, cache: RaggedCache) -> tuple[Tensor, Tensor, Tensor]:
+        """Writes the begun block's keys and values; returns its queries, and all keys and values to attend to.
+
+        The queries are `[B, K, H, E]`, keys and values `[B, G, R, E]`. This is `project_q`, `project_kv` and
+        `RaggedCache.extend`. Where `ops.writes` decides so, one kernel does all that comes after the projections.
+        """
+        query = self._by_head(self.q_proj(hidden_states))
+        key = self._by_head(self.k_proj(hidden_states))
+        value = self._by_head(self.v_proj(hidden_states))
+        norms = (self.q_norm.weight, self.k_norm.weight)
+        key_buffer, value_buffer = cache.attention[self.layer_idx].buffers()
+        if not ops.writes([query, key, value, *norms, *cos_sin], (key_buffer, value_buffer)):
+            query = rotate(self.q_norm(query), cos_sin)
+            key = rotate(self.k_norm(key), cos_sin)
+            keys, values = cache.extend(self.layer_idx, key, value)
+            return query, keys, values
+        # The kernel takes [B, K, E], the same angles for all heads.
+        cos = cos_sin[0].squeeze(2)
+        sin = cos_sin[1].squeeze(2)
+        lengths = cache.block.lengths
+        eps = self.k_norm.eps
+        query = ops.norm_rope_write(query, key, value, *norms, cos, sin, lengths, key_buffer, value_buffer, eps)
+        keys, values = cache.read(self.layer_idx)
+        return query, keys, values
+
+    def forward(self, hidden_states: Tensor, projector: Projector) -> Tensor:
+        """Returns the attention output `[B, K, D]` of the block's normed states."""
+        query, key, value, mask = projector.project(self, hidden_states)
+        dropout = 0.0
+        if self.training:
+            dropout = self.dropout
+        out = attend(query.transpose(1, 2), key, value, mask, self.scaling, dropout=dropout)
+        return self.o_proj(out.flatten(2))
+
+    def _by_head(self, states: Tensor) -> Tensor:
+        """Returns projected states `[B, K, heads * E]` as `[B, K, heads, E]`."""
+        return states.view(*states.shape[:-1], -1, self.head_dim)
+
+
+class Projector(ABC):
+    """Makes the operands of attention in one forward of the draft; the only part in which its forwards differ."""
+
+    @abstractmethod
+    def project(self, attention: DFlashAttention, normed: Tensor) -> Operands:
+        """Returns what a layer's block attends with and to, made of the block's normed states `[B, K, D]`."""
+
+
+class BlockProjector(Projector):
+    """A block over the ragged cache, which holds all its context."""
+
+    def __init__(self, cache: RaggedCache, cos_sin: CosSin) -> None:
+        self.cache = cache
+        self.cos_sin = cos_sin  # of the block
+
+    def project(self, attention: DFlashAttention, normed: Tensor) -> Operands:
+        """Returns the operands, after writing the block into the cache."""
+        query, key, value = attention.extend(normed, self.cos_sin, self.cache)
+        return query, key, value, RaggedMask(self.cache.block, attention.kind)
+
+
+class ContextProjector(Projector):
+    """A block over the ragged cache, whose newest context each layer writes first.
+
+    Args:
+        cache (`RaggedCache`): The draft's cache.
+        context (`RaggedBlock`): Where the newest context stands.
+        features (`torch.Tensor` of shape `[B, C, D]`): The newest context, projected.
+        cos_sin (`tuple[torch.Tensor, torch.Tensor]`): Of context and block, `[B, C + K, 1, E]` each.
+    """
+
+    def __init__(self, cache: RaggedCache, context: RaggedBlock, features: Tensor, cos_sin: CosSin) -> None:
+        self.cache = cache
+        self.context = context
+        self.features = features
+        self.cos_sin = cos_sin
+        self.num_context = features.shape[1]
+        cos, sin = cos_sin
+        self.block_cos_sin = (cos[:, self.num_context :], sin[:, self.num_context :])
+
+    def project(self, attention: DFlashAttention, normed: Tensor) -> Operands:
+        """Returns the operands, after writing context and block into the cache."""
+        num = self.num_context
+        index = attention.layer_idx
+        # One product for context and block: their rows are few, and the weights are read once.
+        joined = torch.cat([self.features, normed], dim=1)
+        key, value = attention.project_kv(joined, self.cos_sin)
+        # The context comes first: its rejected rows are overwritten by the block.
+        self.cache.attention[index].write(key[:, :num], value[:, :num], self.context)
+        keys, values = self.cache.extend(index, key[:, num:], value[:, num:])
+        query = attention.project_q(normed, self.block_cos_sin)
+        return query, keys, values, RaggedMask(self.cache.block, attention.kind)
+
+
+class CombinedProjector(Projector):
+    """Blocks over their context in one sequence, with or without an ordinary cache: Transformers' contract, training.
+
+    Args:
+        context (`torch.Tensor` of shape `[B, C, D]`): The new context, projected.
+        cos_sin (`tuple[torch.Tensor, torch.Tensor]`): Of context and blocks, `[B, C + Q, 1, E]` each.
+        masks (`CombinedMasks`): The masks.
+        cache (`Cache`, *optional*): Cache to be advanced by context and blocks.
+    """
+
+    def __init__(self, context: Tensor, cos_sin: CosSin, masks: CombinedMasks, cache: Cache | None) -> None:
+        self.context = context
+        self.cos_sin = cos_sin
+        self.masks = masks
+        self.cache = cache
+        num_context = context.shape[1]
+        cos, sin = cos_sin
+        self.block_cos_sin = (cos[:, num_context:], sin[:, num_context:])
+
+    def project(self, attention: DFlashAttention, normed: Tensor) -> Operands:
+        """Returns the operands, after advancing the cache where there is one."""
+        joined = torch.cat([self.context, normed], dim=1)
+        key, value = attention.project_kv(joined, self.cos_sin)
+        key = key.transpose(1, 2)
+        value = value.transpose(1, 2)
+        if self.cache is not None:
+            key, value = self.cache.update(key, value, attention.layer_idx)
+        query = attention.project_q(normed, self.block_cos_sin)
+        return query, key, value, self.masks.of(attention.kind, key.shape[2], attention.repeats)
+
+
+class DFlashDecoderLayer(GradientCheckpointingLayer):
+    """Attention and MLP with pre-norms."""
+
+    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = DFlashAttention(config, layer_idx)
+        self.mlp = DFlashMLP(config)
+        self.input_layernorm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_conv: GroupedDynamicConvolution | None = None
+        self.mlp_conv: GroupedDynamicConvolution | None = None
+        # The convolutions of DFlash 2.
+        if config.conv_kernel_size is not None and config.conv_group_size is not None:
+            sizes = (config.hidden_size, config.conv_kernel_size, config.conv_group_size)
+            self.attention_conv = GroupedDynamicConvolution(*sizes)
+            self.mlp_conv = GroupedDynamicConvolution(*sizes)
+
+    def forward(
+        self, hidden_states: Tensor, residual: Tensor | None, projector: Projector, block_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the layer on the states `[B, K, D]` of one block, or of several of `block_size` slots each.
+
+        Convolutions touch the block's states alone: the context's keys and values are projected from features that no
+        layer changes.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `[B, K, D]`): Output of the layer before, or the embeddings.
+            residual (`torch.Tensor`, *optional*): Residual stream that `hidden_states` are not yet added to; `None` in
+                the first layer.
+            projector (`Projector`): Makes the operands of attention.
+            block_size (`int`): Slots of a block.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: Output of the MLP, and the residual stream that it is not yet added
+            to: the next norm adds and norms both in one kernel.
+        """
+
+        def attention(states: Tensor) -> Tensor:
+            return self.self_attn(states, projector)
+
+        if residual is None:
+            stream = hidden_states
+            normed = self.input_layernorm(hidden_states)
+        else:
+            normed, stream = self.input_layernorm(hidden_states, residual)
+        hidden_states = _convolved(self.attention_conv, normed, attention, block_size)
+        normed, stream = self.post_attention_layernorm(hidden_states, stream)
+        hidden_states = _convolved(self.mlp_conv, normed, self.mlp, block_size)
+        return hidden_states, stream
+
+
+def _convolved(
+    convolution: GroupedDynamicConvolution | None,
+    states: Tensor,
+    sublayer: Callable[[Tensor], Tensor],
+    block_size: int,
+) -> Tensor:
+    """Returns the output of a sublayer on states `[B, K, D]`, with the convolutions of DFlash 2 around it, if any."""
+    if convolution is None:
+        return sublayer(states)
+    return convolution(states, sublayer, block_size)
