@@ -254,7 +254,7 @@ def attend(
 ) -> Tensor:
     """Returns softmax attention with grouped heads, soft cap and sinks; every kernel is tested against it.
 
-    Under a `RaggedMask` a kernel computes it where `ops.attends` decides so, and no mask is made.
+    Under a `RaggedMask` a kernel computes it where `ops.use_kernel` decides so, and no mask is made.
 
     The definition is `softmax(cap(q k^T * scaling) + mask) v`, where `cap(s) = softcap * tanh(s / softcap)`. A sink
     adds one score per head, which takes part in the normalisation and has no value. Keys and values are read as they
@@ -275,7 +275,7 @@ def attend(
     is_plain = softcap is None and sinks is None
     if isinstance(mask, RaggedMask):
         block, kind = mask
-        if dropout == 0 and ops.attends(query_BHKE, key_BGRE, value_BGRE):
+        if dropout == 0 and ops.use_kernel(ops.block_attention, query_BHKE, key_BGRE, value_BGRE):
             return _attend_by_kernel(query_BHKE, key_BGRE, value_BGRE, mask, scaling, softcap, sinks)
         repeats = mask_repeats(query_BHKE.shape[1] // key_BGRE.shape[1], key_BGRE.device)
         mask = block.mask(key_BGRE.shape[2], kind, repeats, query_BHKE.dtype)

@@ -40,7 +40,7 @@ class DFlashMLP(nn.Module):
         """Returns `down(act(gate(x)) * up(x))`."""
         gate = self.gate_proj(hidden_states)
         up = self.up_proj(hidden_states)
-        if self.is_silu and ops.fuses(gate, up):
+        if self.is_silu and ops.use_kernel(ops.silu_mul, gate, up):
             return self.down_proj(ops.silu_mul(gate, up))
         return self.down_proj(self.act_fn(gate) * up)
 
@@ -83,14 +83,15 @@ class DFlashAttention(nn.Module):
         """Writes the begun block's keys and values; returns its queries, and all keys and values to attend to.
 
         The queries are `[B, K, H, E]`, keys and values `[B, G, R, E]`. This is `project_q`, `project_kv` and
-        `RaggedCache.extend`. Where `ops.writes` decides so, one kernel does all that comes after the projections.
+        `RaggedCache.extend`. Where `ops.use_kernel` decides so, one kernel does all that comes after the projections.
         """
         query = self._by_head(self.q_proj(hidden_states))
         key = self._by_head(self.k_proj(hidden_states))
         value = self._by_head(self.v_proj(hidden_states))
         norms = (self.q_norm.weight, self.k_norm.weight)
         key_buffer, value_buffer = cache.attention[self.layer_idx].buffers()
-        if not ops.writes([query, key, value, *norms, *cos_sin], (key_buffer, value_buffer)):
+        buffers = (key_buffer, value_buffer)
+        if not ops.use_kernel(ops.norm_rope_write, query, key, value, *norms, *cos_sin, buffers=buffers):
             query = rotate(self.q_norm(query), cos_sin)
             key = rotate(self.k_norm(key), cos_sin)
             keys, values = cache.extend(self.layer_idx, key, value)

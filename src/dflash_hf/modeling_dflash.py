@@ -121,7 +121,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
         They are written over earlier copies `into` where these fit; see `cache.context`.
         """
-        if not ops.fuses(self.fc.weight):
+        if not ops.use_kernel(ops.context_kv, self.fc.weight):
             return None
         projections: list[nn.Module] = []
         norms: list[Tensor] = []
@@ -295,7 +295,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             `torch.Tensor` of shape `[B, K]`, int64, on the device of the logits.
         """
         if self.candidate_selector is None:
-            return ops.best(logits)
+            return ops.first_argmax(logits)
         candidates, scores = self.candidate_selector(hidden_states, logits, anchors)
         path, _ = follow_path(candidates, scores, scores.argmax(dim=-1))
         return path

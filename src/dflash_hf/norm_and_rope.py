@@ -41,7 +41,7 @@ class DFlashRMSNorm(nn.Module):
         """
         if residual is None:
             return self._normed(hidden_states)
-        if ops.fuses(residual, hidden_states, self.weight):
+        if ops.use_kernel(ops.add_norm, residual, hidden_states, self.weight):
             # The kernel returns both in one tensor, the sum first.
             total, normed = ops.add_norm(residual, hidden_states, self.weight, self.eps).unbind()
             return normed, total
@@ -49,7 +49,7 @@ class DFlashRMSNorm(nn.Module):
         return self._normed(total), total
 
     def _normed(self, hidden_states: Tensor) -> Tensor:
-        if ops.fuses(hidden_states, self.weight):
+        if ops.use_kernel(ops.rms_norm, hidden_states, self.weight):
             return ops.rms_norm(hidden_states, self.weight, self.eps)
         if hidden_states.dtype == self.weight.dtype == torch.float32:
             return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)

@@ -1,11 +1,11 @@
-"""The one door to the kernels, and where they are used: nothing else of this package imports `dflash_kernels`.
+"""The kernels, and the decision where each is used: no other module of this package imports `dflash_kernels`.
 
-By themselves kernels run on CUDA devices of compute capability 8 and more, in float16 and bfloat16, if Triton is
-installed and can build them; everywhere else torch computes the same. Those that choose and count, and so are exact,
-also run in float32. Triton is imported when the first one is launched. One function each says whether a kernel is to
-be used: `attends`, `writes` (both that write caches), `fuses` (norms and activations), `picks` and `accepts`, which
-`best`, `either` and `watched` ask by themselves. They read nothing on the host, but for what defines trees, which runs
-where their kernels do not.
+By default kernels run on CUDA devices of compute capability 8 and more, in float16 and bfloat16, if Triton is
+installed and can build them; everywhere else torch computes the same. Kernels that choose or count are exact, so they
+also run in float32. Triton is imported when the first kernel is launched.
+
+`use_kernel` decides for every operation. `implementation` returns the kernel or the definition in torch. Neither reads
+on the host; of the definitions, those that build and follow trees do.
 """
 
 # The other modules reach the kernels through here:
@@ -41,26 +41,31 @@ from dflash_kernels._dispatch import has_triton
 from dflash_kernels.block_attention import covers
 from dflash_kernels.build_tree import MAX_NODES, num_paths
 from dflash_kernels.gumbel_argmax import ROW_BITS, exponential_noise
+from dflash_kernels.operation import Operation
 from dflash_kernels.rotary import norm_and_rotate
 from dflash_kernels.top_tokens import MAX_NUM
 
 logger = logging.getLogger(__name__)
-# What kernels are for by themselves, where they sum or round: float32 keeps torch's own results.
+# The dtypes of kernels that sum or round: in float32 torch's own results are kept.
 HALF = (torch.float16, torch.bfloat16)
+# Operations on integers alone.
+COUNTING: frozenset[Operation[..., Any]] = frozenset((accept_and_prepare, build_tree, follow_tree, keep_path))
+# Operations that choose among logits, exactly.
+CHOOSING: frozenset[Operation[..., Any]] = frozenset((argmax, gumbel_argmax, top_tokens))
 
 
 class _Setting:
-    """What `kernels` has set; `None` decides by the device."""
+    """The setting of [`kernels`]; with `None` the device decides."""
 
     enabled: bool | None = None
 
 
 @contextmanager
 def kernels(enabled: bool | None) -> Generator[None]:
-    """Uses kernels wherever they can run (`True`), nowhere (`False`), or as the device suggests (`None`).
+    """Uses kernels wherever they can run (`True`), nowhere (`False`), or where the device is made for them (`None`).
 
-    `True` is for tests and benchmarks: on a CPU kernels run in Triton's interpreter, which is slow and needs
-    `TRITON_INTERPRET=1`; without it their references run. Holds for all threads.
+    The setting holds for all threads. `True` is for tests and benchmarks: on a CPU kernels run in Triton's
+    interpreter, which is slow and needs `TRITON_INTERPRET=1`; without it their definitions run.
     """
     before = _Setting.enabled
     _Setting.enabled = enabled
@@ -71,92 +76,97 @@ def kernels(enabled: bool | None) -> Generator[None]:
 
 
 def forced() -> bool | None:
-    """Returns what [`kernels`] has set: a captured step goes on with what it was captured under."""
+    """Returns the setting of [`kernels`], under which a captured step was captured."""
     return _Setting.enabled
 
 
-def attends(query_BHWE: Tensor, key_BGRE: Tensor, value_BGRE: Tensor) -> bool:
-    """Returns True if [`block_attention`] is to compute this attention: the one check of the decode path.
+def use_kernel(operation: Operation[..., Any], *tensors: Tensor, buffers: Sequence[Tensor] = ()) -> bool:
+    """Returns True if the kernel of an operation is to compute it, and not torch; reads nothing on the host.
 
-    It has no gradient, so not where one is wanted. Reads nothing on the host.
+    Args:
+        operation (`Operation`): The operation.
+        tensors (`torch.Tensor`): All of its inputs that are floats; of an operation that counts, any of its tensors.
+        buffers (sequence of `torch.Tensor`): The buffers of a cache that it writes; these may have another dtype.
     """
-    if not _uses_kernels(query_BHWE) or _wants_gradient(query_BHWE):
+    first = tensors[0]
+    if not _uses_kernels(first.device):
         return False
-    if query_BHWE.device in block_attention.failures:  # torch's own attention is faster than the reference
+    if operation in COUNTING:
+        return True
+    if operation in CHOOSING:
+        return bool(_Setting.enabled) or first.dtype in (*HALF, torch.float32)
+    if operation is block_attention:
+        return _use_attention(*tensors)
+    if any(buffer.device != first.device for buffer in buffers):
+        return False
+    return _use_rounding(tensors)
+
+
+def implementation(operation: Operation[..., Any], tensor: Tensor) -> Any:
+    """Returns the callable that computes an operation where `tensor` is: its kernel, or its definition in torch."""
+    # A mode that watches operations, as the counter of launches, sees one operation on a CPU too, where the definition
+    # would read trees on the host.
+    if operation in (build_tree, follow_tree) and _is_watched(tensor.device):
+        return operation
+    if use_kernel(operation, tensor):
+        return operation
+    return operation.reference
+
+
+def first_argmax(logits: Tensor) -> Tensor:
+    """Returns the first index of the greatest of `[..., V]` logits, `[...]` int64."""
+    if use_kernel(argmax, logits):
+        return argmax(logits)
+    # On a CPU `torch.argmax` returns the same in three to four times the time (docs/log-archive.md).
+    return logits.max(dim=-1).indices
+
+
+def use_tree_kernels(tensor: Tensor) -> bool:
+    """Returns True if kernels are to build and follow trees where `tensor` is, and none is known to fail there."""
+    operations = (top_tokens, build_tree, follow_tree, keep_path)
+    return _uses_kernels(tensor.device) and all(tensor.device not in operation.failures for operation in operations)
+
+
+def use_short_forwards(weight: Tensor) -> bool:
+    """Returns True if modules with this weight are to run in fewer operations of torch: on a CPU."""
+    if _Setting.enabled is not None or weight.device.type != "cpu":
+        return False
+    return not torch.is_autocast_enabled("cpu") and not _wants_gradient(weight)
+
+
+def _use_attention(query_BHWE: Tensor, key_BGRE: Tensor, value_BGRE: Tensor) -> bool:
+    """Returns True if [`block_attention`] covers these tensors; it has no gradient."""
+    if _wants_gradient(query_BHWE):
+        return False
+    # Where the kernel has failed, SDPA is faster than the kernel's definition.
+    if query_BHWE.device in block_attention.failures:
         return False
     if _Setting.enabled:
         return query_BHWE.dtype == key_BGRE.dtype == value_BGRE.dtype
     return query_BHWE.dtype in HALF and covers(query_BHWE, key_BGRE, value_BGRE)
 
 
-def writes(states: Sequence[Tensor], buffers: Sequence[Tensor]) -> bool:
-    """Returns True if [`norm_rope_write`] or [`context_kv`] is to write these states into a cache's buffers.
-
-    As [`fuses`] of all that goes in besides lengths, and keys and values have to be where that is.
-    """
-    return fuses(*states) and all(buffer.device == states[0].device for buffer in buffers)
-
-
-def fuses(*tensors: Tensor) -> bool:
-    """Returns True if [`rms_norm`], [`add_norm`] or [`silu_mul`] is to run on all that goes in, and not torch's own.
-
-    They round where those do as long as all is of one dtype, which autocast sees to it that it is not.
-    """
+def _use_rounding(tensors: Sequence[Tensor]) -> bool:
+    """Returns True if kernels that round cover these tensors; they have no gradient."""
     first = tensors[0]
-    if not _uses_kernels(first) or torch.is_autocast_enabled(first.device.type) or _wants_gradient(*tensors):
+    # Kernels round as torch's modules do if all tensors have one dtype. Under autocast the modules mix dtypes.
+    if torch.is_autocast_enabled(first.device.type) or _wants_gradient(*tensors):
         return False
     if any(tensor.dtype != first.dtype or tensor.device != first.device for tensor in tensors):
         return False
     return bool(_Setting.enabled) or first.dtype in HALF
 
 
-def shortens(tensor: Tensor) -> bool:
-    """Returns True if modules with this weight are to run in fewer operations of torch's own: on a CPU."""
-    is_bare = tensor.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-    return _Setting.enabled is None and is_bare and not _wants_gradient(tensor)
-
-
-def picks(logits: Tensor) -> bool:
-    """Returns True if [`argmax`], [`gumbel_argmax`] or [`top_tokens`] is to look at these logits, in float32 too."""
-    return _uses_kernels(logits) and (bool(_Setting.enabled) or logits.dtype in (*HALF, torch.float32))
-
-
-def accepts(counts: Tensor) -> bool:
-    """Returns True if kernels are to do a step's bookkeeping, in integers, on this tensor's device."""
-    return _uses_kernels(counts)
-
-
-def builds_trees(counts: Tensor) -> bool:
-    """Returns True if kernels are to build and follow trees on this tensor's device, as far as is known."""
-    operations = (top_tokens, build_tree, follow_tree, keep_path)
-    return accepts(counts) and all(counts.device not in operation.failures for operation in operations)
-
-
-def either(operation: Any, counts: Tensor) -> Any:
-    """Returns an operation that ends a step, or moves a tree's path: the kernel, or torch's definition of it."""
-    return operation if accepts(counts) else operation.reference
-
-
-def watched(operation: Any, counts: Tensor) -> Any:
-    """Returns an operation that builds or follows trees: the kernel, or its definition, which reads on the host.
-
-    So whoever watches a step on a CPU sees one operation, as where it is a kernel.
-    """
-    is_watched = counts.device.type == "cpu" and torch._C._len_torch_dispatch_stack() > 0
-    return operation if is_watched else either(operation, counts)
-
-
-def best(logits: Tensor) -> Tensor:
-    """Returns the first index of the greatest of `[..., V]` logits, `[...]` int64, by the kernel or by torch."""
-    # On a CPU `argmax` says the same in three to four times the time (docs/log-archive.md).
-    return argmax(logits) if picks(logits) else logits.max(dim=-1).indices
-
-
-def _uses_kernels(tensor: Tensor) -> bool:
-    """Returns True if kernels are to be used at all where this tensor is."""
+def _uses_kernels(device: torch.device) -> bool:
+    """Returns True if kernels are to be used at all on this device."""
     if _Setting.enabled is not None:
         return _Setting.enabled
-    return _is_recent(tensor.device) and _can_launch(tensor.device)
+    return _is_recent(device) and _can_launch(device)
+
+
+def _is_watched(device: torch.device) -> bool:
+    """Returns True if a mode of torch sees the operations on a CPU."""
+    return device.type == "cpu" and torch._C._len_torch_dispatch_stack() > 0
 
 
 def _wants_gradient(*tensors: Tensor) -> bool:
@@ -170,17 +180,35 @@ def _is_recent(device: torch.device) -> bool:
 
 @functools.cache
 def _can_launch(device: torch.device) -> bool:
-    """Once per device: starts the smallest kernel. Slim images have no C compiler, and Triton needs one.
+    """Returns True if the smallest kernel can be launched on a device; tried once, and logged if not.
 
-    The first to ask is the first token's commit, long before a capture. What is wrong, the operation has said.
+    Triton needs a C compiler, and slim images have none. The commit of the first token asks first, long before a
+    capture, in which nothing could be tried.
     """
-    if not has_triton():  # on a GPU one expects the kernels
+    if not has_triton():
         logger.warning("decoding steps run in torch alone: Triton is not installed; pip install triton")
         return False
     try:
         argmax(torch.zeros(1, device=device))
-    except Exception as error:  # whatever a Triton raises that nobody has tried
+    except Exception as error:  # a release of Triton that has not been tried may raise anything
         reason = f"{type(error).__name__}: {one_line(error)}"
         logger.warning("decoding steps run in torch alone: no kernel can be launched on %s (%s)", device, reason)
         return False
+    # An error that the operation has caught itself is in its list, and in the log.
     return device not in argmax.failures
+
+
+# The earlier names, until every caller has the new ones.
+attends = functools.partial(use_kernel, block_attention)
+fuses = functools.partial(use_kernel, rms_norm)
+picks = functools.partial(use_kernel, argmax)
+accepts = functools.partial(use_kernel, accept_and_prepare)
+either = implementation
+best = first_argmax
+builds_trees = use_tree_kernels
+shortens = use_short_forwards
+
+
+def writes(states: Sequence[Tensor], buffers: Sequence[Tensor]) -> bool:
+    """Returns `use_kernel` of an operation that writes caches."""
+    return use_kernel(norm_rope_write, *states, buffers=buffers)

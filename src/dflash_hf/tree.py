@@ -47,7 +47,7 @@ class DraftTree:
 
     def follow(self, block_BN: Tensor, tokens_BN: Tensor, node_ids_BN: Tensor, path_BN: Tensor) -> None:
         """Writes the path that the target takes; `dflash_kernels.follow_tree` defines it and the arguments."""
-        follow = ops.watched(ops.follow_tree, self.parents)
+        follow = ops.implementation(ops.follow_tree, self.parents)
         follow(self.parents, self.depths, self.ancestors, block_BN, tokens_BN, node_ids_BN, path_BN)
 
     def agree(self, block_BN: Tensor, text_BD: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class TreeBuilder:
         if candidates_BDC is None:
             # Without candidates a position has one state, whatever token stands before it.
             scores = scores[:, :, None]
-        likeliest = ops.top_tokens if ops.picks(scores) else ops.top_tokens.reference
+        likeliest = ops.implementation(ops.top_tokens, scores)
         best, order = likeliest(scores, self.num_ranks)
-        build = ops.watched(ops.build_tree, order)
+        build = ops.implementation(ops.build_tree, order)
         build(best, order, nodes, block_BN, candidates_BDC, *text)

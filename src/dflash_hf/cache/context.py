@@ -48,7 +48,7 @@ class NewContext(NamedTuple):
         if self.weights is None:
             return False
         buffers = cache.buffers()
-        if not ops.writes([features, *self.weights, *cos_sin], buffers):
+        if not ops.use_kernel(ops.context_kv, features, *self.weights, *cos_sin, buffers=buffers):
             return False
         projection, norm = self.weights
         num_layers, head_dim = norm.shape
@@ -73,8 +73,8 @@ def stack_weights(
 ) -> ContextWeights | None:
     """Returns the projections and norms of all layers stacked, or `None` where the layers write their own context.
 
-    They do where `ops.writes` decides so, and where a projection computes more than a product with its weight: with a
-    bias, hooks, adapters, or a weight that is no plain tensor.
+    They do where `ops.use_kernel` decides so, and where a projection computes more than a product with its weight:
+    with a bias, hooks, adapters, or a weight that is no plain tensor.
 
     Args:
         projections (sequence of `nn.Module`): Key and value projections, layer after layer.
@@ -85,7 +85,7 @@ def stack_weights(
     weights = [module.weight for module in projections if isinstance(module, nn.Linear) and _is_its_weight(module)]
     if not weights or len(weights) < len(projections):
         return None
-    if not ops.writes([*weights, *norms], buffers):
+    if not ops.use_kernel(ops.context_kv, *weights, *norms, buffers=buffers):
         return None
     norms = list(norms)
     if into is None or not _fits(into, weights, norms):

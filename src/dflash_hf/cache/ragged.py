@@ -324,7 +324,7 @@ class RaggedCache(Cache):
             by_device[buffer.device].append(buffer)
         for device, buffers in by_device.items():
             path = path_BN.to(device)
-            move = ops.either(ops.keep_path, path)
+            move = ops.implementation(ops.keep_path, path)
             move(path, lengths.to(device), buffers)
 
     def attend(self, keys: Tensor) -> tuple[RaggedBlock, int | None]:
