@@ -13,35 +13,39 @@ from dflash_hf.errors import is_a, one_line, require
 from dflash_hf.positions import build_target_layer_ids
 
 T = TypeVar("T")
-if TYPE_CHECKING:  # what every reader of a config finds, because `__post_init__` fills it in
+# Types of fields that `__post_init__` fills in: for readers of a config, who find them filled, and for @strict, which
+# checks the value that was given.
+if TYPE_CHECKING:
     Filled = Annotated[T, "None stands for the default"]
     PerLayer = list[bool]
-else:  # what may be given
+else:
     Filled = Optional
     PerLayer = bool | list[bool] | None
 FILLED_IN: Any = None
-AttentionKind = tuple[int | None, bool, bool]  # of a layer: its window, whether it is causal, and from the anchor
+# A layer's window, whether it is causal, and whether the window counts from the anchor.
+AttentionKind = tuple[int | None, bool, bool]
 
-# Kind of RoPE -> the numbers it cannot do without.
+# Kind of RoPE -> the numbers that it needs.
 ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-# Far above any draft; what lies beyond is a damaged file, and building it would end in a memory error.
+# Limits far above any draft. A greater number means a damaged file, and building it would end in a memory error.
 MAX_LAYERS = 1024
 MAX_SIZE = 2**20
 MAX_VOCABULARY = 2**24
-# There the target's logits of one block, `[block_size, vocabulary]` in float32, take 0.6 GB with Qwen3's vocabulary,
-# and verifying it is a prefill: nobody gains by proposing that much. Published drafts have 8 to 32.
+# The target's logits of such a block, `[block_size, vocabulary]` in float32, take 0.6 GB with Qwen3's vocabulary, and
+# its verify is as slow as a prefill. Published drafts have 8 to 32.
 MAX_BLOCK_SIZE = 1024
-MAX_CANDIDATES = 1024  # the selector scores each with each of the slot before
+# The selector scores every pair of candidates of neighbouring slots.
+MAX_CANDIDATES = 1024
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class _AsTheTarget:
-    """A value that a draft does not have of its own: equal to whatever the target has."""
+    """A value that a draft takes from its target: it equals every other value."""
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -114,7 +118,8 @@ class DFlashConfig(PreTrainedConfig):
     model_type = "dflash"
     default_theta = 1_000_000.0
     keys_to_ignore_at_inference = [CACHE_NAME]  # noqa: RUF012  (Transformers' own form)
-    # Pipelines compare them with the target's, to see whether the two share a tokenizer. Not fields: never saved.
+    # Pipelines compare these with the target's, to see whether the two share a tokenizer. They are no fields, so they
+    # are never saved.
     bos_token_id = _AsTheTarget()
     eos_token_id = _AsTheTarget()
     pad_token_id = _AsTheTarget()
@@ -159,12 +164,14 @@ class DFlashConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._check_sizes()
+        # Fields are read as they were given, None included, for which their types leave no place.
         given: dict[str, Any] = vars(self)
         if given["target_hidden_size"] is None:
             self.target_hidden_size = self.hidden_size
         if self.draft_vocab_size == self.vocab_size:
             self.draft_vocab_size = None
-        self.raw_input_embeddings = self.raw_input_embeddings or self.own_embed_tokens  # it is a plain one
+        # A draft's own embedding is a plain table.
+        self.raw_input_embeddings = self.raw_input_embeddings or self.own_embed_tokens
         if given["layer_types"] is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         if "sliding_attention" not in self.layer_types:
@@ -185,9 +192,19 @@ class DFlashConfig(PreTrainedConfig):
         self._check_agreement()
 
     def _check_sizes(self) -> None:
-        """Raises unless every size and scale can be built with: the first thing, before any list is as long as one."""
-        sizes = ("hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
-        sizes += ("num_key_value_heads", "conv_kernel_size", "conv_group_size", "selector_rank")
+        """Raises `ValueError` unless every size and scale is in its limits."""
+        # This check comes first: some defaults are lists as long as a size.
+        sizes = (
+            "hidden_size",
+            "target_hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "head_dim",
+            "num_key_value_heads",
+            "conv_kernel_size",
+            "conv_group_size",
+            "selector_rank",
+        )
         limits = {
             **dict.fromkeys(sizes, MAX_SIZE),
             **dict.fromkeys(("vocab_size", "draft_vocab_size", "max_position_embeddings"), MAX_VOCABULARY),
@@ -208,23 +225,35 @@ class DFlashConfig(PreTrainedConfig):
         require(self.hidden_act in ACT2FN, f"hidden_act in {sorted(ACT2FN)}", self.hidden_act, "fix it")
 
     def _check_rope(self) -> None:
-        """Raises unless the RoPE is of a known kind and has the numbers that this kind needs."""
+        """Raises `ValueError` unless the RoPE is of a known kind and has the numbers that this kind needs."""
         rope: dict[str, Any] = vars(self)["rope_parameters"] or {}
         kind = rope.get("rope_type", "default")
         known = isinstance(kind, str) and kind in ROPE_TYPES
         length = "a draft's RoPE may not depend on the length of the call"
         require(known, f"rope_type in {tuple(ROPE_TYPES)}", kind, length)
         stated = {name for name, value in rope.items() if value is not None and name not in ("rope_type", "truncate")}
-        # A rope_theta that is left out gets Transformers' default; one that is null would be computed with.
-        for name in sorted({*ROPE_TYPES[kind], *stated, *({"rope_theta"} & rope.keys())}):
+        checked = {*ROPE_TYPES[kind], *stated}
+        # A rope_theta that is left out gets Transformers' default, but one that is null would be computed with.
+        if "rope_theta" in rope:
+            checked.add("rope_theta")
+        for name in sorted(checked):
             value: Any = rope.get(name)
-            # Transformers computes with all of them; of the numbers only mscale and its like may be 0.
-            smallest = 0 if name.startswith("mscale") else 1e-12
+            # Transformers computes with all of these numbers; only mscale and mscale_all_dim may be 0.
+            smallest = 1e-12
+            if name.startswith("mscale"):
+                smallest = 0
             is_right = is_a(value, int, float) and smallest <= value < 1e12
             require(is_right, f"a positive number as {one_line(name)} of the RoPE", value, "fix it")
 
     def _check_agreement(self) -> None:
-        """Raises unless the fields about attention, layers, taps, tokens and DFlash 2 agree with each other."""
+        """Raises `ValueError` unless the fields of attention, layers, taps, tokens and DFlash 2 agree."""
+        self._check_attention()
+        self._check_taps()
+        self._check_vocabulary()
+        self._check_dflash2()
+
+    def _check_attention(self) -> None:
+        """Raises `ValueError` unless block, heads and kinds of layers agree."""
         block = "a block holds the anchor and one proposal"
         heads = (self.num_attention_heads, self.num_key_value_heads)
         require(self.block_size >= 2 - self.sample_from_anchor, "block_size >= 2", self.block_size, block)
@@ -240,6 +269,9 @@ class DFlashConfig(PreTrainedConfig):
         has_window = self.sliding_window is not None or "sliding_attention" not in kinds
         what = "a positive sliding_window where layer_types has sliding_attention"
         require(has_window, what, self.sliding_window, "set sliding_window")
+
+    def _check_taps(self) -> None:
+        """Raises `ValueError` unless every tap is a layer of the target."""
         taps = self.target_layer_ids
         depth = self.num_target_layers
         are_layers = "ids are 0-based layers whose output is tapped, and -1 the embeddings"
@@ -247,6 +279,8 @@ class DFlashConfig(PreTrainedConfig):
         what = f"target_layer_ids below num_target_layers = {depth}"
         require(depth is None or max(taps) < depth, what, taps, "fix one of them")
 
+    def _check_vocabulary(self) -> None:
+        """Raises `ValueError` unless vocabularies, mask token and own modules agree."""
         size = self.vocab_size
         reduced = self.draft_vocab_size
         mask = self.mask_token_id
@@ -259,6 +293,9 @@ class DFlashConfig(PreTrainedConfig):
         what = f"draft_vocab_size below vocab_size = {size}, and own_lm_head"
         require(has_head, what, reduced, "a reduced vocabulary needs a head of its own")
 
+    def _check_dflash2(self) -> None:
+        """Raises `ValueError` unless the convolution and the selector are complete and fit the sizes."""
+        size = self.vocab_size
         group = self.conv_group_size
         top_k = self.selector_top_k
         together = "they only mean something together"
@@ -290,10 +327,14 @@ class DFlashConfig(PreTrainedConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def attention_kind(self, layer_idx: int) -> AttentionKind:
-        """Returns `(window, causal, from_anchor)` of one layer: what [`positions.visible`] needs to know about it."""
-        slides = self.layer_types[layer_idx] == "sliding_attention"
-        return self.sliding_window if slides else None, self.is_causal[layer_idx], self.window_from_anchor and slides
+        """Returns `(window, causal, from_anchor)` of one layer, as [`positions.visible`] takes them."""
+        causal = self.is_causal[layer_idx]
+        if self.layer_types[layer_idx] == "sliding_attention":
+            return self.sliding_window, causal, self.window_from_anchor
+        return None, causal, False
 
     def num_proposals(self, block_size: int) -> int:
-        """Returns how many tokens a block of `block_size` slots proposes; one more can be verified at once."""
-        return block_size if self.sample_from_anchor else block_size - 1
+        """Returns how many tokens a block of `block_size` slots proposes; a verify takes one more, the anchor."""
+        if self.sample_from_anchor:
+            return block_size
+        return block_size - 1
