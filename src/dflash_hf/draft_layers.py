@@ -40,6 +40,7 @@ class DFlashMLP(nn.Module):
         """Returns `down(act(gate(x)) * up(x))`."""
         gate = self.gate_proj(hidden_states)
         up = self.up_proj(hidden_states)
+        # The kernel knows one activation.
         if self.is_silu and ops.use_kernel(ops.silu_mul, gate, up):
             return self.down_proj(ops.silu_mul(gate, up))
         return self.down_proj(self.act_fn(gate) * up)
@@ -194,6 +195,7 @@ class CombinedProjector(Projector):
 
     def project(self, attention: DFlashAttention, normed: Tensor) -> Operands:
         """Returns the operands, after advancing the cache where there is one."""
+        # Context and blocks are one sequence, as an ordinary cache takes them: head-major.
         joined = torch.cat([self.context, normed], dim=1)
         key, value = attention.project_kv(joined, self.cos_sin)
         key = key.transpose(1, 2)

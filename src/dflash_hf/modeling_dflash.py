@@ -183,6 +183,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         block = cache.block
         projector: Projector
         if context is None:
+            # `write_context` has written it.
             cos_sin = self.rotary_emb(block.positions, noise_embeds.dtype)
             projector = BlockProjector(cache, cos_sin)
         else:
@@ -193,6 +194,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         """Writes the newest context by one kernel, or leaves that to the layers; returns their projector."""
         features = self.project_context(context.states)
         num_context = features.shape[1]
+        # The angles of both are computed at once: positions may overlap, where the block replaces rejected tokens.
         positions = torch.cat([context.block.positions, cache.block.positions], dim=1)
         cos, sin = self.rotary_emb(positions, dtype)
         if context.weights is not None:
@@ -243,6 +245,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         num_queries = noise_embeds.shape[1]
         num_new = context_hidden_states.shape[1] + num_queries
         if position_ids is None:
+            # An ordinary cache has one length for all rows, padding included.
             position_ids = torch.arange(num_new, device=noise_embeds.device)[None]
             if cache is not None:
                 position_ids = position_ids + cache.get_seq_length()
@@ -326,6 +329,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def _run_layers(self, hidden_states: Tensor, projector: Projector, block_size: int) -> Tensor:
         """Returns embeddings `[B, K, D]` after all layers and the final norm."""
+        # The residual sum is left to the next norm, which adds and norms in one kernel.
         residual: Tensor | None = None
         for layer in self.layers:
             hidden_states, residual = layer(hidden_states, residual, projector, block_size)
