@@ -111,11 +111,14 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.scopes": set(),
     "dflash_hf.target_model.hidden_states": set(),
     "dflash_hf.target_model.parts": set(),
-    "dflash_hf.generation.accept": {"_choose_tokens", "_take_column", "stop_by_criteria"},
+    "dflash_hf.generation.accept": {"_choose_tokens", "stop_by_criteria"},
+    "dflash_hf.generation.choose": set(),
+    "dflash_hf.generation.synchronized_rows": {"_take_column"},
     "dflash_hf.generation.sampling": {"at", "settings"},
     "dflash_hf.generation.buffers": set(),
     "dflash_hf.generation.candidate_generator": set(),
     "dflash_hf.generation.float8": set(),
+    "dflash_hf.generation.newest_context": set(),
     "dflash_hf.generation.run": set(),
     "dflash_hf.generation.state": set(),
     "dflash_hf.generation.static_step": set(),
@@ -132,7 +135,10 @@ HOT_MODULES: dict[str, set[str]] = {
 ROW_COUNTS = {"anchor", "cursor", "lengths", "next_positions", "remaining"}
 MOVES_ROWS = {"dflash_hf.generation.state": {"begin"}, "dflash_hf.generation.accept": {"commit"}}
 # A stop lowers what a row may still generate, and the commit ends it there.
-STOPS_ROWS = {"dflash_hf.generation.accept": {"choose", "stop_by_criteria"}}
+STOPS_ROWS = {
+    "dflash_hf.generation.accept": {"stop_by_criteria"},
+    "dflash_hf.generation.synchronized_rows": {"choose"},
+}
 HOST_READS = {"item", "tolist", "cpu", "numpy"}
 
 

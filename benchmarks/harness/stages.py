@@ -20,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from dflash_hf.generation import decode
 from dflash_hf.generation import static_step as step_module
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
-from dflash_hf.generation.cuda_graph import GraphStep, NotCapturableError, uncaptured
+from dflash_hf.generation.capture import NotCapturableError
+from dflash_hf.generation.cuda_graph import GraphStep, uncaptured
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep

@@ -51,8 +51,8 @@ def places(run: Run) -> list[tuple[object, ...]]:
     """Where everything is that a step leaves for the next one, and how it is laid out."""
     state, generator, buffers = run.state, run.generator, run.buffers
     named = {name: getattr(state, name) for name in type(state).__slots__}
-    named |= {"offset": generator.offset, "states": buffers.context_states, "lengths of": buffers.context_lengths}
-    named |= {f"weights {i}": t for i, t in enumerate(buffers.context_weights or ())}
+    named |= {"offset": generator.offset}
+    named |= {f"newest {i}": t for i, t in enumerate(buffers.context.tensors())}
     named |= {f"target {i}": t for i, t in enumerate(run.cache.buffers())}
     named |= {f"draft {i}": t for i, t in enumerate(generator.cache.buffers())}
     # Written and read in one step.

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_hf.generation import cuda_graph as module
-from dflash_hf.generation.cuda_graph import NotCapturableError, capture
+from dflash_hf.generation import capture as module
+from dflash_hf.generation.capture import NotCapturableError, capture
 
 DEVICE = torch.device("cpu", 0)
 POOL = (0, 7)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from dflash_hf.attention import RaggedBlock
-from dflash_hf.cache.context import NewContext
+from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.dflash2 import follow_path
 from dflash_hf.generation.buffers import FixedBuffers
+from dflash_hf.generation.newest_context import NewestContext
 from dflash_hf.generation.sampling import (
     DRAFT_STREAM,
     TARGET_STREAM,
@@ -23,90 +24,11 @@ from dflash_hf.generation.sampling import (
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
-from dflash_hf.tree import along
+from dflash_hf.tree import TreeBuilder
 
 ProposalRule = Literal["argmax", "shared_noise", "sample"]
 # See `iterate`: the draft's logits [B, W - 1, V] and the token before the proposals [B] -> proposals [B, W - 1].
 Propose = Callable[[Tensor, Tensor], Tensor]
-
-
-class NewestContext:
-    """Tapped states in fixed tensors of the buffers, some columns of each row.
-
-    A verify of more than one token takes all columns, rejected tokens included: the host does not know how many were
-    right. Tokens that were decoded without a draft gather, one behind the other, until a forward of the draft writes
-    them or the columns are full. Before the first verify the states are zeros, whose keys and values go where the
-    block's own go right after.
-
-    Args:
-        buffers (`FixedBuffers`): The run's, whose newest context is cleared.
-    """
-
-    def __init__(self, buffers: FixedBuffers) -> None:
-        self._buffers = buffers
-        # Whether single tokens gather. Not in captured steps, each of which writes its own.
-        self.gathers = True
-        self._num_taken = 0
-        # The columns of the last verify.
-        self._newest = slice(0, 0)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether there is no column for a further token."""
-        return self._num_taken == self._num_columns
-
-    @property
-    def states(self) -> Tensor:
-        """Tapped states `[B, W, L * D]` of the block that was verified last, rejected rows included."""
-        return self._buffers.context_states[:, self._newest]
-
-    def add(self, states: Tensor, is_tree: bool) -> bool:
-        """Adds the tapped states of a verify, rejected rows included.
-
-        Args:
-            states (`torch.Tensor` of shape `[B, W, L * D]`): Of the verified tokens.
-            is_tree (`bool`): Whether they are the nodes of a tree, of which [`add_path`] takes those that stand.
-
-        Returns:
-            `bool`: True if they are the first ones behind what has been written: then [`begin_at`] says where.
-        """
-        width = states.shape[1]
-        is_single = width == 1
-        start = self._num_taken % self._num_columns if is_single else 0
-        self._newest = slice(start, start + min(width, self._num_columns))
-        nodes = self._buffers.node_states
-        if is_tree and nodes is not None:
-            nodes[:, :width].copy_(states)
-        else:
-            self.states.copy_(states)
-        self._num_taken = self._num_columns
-        if is_single and self.gathers:
-            self._num_taken = start + 1
-        return start == 0
-
-    def begin_at(self, lengths: Tensor) -> None:
-        """Says where the first of the states stands in each row `[B]`, int64, as the draft counts."""
-        self._buffers.context_lengths.copy_(lengths)
-
-    def add_path(self, path_BN: Tensor, is_in_place: bool) -> None:
-        """Takes the states of a tree's accepted path `[B, n]`; what is behind the path's end is rejected."""
-        nodes = self._buffers.node_states
-        assert nodes is not None
-        taken = self._buffers.context_states[:, : path_BN.shape[1]]
-        if is_in_place:
-            taken.copy_(nodes[:, : path_BN.shape[1]])
-        else:
-            along(path_BN.to(nodes.device), nodes, out=taken)
-
-    def to_write(self) -> NewContext:
-        """Returns what the draft's next forward writes: the states of all columns, and where they stand."""
-        buffers = self._buffers
-        block = RaggedBlock.at(buffers.context_lengths, self._num_columns)
-        return NewContext(buffers.context_states, block, buffers.context_weights)
-
-    @property
-    def _num_columns(self) -> int:
-        return self._buffers.context_states.shape[1]
 
 
 class DFlashCandidateGenerator:
@@ -115,12 +37,13 @@ class DFlashCandidateGenerator:
     Of every verify it keeps the tapped states, see [`NewestContext`]; its next forward writes them.
 
     Args:
-        draft, target: Of the run; the target's embedding and head serve drafts without their own.
+        draft (`DFlashDraftModel`): The run's draft.
+        target (`Target`): The run's target; its embedding and head serve drafts without their own.
         processors (`BlockProcessors`): The run's; their stateless warpers shape the proposals too.
         buffers (`FixedBuffers`): Its context cache and the newest context, both cleared.
         proposal (`str`): How to propose when sampling.
-        drafter (`DFlashDraftModel`): What computes the blocks and their logits: the draft, or a copy of it; see
-            `float8.drafting_copy`.
+        drafter (`DFlashDraftModel`): The model that computes the blocks and their logits: the draft, or a copy of it;
+            see `float8.drafting_copy`.
     """
 
     def __init__(
@@ -137,46 +60,89 @@ class DFlashCandidateGenerator:
         self.target = target
         self.processors = processors
         self.proposal: ProposalRule = proposal
-        # Width K of the draft's block, and tokens that are verified at most: K or fewer, or K + 1 where the anchor's
-        # slot proposes too.
-        self.block_size = buffers.shape.block_size
-        self.verify_width = buffers.shape.width
-        self.num_proposals = draft.config.num_proposals(self.block_size)
-        self.device = buffers.shape.draft_layers[0].device
-        self.dtype = draft.dtype
-        # How far ahead of each slot's own position the token is that it proposes.
-        self.ahead = int(draft.config.sample_from_anchor)
-        self.cache = buffers.draft_cache
         self.buffers = buffers
-        # Per row, the first index that there is context for [B]; the draft counts from there. None: from 0.
-        self.offset: Tensor | None = None
-        self.newest = NewestContext(buffers)
-        # What proposes trees, if it is trees that are to be verified.
-        self.trees = buffers.trees
-        # Only `iterate` sets these: a proposal rule of the user's, and whether the last block's logits are kept.
-        self.rule_of_user: Propose | None = None
+        # Whether rows lack context for their first tokens; the draft then counts from `offset`.
+        self.has_offset = False
+        # Only `iterate` sets these: the caller's own proposal rule, and whether the last block's logits are kept.
+        self.user_rule: Propose | None = None
         self.keeps_logits = False
         self.logits: Tensor | None = None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of the draft's block, `K`."""
+        return self.buffers.shape.block_size
+
+    @property
+    def verify_width(self) -> int:
+        """Tokens that are verified at most: `K` or fewer, or `K + 1` where the anchor's slot proposes too."""
+        return self.buffers.shape.width
+
+    @property
+    def num_proposals(self) -> int:
+        """Slots of the draft's block that propose."""
+        return self.draft.config.num_proposals(self.block_size)
+
+    @property
+    def ahead(self) -> int:
+        """How far behind each slot's own position the token stands that it proposes: 0, or 1."""
+        return int(self.draft.config.sample_from_anchor)
+
+    @property
+    def device(self) -> torch.device:
+        """The draft's device."""
+        return self.newest.columns.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The draft's dtype; a model finds its own by looking through its weights."""
+        return self.newest.columns.dtype
+
+    @property
+    def cache(self) -> RaggedCache:
+        """The draft's context."""
+        return self.buffers.draft_cache
+
+    @property
+    def newest(self) -> NewestContext:
+        """Context that the cache does not hold yet."""
+        return self.buffers.context
+
+    @property
+    def trees(self) -> TreeBuilder | None:
+        """Builds the trees that are verified; `None` in a run that verifies chains."""
+        return self.buffers.trees
+
+    @property
+    def offset(self) -> Tensor:
+        """First index of each row that there is context for `[B]`, int64, on the target's device."""
+        return self.buffers.offset
+
+    def set_offset(self, offset: Tensor) -> None:
+        """Has the draft count from these indices `[B]`, of which one at least is above 0."""
+        self.has_offset = True
+        self.offset.copy_(offset)
 
     def observe_prompt(self, context_hidden_states: Tensor, positions: Tensor) -> None:
         """Turns the taps `[B, S, L * D]` of (a chunk of) the prompts straight into context K/V.
 
         `positions` `[B, S]`, on the host, are each token's index in its row, negative for padding.
         """
-        states = context_hidden_states.to(self.device, self.dtype)
-        if self.offset is not None:
+        states = self._as_draft(context_hidden_states)
+        if self.has_offset:
             positions = positions - self.offset.to(positions.device)[:, None]
         self.draft.write_prompt(states, positions, self.cache)
 
     def begin(self, lengths: Tensor) -> None:
-        """Begins a run whose prompts have these `lengths` `[B]`; `offset` is known and stays."""
-        buffers = self.buffers
-        if self.offset is not None:
-            self.offset = buffers.offset.copy_(self.offset)
+        """Begins a run whose prompts have these `lengths` `[B]`; the offset is set by now."""
+        if self.has_offset:
             lengths = lengths - self.offset
-        buffers.context_lengths.copy_(lengths)
+        else:
+            self.offset.zero_()
+        newest = self.newest
+        newest.begin(lengths)
         # Weights are copied where a kernel is to write context of all layers at once.
-        buffers.context_weights = self.draft.stack_weights(self.cache, buffers.context_weights)
+        newest.weights = self.draft.stack_weights(self.cache, newest.weights)
 
     def observe_block(self, context_hidden_states: Tensor, block: RaggedBlock) -> None:
         """Takes the context of a verified block, rejected rows included; the next draft forward writes it.
@@ -201,8 +167,11 @@ class DFlashCandidateGenerator:
         """
         self.logits = None
         self.newest.gathers = not is_static
+        # A run that never drafts has nobody who reads context.
         never_drafts = self.verify_width == 1
-        if not never_drafts and (is_static or self.newest.is_full):
+        if never_drafts:
+            return
+        if is_static or self.newest.is_full:
             self.flush()
 
     def propose(self, state: DecodeState, block: RaggedBlock) -> None:
@@ -212,92 +181,118 @@ class DFlashCandidateGenerator:
             state (`DecodeState`): Changed in place.
             block (`RaggedBlock`): Where the draft's block stands, on the target's device.
         """
-        draft = self.draft
-        drafter = self.drafter
-        device = state.block.device
+        is_tree = state.is_tree
+        num_slots = state.width - 1
+        if is_tree:
+            num_slots = self.num_proposals
+        # The anchor's slot proposes too in some drafts; in others the first mask token's slot is the first to.
+        first = 1 - self.ahead
+        slots = slice(first, first + num_slots)
         self.cache.begin(self._on_draft(block))
-        noise_embeds = draft.embed(state.draft_ids, self.target.embedding)
-        hidden = drafter.forward_block(noise_embeds.to(self.device, self.dtype), self.cache, self.newest.to_write())
-        is_tree = state.tree is not None
-        num = self.num_proposals if is_tree else state.width - 1
-        slots = slice(1 - self.ahead, num + 1 - self.ahead)  # those that propose
+        embeds = self.draft.embed(state.draft_ids, self.target.embedding)
+        hidden = self.drafter.forward_block(self._as_draft(embeds), self.cache, self.newest.to_write())
         hidden = hidden[:, slots]
-        states = hidden
-        if draft.lm_head is None:
-            # The target's head takes states as its own layers give them.
-            has_own_embedding = draft.embed_tokens is not None
-            states = hidden.to(device, self.target.model.dtype if has_own_embedding else noise_embeds.dtype)
-        logits = drafter.compute_logits(states, self.target.head).to(device)
+        logits = self._logits(hidden, embeds.dtype, state.block.device)
         if self.keeps_logits:
             self.logits = logits
+        # Noise is keyed by the position of the proposed token.
+        positions = block.positions[:, slots]
         if is_tree:
-            self._propose_tree(state, hidden, logits, block.positions[:, slots])
+            self._propose_tree(state, hidden, logits, positions)
         else:
-            state.proposals.copy_(self._chain(state, hidden, logits, block.positions[:, slots]))
+            state.proposals.copy_(self._chain(state, hidden, logits, positions))
 
-    def _drawn_positions(self, state: DecodeState, slots_BD: Tensor) -> Tensor:
-        """Returns what noise is keyed by for the tokens that the slots at these positions `[B, D]` propose."""
-        return state.keyed(slots_BD + self.ahead)
+    def _logits(self, hidden: Tensor, embeds_dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns logits `[B, n, V]`, on the target's device, for states `[B, n, D]` of the draft."""
+        states = hidden
+        if self.draft.lm_head is None:
+            # The target's head takes states as its own layers give them.
+            dtype = embeds_dtype
+            if self.draft.embed_tokens is not None:
+                dtype = self.target.model.dtype
+            states = hidden.to(device, dtype)
+        return self.drafter.compute_logits(states, self.target.head).to(device)
+
+    def _takes_likeliest(self, state: DecodeState) -> bool:
+        """Returns True if the proposals are the draft's likeliest tokens, without noise or warpers."""
+        return not state.is_sampled or self.proposal == "argmax"
+
+    def _noise_positions(self, state: DecodeState, slots: Tensor) -> Tensor:
+        """Returns the positions that noise is keyed by for the tokens that slots at positions `[B, n]` propose."""
+        return state.keyed(slots + self.ahead)
 
     def _chain(self, state: DecodeState, hidden: Tensor, logits: Tensor, slots: Tensor) -> Tensor:
-        """Returns proposals `[B, W - 1]` that follow each other; `slots`, of the same shape, are where they are made.
-
-        Of a selector, the noise goes over all transitions at once, whatever path they lead to, and a path uses that of
-        a token once. So the distribution of a token is the softmax over the candidates behind those drawn before it.
-        """
-        if self.rule_of_user is not None:
-            return self.rule_of_user(logits, state.anchor)
-        if state.key is None or self.proposal == "argmax":
+        """Returns proposals `[B, W - 1]` that follow each other, of the slots at these positions `[B, W - 1]`."""
+        if self.user_rule is not None:
+            return self.user_rule(logits, state.anchor)
+        if self._takes_likeliest(state):
             return self.draft.best_path(hidden, logits, state.anchor)
-        is_drawn = self.proposal == "sample"
-        positions = self._drawn_positions(state, slots)
-        if self.draft.candidate_selector is None and not is_drawn:
-            return draw_from_logits(logits, self.processors, state.key, positions)
+        positions = self._noise_positions(state, slots)
+        if self.draft.candidate_selector is not None:
+            return self._chain_of_candidates(state, hidden, logits, positions)
+        if self.proposal == "shared_noise":
+            return draw_from_logits(logits, self.processors, state.seed, positions)
+        scores = self.processors.warp(logits)
+        state.draft_probs = torch.softmax(scores, dim=-1)
+        return choose(scores, state.seed, positions, DRAFT_STREAM)
+
+    def _chain_of_candidates(self, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor) -> Tensor:
+        """Returns sampled proposals `[B, W - 1]` among a selector's candidates.
+
+        The noise goes over all transitions at once, whatever path they lead to, and a path uses that of a token once.
+        So the distribution of a token is the softmax over the candidates behind those drawn before it.
+        """
         candidates, scores = self._scores(state, hidden, logits)
-        if candidates is None:
-            state.draft_probs = torch.softmax(scores, dim=-1)
-            return choose(scores, state.key, positions, DRAFT_STREAM)
-        stream = DRAFT_STREAM if is_drawn else TARGET_STREAM
-        noisy = with_noise(scores, state.key, positions, candidates, stream)
+        assert candidates is not None
+        is_drawn = self.proposal == "sample"
+        stream = TARGET_STREAM
+        if is_drawn:
+            stream = DRAFT_STREAM
+        noisy = with_noise(scores, state.seed, positions, candidates, stream)
         path, path_scores = follow_path(candidates, scores, noisy.argmax(dim=-1))
         if is_drawn:
             probs = torch.softmax(path_scores, dim=-1)
-            state.draft_probs = probs.new_zeros(*path.shape, logits.shape[-1]).scatter_(-1, candidates, probs)
+            no_probs = probs.new_zeros(*path.shape, logits.shape[-1])
+            state.draft_probs = no_probs.scatter_(-1, candidates, probs)
         return path
 
     def _scores(self, state: DecodeState, hidden: Tensor, logits: Tensor) -> tuple[Tensor | None, Tensor]:
-        """A selector's candidates and scores, or the logits; processed where tokens are sampled."""
+        """Returns a selector's candidates and scores, or none and the logits; processed where tokens are sampled."""
         selector = self.draft.candidate_selector
         candidates = None
         scores = logits
         if selector is not None:
             candidates, scores = selector(hidden, logits, state.anchor)
-        if state.key is not None and self.proposal != "argmax":
-            # Warpers work on rows of scores: of a selector, what may follow one predecessor.
+        if not self._takes_likeliest(state):
+            # Warpers work on rows of scores: a selector's row holds the tokens that may follow one predecessor.
             scores = self.processors.warp(scores.flatten(1, -2)).view_as(scores)
         return candidates, scores
 
     def _propose_tree(self, state: DecodeState, hidden: Tensor, logits: Tensor, slots: Tensor) -> None:
-        """Proposes a tree by the slots at these positions `[B, D]`.
-
-        Under `shared_noise` it is of the scores that the target's own noise makes likely.
-        """
+        """Proposes a tree by the slots at these positions `[B, n]`."""
         trees = self.trees
-        candidates, scores = self._scores(state, hidden, logits)
         assert trees is not None
-        assert state.nodes is not None
-        if state.key is not None and self.proposal != "argmax":
-            scores = with_noise(scores, state.key, self._drawn_positions(state, slots), candidates)
-        longest = self.draft.generation_config.max_matching_ngram_size
+        candidates, scores = self._scores(state, hidden, logits)
+        if not self._takes_likeliest(state):
+            # Under `shared_noise` a tree is of the scores that the target's own noise makes likely.
+            positions = self._noise_positions(state, slots)
+            scores = with_noise(scores, state.seed, positions, candidates)
         follows = trees.follows
+        longest = self.draft.generation_config.max_matching_ngram_size
         if longest is not None:
             follows = follows[:, : longest + 1]
+        text: tuple[Tensor, ...] = ()
         is_searched = follows.shape[1] > 1
-        text = (state.ids, state.cursor, follows) if is_searched else ()
+        if is_searched:
+            text = (state.ids, state.cursor, follows)
         trees.build(scores, state.nodes, state.whole_block, candidates, text)
 
+    def _as_draft(self, states: Tensor) -> Tensor:
+        """Returns states on the draft's device, in its dtype."""
+        return states.to(self.device, self.dtype)
+
     def _on_draft(self, block: RaggedBlock) -> RaggedBlock:
-        """The same block, counted on the draft's device and from where its context begins."""
-        if self.offset is not None:
+        """Returns the same block, counted on the draft's device and from where its context begins."""
+        if self.has_offset:
             block = RaggedBlock(block.positions - self.offset[:, None], block.bound)
         return block.on(self.device)

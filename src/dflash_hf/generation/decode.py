@@ -18,7 +18,8 @@ from dflash_hf.attention import RaggedBlock
 from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.devices import eagerly
 from dflash_hf.generation.buffers import give_buffers
-from dflash_hf.generation.cuda_graph import choose_engine, device_errors_explained, start_engine
+from dflash_hf.generation.capture import device_errors_explained
+from dflash_hf.generation.cuda_graph import choose_engine, start_engine
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.run import Request, Run, drop_finished, drops_rows, make_room, tapped
 from dflash_hf.generation.stats import DFlashGenerateOutput

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dflash_hf.devices import Inventory, eagerly, is_compiled
-from dflash_hf.generation.accept import Accept, BlockRule
+from dflash_hf.generation.accept import Accept, BlockRule, CustomBlockRule
 from dflash_hf.generation.candidate_generator import Propose
 from dflash_hf.generation.checks import check_iterated, check_rules
 from dflash_hf.generation.decode import no_gradients
@@ -34,7 +34,7 @@ from dflash_hf.scopes import calling
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DFlashStep:
-    """What one step did. `B` rows, `W` verified tokens; copies, on the target's device, that may be kept.
+    """One step and what came of it. `B` rows, `W` verified tokens; copies, on the target's device, that may be kept.
 
     Step 0 is the prefill: it commits one token of the target's own and has no proposals (`W` is 1). Under
     `verify_width="auto"` every step has its own `W`.
@@ -42,11 +42,11 @@ class DFlashStep:
     Args:
         index (`int`): Number of the step.
         anchor (`torch.Tensor` of shape `[B]`, int64): The committed token that the block begins with.
-        proposals (`torch.Tensor` of shape `[B, W - 1]`, int64): What the draft proposed after it.
+        proposals (`torch.Tensor` of shape `[B, W - 1]`, int64): The draft's proposals after it.
         tokens (`torch.Tensor` of shape `[B, W]`, int64): The target's token after the anchor and after each proposal.
-            Under `proposal="sample"`, what rejection sampling left: the proposals, and at `num_accepted` the redrawn
-            token. With processors that read the prefix, or where rows advance together (stopping criteria, processors
-            of the user's own), only as far as something was decided; zeros or leftovers behind it.
+            Under `proposal="sample"`, the tokens that rejection sampling left: the proposals, and at `num_accepted`
+            the redrawn token. With processors that read the prefix, or where rows advance together (user-defined
+            stopping criteria and processors), only as far as tokens were chosen; zeros or leftovers behind them.
         positions (`torch.Tensor` of shape `[B, W]`, int64): Index of each of `tokens` in its row, padding not counted.
         num_accepted (`torch.Tensor` of shape `[B]`, int64): Proposals that stand, before any cut; 0 in finished rows.
         committed (`list[torch.Tensor]`): Per row, the tokens that were committed `[n]`, int64; empty in finished rows.
@@ -110,7 +110,7 @@ def iterate(
         An iterator of [`DFlashStep`]; rows, dtypes and devices as in `generate`.
 
     Raises:
-        ValueError: For what `generate` with a draft refuses; for a rule of one's own under `proposal="sample"` or
+        ValueError: If `generate` with a draft refuses the call; for a rule of one's own under `proposal="sample"` or
             `num_tree_nodes`; for `accept` beside processors that read the prefix or criteria of one's own; for rules
             that return another shape, dtype or range; for a cache that is passed in.
     """
@@ -132,10 +132,10 @@ def _start(request: Request, inputs: dict[str, Any], propose: Propose | None, ac
         # To be looked at, a run drafts at every step.
         run.chooser = FixedWidth(run.generator.verify_width)
     if propose is not None:
-        run.generator.rule_of_user = _Checked(propose, dims=2, highest=run.request.target.vocab_size - 1)
+        run.generator.user_rule = _checked_propose(propose, request.target.vocab_size)
     if accept is not None:
         assert isinstance(run.rule, BlockRule)
-        run.rule.rule_of_user = _Checked(accept, dims=1)
+        run.rule = CustomBlockRule(run.rule, _checked_accept(accept))
     return run
 
 
@@ -145,78 +145,112 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
     models = (run.request.target.parts, Inventory.of(run.generator.draft))
     # Looked up once: every part of both models has to be asked.
     compiled = [parts for parts in models if is_compiled(parts)]
-    # The prefill, as if it had verified the prompts' last tokens.
+    # The prefill counts as a step that has verified the prompts' last tokens.
     state.width = 1
-    logits = None
-    counts = run.reported.committed
-    before = state.ids[:, state.columns - 1], state.lengths - 1
-    for index in itertools.count():
-        if index:
-            with calling(), run.request.ranks.together(), eagerly(*compiled), no_gradients(run.request.target):
-                run.watch.last = time.perf_counter()  # the pause was the user's own
-                before = state.anchor.clone(), state.lengths.clone()
-                logits, counts = step(run)
-        # Outside inference mode, so that autograd takes the copies.
-        anchor, lengths = (tensor.clone() for tensor in before)
-        is_verify = index > 0
-        tokens = state.tokens
-        if is_verify and isinstance(run.rule, BlockRule) and isinstance(run.rule.rule_of_user, _Checked):
-            tokens = run.rule.rule_of_user.second
-        has_states = output_hidden_states and is_verify
-        report = state.report
-        yield DFlashStep(
-            index=index,
-            anchor=anchor,
-            proposals=state.proposals.clone(),
-            tokens=tokens.clone(),
-            positions=lengths[:, None] + torch.arange(1, state.width + 1, device=lengths.device),
-            num_accepted=state.outcome[1].masked_fill(torch.tensor(counts, device=lengths.device) == 0, 0),
-            committed=[
-                state.ids[row, end - count : end].clone()
-                for row, (end, count) in enumerate(zip(state.cursor.tolist(), counts, strict=True))
-            ],
-            done=state.done.clone(),
-            logits=_copy(logits) if output_logits else None,
-            draft_logits=_copy(run.generator.logits) if output_logits else None,
-            hidden_states=run.generator.newest.states.clone() if has_states else None,
-            node_ids=None if report is None else report.node_ids.clone(),
-            parents=None if report is None else report.parents.clone(),
-        )
+    last_of_prompt = state.ids[:, state.columns - 1]
+    yield _look(run, 0, last_of_prompt, state.lengths - 1, state.tokens, run.reported.committed, {})
+    for index in itertools.count(1):
         if run.finished:
             break
+        with calling(), run.request.ranks.together(), eagerly(*compiled), no_gradients(run.request.target):
+            # The pause is the user's time, and counts for no part of the run.
+            run.watch.last = time.perf_counter()
+            anchor = state.anchor.clone()
+            lengths = state.lengths.clone()
+            logits, committed = step(run)
+        optional: dict[str, Tensor] = {}
+        if output_logits:
+            optional["logits"] = logits.clone()
+            # A block of one token is not drafted.
+            if run.generator.logits is not None:
+                optional["draft_logits"] = run.generator.logits.clone()
+        if output_hidden_states:
+            optional["hidden_states"] = run.generator.newest.states.clone()
+        if state.is_tree:
+            optional["node_ids"] = state.report.node_ids.clone()
+            optional["parents"] = state.report.parents.clone()
+        tokens = state.tokens
+        if isinstance(run.rule, CustomBlockRule):
+            # By now the accepted proposals stand in `state.tokens`.
+            tokens = run.rule.tokens
+        yield _look(run, index, anchor, lengths, tokens, committed, optional)
     if run.request.streamer is not None:
         run.request.streamer.end()
 
 
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    """Returns a copy of a tensor, if there is one."""
-    return None if tensor is None else tensor.clone()
+def _look(
+    run: Run,
+    index: int,
+    anchor: Tensor,
+    lengths: Tensor,
+    tokens: Tensor,
+    num_committed: list[int],
+    optional: dict[str, Tensor],
+) -> DFlashStep:
+    """Returns a step that has run as the user gets it.
 
-
-class _Checked:
-    """A rule of the user's, with what it returns checked: integers in `[0, highest]`, in the shape of the first `dims`
-    dimensions of its first argument. By default `highest` is the size of that argument's second: all proposals.
-
-    `second` keeps a copy of its second argument, which the run writes over.
+    Args:
+        run (`Run`): The run, behind the step.
+        index (`int`): Number of the step.
+        anchor, lengths (`torch.Tensor` of shape `[B]`, int64): The state's, before the step.
+        tokens (`torch.Tensor` of shape `[B, W]`, int64): The target's token after the anchor and each proposal.
+        num_committed (`list[int]`): Tokens that each row has committed.
+        optional (`dict[str, torch.Tensor]`): Fields that only some calls or steps have, by name.
     """
+    state = run.state
+    device = lengths.device
+    committed: list[Tensor] = []
+    for row, (end, num) in enumerate(zip(state.cursor.tolist(), num_committed, strict=True)):
+        committed.append(state.ids[row, end - num : end].clone())
+    is_idle = torch.tensor(num_committed, device=device) == 0
+    # Copied outside inference mode, so that autograd takes the copies.
+    lengths = lengths.clone()
+    return DFlashStep(
+        index=index,
+        anchor=anchor.clone(),
+        proposals=state.proposals.clone(),
+        tokens=tokens.clone(),
+        positions=lengths[:, None] + torch.arange(1, state.width + 1, device=device),
+        num_accepted=state.outcome[1].masked_fill(is_idle, 0),
+        committed=committed,
+        done=state.done.clone(),
+        **optional,
+    )
 
-    second: Tensor
 
-    def __init__(self, rule: Any, dims: int, highest: int | None = None) -> None:
-        self.rule = rule
-        self.dims = dims
-        self.highest = highest
+def _checked_propose(rule: Propose, vocab_size: int) -> Propose:
+    """Returns a proposal rule of the user with its results checked: tokens `[B, W - 1]`."""
 
-    def __call__(self, *given: Tensor) -> Tensor:
-        self.second = given[1].clone()
-        out = self.rule(*given)
-        name = getattr(self.rule, "__name__", type(self.rule).__name__)
-        shape = given[0].shape[: self.dims]
-        highest = given[0].shape[1] if self.highest is None else self.highest
-        if not isinstance(out, Tensor) or out.shape != shape or out.dtype.is_floating_point:
-            got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-            raise ValueError(f"expected integers of shape {tuple(shape)} from {name}, got {got}; correct it")
-        low, high = map(int, out.aminmax()) if out.numel() else (0, 0)
-        if low < 0 or high > highest:
-            raise ValueError(f"expected {name} to return values in [0, {highest}], got {low} to {high}; correct it")
-        return out
+    def propose(logits: Tensor, anchor: Tensor) -> Tensor:
+        proposals = rule(logits, anchor)
+        _check_integers(proposals, logits.shape[:2], vocab_size - 1, rule)
+        return proposals
+
+    return propose
+
+
+def _checked_accept(rule: Accept) -> Accept:
+    """Returns an acceptance rule of the user with its results checked: numbers of proposals `[B]`."""
+
+    def accept(proposals: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
+        num_accepted = rule(proposals, tokens, logits)
+        _check_integers(num_accepted, proposals.shape[:1], proposals.shape[1], rule)
+        return num_accepted
+
+    return accept
+
+
+def _check_integers(found: Any, shape: torch.Size, highest: int, rule: Any) -> None:
+    """Raises `ValueError` unless a user's rule has returned integers of this shape in `[0, highest]`."""
+    name = getattr(rule, "__name__", type(rule).__name__)
+    is_tensor = isinstance(found, Tensor)
+    if not is_tensor or found.shape != shape or found.dtype.is_floating_point:
+        got = type(found).__name__
+        if is_tensor:
+            got = f"{found.dtype} {tuple(found.shape)}"
+        raise ValueError(f"expected integers of shape {tuple(shape)} from {name}, got {got}; correct it")
+    if not found.numel():
+        return
+    low, high = map(int, found.aminmax())
+    if low < 0 or high > highest:
+        raise ValueError(f"expected {name} to return values in [0, {highest}], got {low} to {high}; correct it")

@@ -1,15 +1,15 @@
 """The processes that hold one target together (tensor parallelism): all go the same way, and it is the first one's.
 
 Each rank runs the whole program over its share of the weights, and they meet in collective operations inside every
-forward of the target: one that takes another way than the others leaves them waiting there. So what a step's shapes
-and tokens follow from is the first rank's: the seed, the width, the proposals, what is decided. The ranks may compute
-other numbers, have other random states, or see another time.
+forward of the target: a rank that takes another way than the others leaves them waiting there. So all ranks take from
+the first one the numbers that a step's shapes and tokens follow from: the seed, the width, the proposals, the chosen
+tokens. By themselves they may compute other numbers, have other random states, or see another time.
 
 Before every forward, every decision and every return they also meet to say that they are well. Where one has failed or
-was interrupted, all end there, each with its caches as they were. A rank that fails within a forward cannot tell:
+was interrupted, all end there, each with its caches as they were. A rank that fails within a forward cannot report it:
 its process has to end, and whoever started the processes ends the others, as `torchrun` does.
 
-One process has no group, and does nothing of all this.
+One process is alone, and does nothing of all this.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from dflash_hf.generation.accept import AcceptanceRule, accepted
 from dflash_hf.generation.state import DecodeState
 
-# What a rank says of itself when they meet.
+# What a rank reports when they meet.
 WELL = 0
 FAILED = 1
 INTERRUPTED = 2
@@ -40,25 +40,40 @@ class Ranks:
     """The ranks of a target during one call, seen from one of them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        # Where Transformers puts the mesh of devices that a model is sharded over.
-        mesh: Any = getattr(model, "_device_mesh", None)
-        if mesh is not None and "tp" in (mesh.mesh_dim_names or ()):
-            mesh = mesh["tp"]
-        self.group: Any = None if mesh is None or mesh.size() == 1 else mesh.get_group()
-        self.rank, self.size = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         self.model = model
-        # Whether the others' next collective operation is a meeting, where a failure can be told.
+        self.rank = 0
+        self.size = 1
+        # The attribute in which Transformers keeps the mesh of devices that a model is sharded over.
+        mesh: Any = getattr(model, "_device_mesh", None)
+        if mesh is not None:
+            if "tp" in (mesh.mesh_dim_names or ()):
+                mesh = mesh["tp"]
+            self.rank = mesh.get_local_rank()
+            self.size = mesh.size()
+        # The group of the collective operations; never used where this process is alone.
+        self.group: Any = None
+        if mesh is not None and not self.is_alone:
+            self.group = mesh.get_group()
+        # Whether the others' next collective operation is a meeting, where a failure can be reported.
         self._meets_next = True
         self._interrupted = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process holds the whole target."""
+        return self.size == 1
 
     def meet(self, number: int = 0) -> int:
         """Waits for the other ranks and returns the first one's number; reads on the host.
 
         Raises `RuntimeError` if another rank has failed, `KeyboardInterrupt` if any of them was interrupted.
         """
-        if self.group is None:
+        if self.is_alone:
             return number
-        *reports, first = self._report(INTERRUPTED if self._interrupted else WELL, number)
+        report = WELL
+        if self._interrupted:
+            report = INTERRUPTED
+        *reports, first = self._report(report, number)
         if not any(reports):
             return first
         self._meets_next = False
@@ -74,15 +89,16 @@ class Ranks:
 
         Raises `ValueError`, on all of them and before any forward, if they were given different things.
         """
-        if self.group is None:
+        if self.is_alone:
             return
         mine = _digests(call)
         given = [dict[str, str]()] * self.size
         self.meet()
         self._meets_next = False
         dist.all_gather_object(given, mine, group=self.group)
+        first = given[0]
         for rank, theirs in enumerate(given):
-            names = sorted(name for name in theirs.keys() | given[0].keys() if theirs.get(name) != given[0].get(name))
+            names = sorted(name for name in theirs.keys() | first.keys() if theirs.get(name) != first.get(name))
             if names:
                 raise ValueError(
                     f"expected every rank to make the same call, got another {', '.join(names)} on rank {rank} than "
@@ -92,60 +108,72 @@ class Ranks:
 
     def share(self, *given: Tensor | None) -> None:
         """Overwrites integer or boolean tensors, in any shape, with the first rank's. Reads nothing on the host."""
-        if self.group is None:
+        if self.is_alone:
             return
         tensors = [tensor for tensor in given if tensor is not None and tensor.numel()]
         if not tensors:
             return
+        # One broadcast for all of them.
         flat = torch.cat([tensor.reshape(-1).to(torch.long) for tensor in tensors])
         dist.broadcast(flat, dist.get_global_rank(self.group, 0), group=self.group)
-        for tensor, first in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        sizes = [tensor.numel() for tensor in tensors]
+        for tensor, first in zip(tensors, flat.split(sizes), strict=True):
             tensor.copy_(first.view_as(tensor))
 
     def decided(self, state: DecodeState, num_accepted: Tensor | None, rule: AcceptanceRule) -> Tensor | None:
-        """Replaces what this rank has decided by what the first one has.
+        """Replaces this rank's decisions by the first one's: tokens, stopped rows, and the number accepted.
 
-        `num_accepted` `[B]` is as [`commit`] takes it; `rule` is what has decided.
+        `num_accepted` `[B]`, taken and returned, is as [`commit`] takes it; `rule` is the rule that has decided.
         """
-        if self.group is None:
+        if self.is_alone:
             return num_accepted
         self.meet()
         num_accepted = accepted(state, num_accepted)
-        self.share(state.tokens, num_accepted, state.remaining, rule.unfinished(state), state.path)
+        decided = [state.tokens, num_accepted, state.remaining, rule.unfinished(state)]
+        if state.is_tree:
+            decided.append(state.path)
+        self.share(*decided)
         return num_accepted
 
     @contextmanager
     def forward(self) -> Generator[None]:
-        """Marks a forward of the target, where no failure can be told: others wait for this rank's part of it."""
+        """Marks a forward of the target, where no failure can be reported: others wait for this rank's part of it."""
         self._meets_next = False
         yield
         self._meets_next = True
 
     @contextmanager
     def together(self) -> Generator[None]:
-        """Ends (a part of) a call on all ranks or on none: tells the others what fails here, and returns with them.
+        """Ends (a part of) a call on all ranks or on none: reports to the others what fails here, returns with them.
 
         In the main thread Ctrl-C waits for the next meeting, because it would mostly come within a forward; a second
         one does not wait.
         """
-        if self.group is None:
+        if self.is_alone:
             yield
             return
         is_main = threading.current_thread() is threading.main_thread()
+        # A handler of the user is left as it is.
         may_wait = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         try:
+            # Within the `try`: an interrupt may come as soon as the handler has changed.
             if may_wait:
                 signal.signal(signal.SIGINT, self._note_interrupt)
             yield
-            self.meet()  # nobody returns before all have got here
+            # Nobody returns before all have got here.
+            self.meet()
         except BaseException as error:
             if self._meets_next:
-                self._report(FAILED if isinstance(error, Exception) else INTERRUPTED)
+                report = INTERRUPTED
+                if isinstance(error, Exception):
+                    report = FAILED
+                self._report(report)
             raise
         finally:
             if may_wait:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-        if self._interrupted:  # since then
+        # An interrupt may have come since the last meeting.
+        if self._interrupted:
             raise KeyboardInterrupt
 
     def _note_interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -155,11 +183,14 @@ class Ranks:
         self._interrupted = True
 
     def _report(self, report: int, number: int = 0) -> list[int]:
-        """Tells the others how this rank is; returns the reports of all, then the first rank's number."""
-        self._meets_next = False  # where this fails, there is nobody to tell
+        """Reports to the others how this rank is; returns the reports of all, then the first rank's number."""
+        # Where this fails, nobody can be reported to.
+        self._meets_next = False
+        # A sum over the ranks leaves each report, and the first one's number: each place is set by one rank only.
         numbers = torch.zeros(self.size + 1, dtype=torch.long, device="cpu")
         numbers[self.rank] = report
-        numbers[-1] = number if self.rank == 0 else 0
+        if self.rank == 0:
+            numbers[-1] = number
         numbers = numbers.to(self.model.device)
         dist.all_reduce(numbers, group=self.group)
         found: list[int] = numbers.tolist()
@@ -168,10 +199,11 @@ class Ranks:
 
 
 def _digests(call: Mapping[str, object]) -> dict[str, str]:
-    """What can be compared between processes: plain values as text, tensors by a hash of what is in them."""
+    """Returns the values that processes can compare, by name: plain ones as text, tensors as a hash of all numbers."""
     found: dict[str, str] = {}
     for name, value in call.items():
-        if name.startswith("_"):  # Transformers' own notes
+        # Transformers notes things of its own under such names.
+        if name.startswith("_"):
             continue
         if isinstance(value, Tensor):
             content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

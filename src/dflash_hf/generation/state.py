@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,22 +19,28 @@ from dflash_hf.tree import DraftTree, along
 NUM_REPORTED = 5  # rows of `DecodeState.outcome` before the tokens
 # End-of-sequence ids are padded to a multiple of this.
 EOS_IDS = 8
+# The dimension of `DecodeState`'s tensors that is `B`, where it is not the first one.
+ROW_DIMS = {"outcome": -1, "nodes": 1, "position_delta": -1}
+# Tensors that are the same for all rows.
+OF_ALL_ROWS = ("padded_eos_ids", "seed")
+# Tensors that are replaced during a run, where the others are written in place.
+REPLACED = ("row_change", "draft_probs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferShape:
-    """What two runs must have in common to use the same buffers, besides room."""
+    """The sizes that two runs must have in common to use the same buffers, whatever the lengths of their rows."""
 
     batch: int  # rows
     block_size: int  # tokens of the draft's block
     width: int  # tokens of the widest verify
-    is_tree: bool  # whether what is verified is a tree
+    is_tree: bool  # whether trees are verified
     path: int  # tokens of the longest path that can be accepted, the anchor included
     num_eos: int  # end-of-sequence ids, rounded up
-    mask_token_id: int  # the draft's
+    mask_token_id: int  # of the draft
     position_delta: tuple[int, ...]  # shape of the target's position deltas
-    device: torch.device  # the target's
-    draft_layers: tuple[LayerShape, ...]  # those of the draft's cache
+    device: torch.device  # of the target
+    draft_layers: tuple[LayerShape, ...]  # layers of the draft's cache
 
     @classmethod
     def of(
@@ -46,14 +53,18 @@ class BufferShape:
         eos_ids: Tensor,
     ) -> BufferShape:
         """Returns the shape for a run with these position deltas and end-of-sequence ids."""
+        path = width
+        if is_tree:
+            # A path goes one proposal deep for each slot that proposes, however many nodes the tree has.
+            path = min(width, draft.config.num_proposals(block_size) + 1)
         num_eos = max(eos_ids.shape[0], 1)
         return cls(
             batch=position_delta.shape[-1],
             block_size=block_size,
             width=width,
             is_tree=is_tree,
-            path=min(width, draft.config.num_proposals(block_size) + 1) if is_tree else width,
-            num_eos=-(-num_eos // EOS_IDS) * EOS_IDS,
+            path=path,
+            num_eos=math.ceil(num_eos / EOS_IDS) * EOS_IDS,
             mask_token_id=draft.config.mask_token_id,
             position_delta=tuple(position_delta.shape),
             device=position_delta.device,
@@ -62,59 +73,61 @@ class BufferShape:
 
     @property
     def block(self) -> int:
-        """The longest block that is written at once."""
+        """Tokens of the longest block that is written at once, the draft's or the target's."""
         return max(self.block_size, self.width)
 
 
 class TreeReport(NamedTuple):
-    """What the host has to know of a verified tree, `[B, W]` int64 each."""
+    """What the host has to know of a verified tree, `[B, W]` int64 each; views of an `outcome`."""
 
-    path: Tensor  # which node stands at each depth; 0 behind the path's end
-    node_ids: Tensor  # the nodes' tokens; the block has them only until it is decided
-    parents: Tensor  # this and the next as `dflash_kernels.build_tree` says
-    sources: Tensor
+    path: Tensor  # the node at each depth of the accepted path; 0 behind its end
+    node_ids: Tensor  # tokens of the nodes; the block holds them only until tokens are chosen
+    parents: Tensor  # the node that each one follows, as `dflash_kernels.build_tree` defines it
+    sources: Tensor  # 1 for a node that repeats what followed in the text before, 0 for one of the draft
 
 
 @dataclass(slots=True, kw_only=True)
 class DecodeState:
     """Everything a step reads and writes. `B` rows, at most `W` verified tokens per step, all on the target's device.
 
-    All tensors are int64 but `done`, bool, and `draft_probs`, float32. What a step reads of a run is in them, never in
-    `columns` and `limit`, so that a captured step serves any run of its width.
+    All tensors are int64 but `done`, bool, and `draft_probs`, float32. A step reads a run's numbers from these tensors
+    and never from `columns` and `limit`, so that a captured step serves any run of its width.
     """
 
-    # [B, at least columns + room + W]: the prompts, left-padded, then what has been committed, then scratch.
+    # [B, at least columns + room + W]: the prompts, left-padded, then committed tokens, then scratch.
     ids: Tensor
     cursor: Tensor  # [B]: column of `ids` that a row's next token goes to
     remaining: Tensor  # [B]: tokens a row may still generate
     done: Tensor  # [B]: rows that have finished; a step over them commits nothing and changes scratch only
-    # [B, W]: what is verified next, the anchor, which is the last committed token, then the proposals. `anchor` [B],
-    # `block` [B, width] and `proposals` [B, width - 1] are views of it.
+    # [B, W]: the tokens to be verified next. The anchor, which is the last committed token, then the proposals.
+    # `anchor` [B], `block` [B, width] and `proposals` [B, width - 1] are views of it.
     whole_block: Tensor
-    draft_ids: Tensor  # [B, K]: what the draft reads, the anchor, then mask tokens
+    draft_ids: Tensor  # [B, K]: the draft's input, the anchor, then mask tokens
     # [B, max(K, W)]: index in its row of each token of the block. `lengths` [B], tokens in the caches (all of the row
     # but the anchor), is a view of it.
     next_positions: Tensor
     whole_tokens: Tensor  # [B, W]: the target's token after each verified one; `tokens` [B, width] is a view of it
-    # [5 + W, B] or [5 + 5 W, B]: what the host has to know of the last step. Tokens committed, proposals accepted,
-    # lengths, finished rows, filled columns of `ids`, then `tokens` and, where trees are verified, a `TreeReport`.
+    # [5 + W, B] or [5 + 5 W, B]: the last step in numbers, one tensor so that the host copies it once. Tokens
+    # committed, proposals accepted, lengths, finished rows, filled columns of `ids`, then `tokens`; and, where trees
+    # are verified, the four parts of a `TreeReport`, `W` rows each.
     outcome: Tensor
     # [B] or, under M-RoPE, [rows, B]: target position of a token minus its index in the row.
     position_delta: Tensor
     padded_eos_ids: Tensor  # [N]: end-of-sequence ids; negative ones are none
     seed: Tensor  # []: of the sampling noise
-    # [4, B, W]: parents, depths, ancestors and sources of what is verified, if that is a tree; `tree` is a view of it.
-    nodes: Tensor | None = None
-    # [B]: what makes a position that of the row where it was at first, once rows have moved; noise is keyed by rows.
-    moved: Tensor | None = None
+    # [4, B, W]: parents, depths, ancestors and sources of a verified tree, of which `tree` is a view; [4, B, 0] in a
+    # run that verifies chains.
+    nodes: Tensor
+    # [B]: numbers that undo in the noise that rows have moved, see `keyed`; empty until they do.
+    row_change: Tensor
+    # [B, width - 1, V]: distribution that the proposals were drawn from; empty where they were not drawn.
+    draft_probs: Tensor
     columns: int = 0  # of the prompts in `ids`
     limit: int = 0  # tokens a row may generate
     width: int = 1  # tokens that the step verifies, at most W; each step may have its own
     is_chain: bool = False  # whether the step verifies a chain although the run has trees
     has_eos: bool = False  # whether there are end-of-sequence ids
-    key: Tensor | None = None  # `seed` if tokens are sampled
-    # [B, width - 1, V]: distribution of the proposals, for rejection.
-    draft_probs: Tensor | None = None
+    is_sampled: bool = False  # whether tokens are sampled, with noise of `seed`
 
     @classmethod
     @torch.inference_mode(False)
@@ -126,6 +139,11 @@ class DecodeState:
         batch = shape.batch
         width = shape.width
         device = shape.device
+        num_reported = NUM_REPORTED + width
+        num_nodes = 0
+        if shape.is_tree:
+            num_reported += width * len(TreeReport._fields)
+            num_nodes = width
 
         def zeros(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.long, device=device)
@@ -139,11 +157,13 @@ class DecodeState:
             draft_ids=zeros(batch, shape.block_size) + shape.mask_token_id,
             next_positions=zeros(batch, shape.block),
             whole_tokens=zeros(batch, width),
-            outcome=zeros(NUM_REPORTED + width * (1 + len(TreeReport._fields) * shape.is_tree), batch),
+            outcome=zeros(num_reported, batch),
             position_delta=zeros(*shape.position_delta),
             padded_eos_ids=zeros(shape.num_eos),
             seed=zeros(),
-            nodes=zeros(4, batch, width) if shape.is_tree else None,
+            nodes=zeros(4, batch, num_nodes),
+            row_change=zeros(0),
+            draft_probs=torch.empty(0, device=device),
         )
 
     def begin(
@@ -158,35 +178,39 @@ class DecodeState:
     ) -> None:
         """Begins a run over prompts `[B, columns]` of `lengths` tokens: as if their last token were to be verified.
 
-        The first commit, of the token that the prefill decides, makes that token the anchor.
+        The first commit, of the token that follows from the prefill, makes that token the anchor. `seed` is the
+        sampling noise's; greedy runs have none.
         """
+        device = self.ids.device
         self.columns = input_ids.shape[1]
         self.limit = limit
         self.width = 1
         self.is_chain = False
-        self.moved = None
+        self.row_change = torch.empty(0, dtype=torch.long, device=device)
+        self.draft_probs = torch.empty(0, device=device)
         self.ids.zero_()[:, : self.columns] = input_ids
         self.cursor.fill_(self.columns)
         self.remaining.fill_(limit)
         for scratch in (self.done, self.whole_tokens, self.outcome):
             scratch.zero_()
         self.whole_block.zero_()
-        if self.columns:  # none where prompts are embeddings
+        # Prompts that were given as embeddings have no columns.
+        if self.columns:
             self.whole_block[:, 0] = input_ids[:, -1]
+        # The last token of the prompt is the anchor, so the caches lack it.
         ahead = torch.arange(-1, self.next_positions.shape[1] - 1, device=lengths.device)
         torch.add(lengths[:, None], ahead, out=self.next_positions)
         self.position_delta.copy_(position_delta)
         self.padded_eos_ids.fill_(-1)
-        self.key = None
-        self.draft_probs = None
         self.padded_eos_ids[: eos_ids.shape[0]] = eos_ids
         self.has_eos = eos_ids.shape[0] > 0
+        self.is_sampled = seed is not None
         if seed is not None:
-            self.key = self.seed.copy_(seed)
+            self.seed.copy_(seed)
 
     @property
     def block(self) -> Tensor:
-        """What this step verifies `[B, width]`."""
+        """Tokens that this step verifies `[B, width]`."""
         return self.whole_block[:, : self.width]
 
     @property
@@ -201,7 +225,7 @@ class DecodeState:
 
     @property
     def proposals(self) -> Tensor:
-        """What the draft proposes to follow it `[B, width - 1]`."""
+        """Tokens that the draft proposes to follow the anchor `[B, width - 1]`."""
         return self.whole_block[:, 1 : self.width]
 
     @property
@@ -210,91 +234,140 @@ class DecodeState:
         return self.whole_tokens[:, : self.width]
 
     @property
-    def tree(self) -> DraftTree | None:
-        """The tree that this step verifies, if it is more than the anchor and no chain."""
-        if self.nodes is None or self.width == 1 or self.is_chain:
-            return None
-        return DraftTree(*self.nodes[:3, :, : self.width])
-
-    @property
-    def decided_positions(self) -> Tensor:
-        """What noise is keyed by for each of `tokens` `[B, width]`, in the order of a chain."""
-        return self.keyed(self.next_positions[:, : self.width] + 1)
-
-    def positions_behind(self, tree: DraftTree) -> Tensor:
-        """What noise is keyed by for the token behind each node `[B, N]`."""
-        return self.keyed(self.next_positions[:, :1] + tree.depths + 1)
-
-    def keyed(self, positions: Tensor) -> Tensor:
-        """Returns what noise is keyed by for tokens at these indices in their rows `[B, n]`, which are above 0."""
-        if self.moved is None:
-            return positions
-        return positions ^ self.moved[:, None]
-
-    def report_in(self, outcome: Tensor, width: int) -> TreeReport | None:
-        """What the `outcome` of a step says of its tree of `width` tokens, if it verified one; views."""
-        # Of this step or, where the host is one behind, of one before: such runs verify no chains beside trees.
-        if self.nodes is None or width == 1 or self.is_chain:
-            return None
-        return TreeReport(*self._parts_of_tree(outcome, width))
-
-    @property
-    def report(self) -> TreeReport | None:
-        """That of this step, once it is decided.
-
-        Block and tokens are then in the order of its path, as if they had been a chain, with -1 in the block behind
-        the path's end.
-        """
-        return self.report_in(self.outcome, self.width)
-
-    @property
-    def path(self) -> Tensor | None:
-        """The report's."""
-        report = self.report
-        return None if report is None else report.path
-
-    def _parts_of_tree(self, outcome: Tensor, width: int) -> Tensor:
-        """The parts of a report, one after the other `[4, B, width]`: a view."""
-        return outcome[NUM_REPORTED:].unflatten(0, (-1, self.whole_block.shape[1]))[1:, :width].transpose(1, 2)
-
-    def report_nodes(self) -> None:
-        """Reports the tree of this step itself, beside what came of it."""
-        assert self.nodes is not None
-        self._parts_of_tree(self.outcome, self.width)[2:].copy_(self.nodes[::3, :, : self.width])
-
-    def follow(self, tree: DraftTree) -> None:
-        """Puts block and tokens into the order of the path that the tokens go through the tree, and reports both."""
-        report = self.report
-        assert report is not None
-        tree.follow(self.block, self.tokens, report.node_ids, report.path)
-
-    def along_path(self, values: Tensor) -> Tensor:
-        """Returns values of what was verified `[B, width, ...]` in the order in which it was decided."""
-        path = self.path
-        if path is None:
-            return values
-        return along(path, values)
-
-    @property
     def num_new(self) -> Tensor:
         """Tokens that each row has generated so far `[B]`."""
         return self.cursor - self.columns
 
+    @property
+    def key(self) -> Tensor | None:
+        """Seed of the noise that tokens are sampled with; `None` where they are chosen greedily."""
+        if not self.is_sampled:
+            return None
+        return self.seed
+
+    # ---- noise
+
+    @property
+    def decided_positions(self) -> Tensor:
+        """Positions that the noise for each of `tokens` is keyed by `[B, width]`, in the order of a chain."""
+        return self.keyed(self.next_positions[:, : self.width] + 1)
+
+    @property
+    def positions_behind_block(self) -> Tensor:
+        """Positions that the noise for the token behind each verified one is keyed by `[B, width]`.
+
+        A chain's are [`decided_positions`]; nodes of a tree that stand equally deep share theirs.
+        """
+        tree = self.tree
+        if tree is None:
+            return self.decided_positions
+        return self.keyed(self.next_positions[:, :1] + tree.depths + 1)
+
+    def keyed(self, positions: Tensor) -> Tensor:
+        """Returns the positions that noise is keyed by, for tokens at these indices in their rows `[B, n]`, above 0.
+
+        They are the indices, until rows have moved. Noise is keyed by the number of the row too, which stands above
+        the position's bits: `(row << ROW_BITS) ^ position`. A row that has moved draws the noise of the row that it
+        was at first, because its positions carry the difference between the two numbers.
+        """
+        has_moved = self.row_change.numel() > 0
+        if not has_moved:
+            return positions
+        return positions ^ self.row_change[:, None]
+
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keeps these rows alone; see [`kept_rows`]."""
-        if self.key is not None:
-            # As `ops.exponential_noise` puts rows and positions together.
-            places = (
-                torch.tensor([row ^ place for place, row in enumerate(rows)], device=self.ids.device) << ops.ROW_BITS
-            )
-            self.moved = places if self.moved is None else self.moved[list(rows)] ^ places
-        dims = {"outcome": 1, "nodes": 1, "position_delta": self.position_delta.dim() - 1}
+        if self.is_sampled:
+            device = self.ids.device
+            before = torch.tensor(rows, device=device)
+            now = torch.arange(len(rows), device=device)
+            change = (before ^ now) << ops.ROW_BITS
+            has_moved = self.row_change.numel() > 0
+            if has_moved:
+                change ^= self.row_change[before]
+            self.row_change = change
         for name, tensor in self.tensors().items():
-            if name not in ("padded_eos_ids", "seed"):
-                setattr(self, name, kept_rows(tensor, rows, dims.get(name, 0)))
+            if name not in OF_ALL_ROWS:
+                setattr(self, name, kept_rows(tensor, rows, ROW_DIMS.get(name, 0)))
+
+    # ---- trees
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether this step verifies a tree: more than the anchor, and no chain in a tree's place."""
+        return self._is_tree_of(self.width)
+
+    @property
+    def tree(self) -> DraftTree | None:
+        """The tree that this step verifies; `None` where [`is_tree`] is false."""
+        if not self.is_tree:
+            return None
+        parents, depths, ancestors = self.nodes[:3, :, : self.width]
+        return DraftTree(parents, depths, ancestors)
+
+    @property
+    def report(self) -> TreeReport:
+        """The report on this step's tree, once its tokens are chosen; only where [`is_tree`] is true.
+
+        Block and tokens are then in the order of the accepted path, as if they had been a chain, with -1 in the block
+        behind the path's end.
+        """
+        return TreeReport(*self._parts_of_tree(self.outcome, self.width))
+
+    @property
+    def path(self) -> Tensor:
+        """The accepted path `[B, width]` of [`report`]."""
+        return self.report.path
+
+    def report_in(self, outcome: Tensor, width: int) -> TreeReport | None:
+        """Returns the report on the tree of `width` tokens that an `outcome` holds; `None` if a chain was verified.
+
+        The outcome is of this step or, where the host is one behind, of the one before: runs of that kind verify no
+        chains beside trees.
+        """
+        if not self._is_tree_of(width):
+            return None
+        return TreeReport(*self._parts_of_tree(outcome, width))
+
+    def report_nodes(self) -> None:
+        """Reports the nodes of this step's tree, beside what has come of it."""
+        # Parents and sources are the first and the last of four: one copy takes both.
+        parents_and_sources = self.nodes[::3, :, : self.width]
+        self._parts_of_tree(self.outcome, self.width)[2:].copy_(parents_and_sources)
+
+    def follow_tree(self) -> None:
+        """Puts block and tokens into the order of the path that the tokens take through the tree; reports the path.
+
+        Where a chain is verified they are in this order already.
+        """
+        tree = self.tree
+        if tree is None:
+            return
+        report = self.report
+        tree.follow(self.block, self.tokens, report.node_ids, report.path)
+
+    def along_path(self, values: Tensor) -> Tensor:
+        """Returns values of the verified tokens `[B, width, ...]` in the order in which tokens were chosen."""
+        if not self.is_tree:
+            return values
+        return along(self.path, values)
+
+    def _is_tree_of(self, width: int) -> bool:
+        """Returns True if a step of this width verifies a tree."""
+        has_trees = self.nodes.shape[2] > 0
+        return has_trees and width > 1 and not self.is_chain
+
+    def _parts_of_tree(self, outcome: Tensor, width: int) -> Tensor:
+        """Returns the parts of a report, one after the other `[4, B, width]`: a view."""
+        widest = self.whole_block.shape[1]
+        parts = outcome[NUM_REPORTED + widest :].unflatten(0, (len(TreeReport._fields), widest))
+        return parts[:, :width].transpose(1, 2)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns every tensor that stays where it is from step to step, by name."""
-        others = ("key", "moved", "draft_probs")
-        values = ((name, getattr(self, name)) for name in self.__slots__ if name not in others)
-        return {name: value for name, value in values if isinstance(value, Tensor)}
+        found: dict[str, Tensor] = {}
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, Tensor) and name not in REPLACED:
+                found[name] = value
+        return found

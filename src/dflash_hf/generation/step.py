@@ -106,7 +106,7 @@ def accept(run: Run, logits_BWV: Tensor) -> Tensor:
     state = run.state
     scores, num_accepted = run.rule.choose(state, logits_BWV)
     num_accepted = run.request.ranks.decided(state, num_accepted, run.rule)
-    if state.path is not None:
+    if state.is_tree:
         keep_path(run, state.path[:, : run.buffers.shape.path])
     commit(state, num_accepted)
     return scores
@@ -136,7 +136,7 @@ def accept_and_report(run: Run, outputs: CausalLMOutputWithPast) -> tuple[Tensor
     committed = report(run, outcome, state.width)
     states: Any = outputs.get("hidden_states")
     is_looked_at = run.recorder.is_on or run.generator.keeps_logits
-    if state.path is not None and is_looked_at:
+    if state.is_tree and is_looked_at:
         logits = state.along_path(logits)
         if states is not None:
             states = [state.along_path(layer.to(logits.device)) for layer in states]

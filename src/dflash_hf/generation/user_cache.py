@@ -1,9 +1,10 @@
 """Caches that outlive a call, passed in or asked for, and the draft's context that goes with them.
 
-A cache passed in is filled by the prefill as plain `generate` fills it, and advanced at the end by what was decoded,
-through its own `update`; in between the run has a ragged copy. The draft's context is attached to the cache object, so
-that the next turn drafts as if it had seen the whole conversation. It says which columns it is for and keeps a sample
-of the cache's keys: where the cache has been changed since (cropped, advanced by something else), the sample differs.
+A cache passed in is filled by the prefill as plain `generate` fills it, and advanced at the end by the decoded
+columns, through its own `update`; in between the run has a ragged copy. The draft's context is attached to the cache
+object, so that the next turn drafts as if it had seen the whole conversation. The context names the columns that it is
+for and keeps a sample of the cache's keys: where the cache has been changed since (cropped, advanced by something
+else), the sample differs.
 
 Shapes: `B` rows, `T` columns of the whole conversation, `P` of them in the cache at the start, `R` slots of a buffer.
 """
@@ -11,12 +12,12 @@ Shapes: `B` rows, `T` columns of the whole conversation, `P` of them in the cach
 from __future__ import annotations
 
 import copy
-import functools
+import math
 import uuid
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,16 +49,29 @@ class DraftContext:
     positions: Tensor  # [B, C], int64: index of each column's token, negative for padding
     offset: Tensor  # [B], int64: first index that there is context for; the draft counts from it
     newest: Tensor  # [B], int64: highest index, as the draft counts, that was ever written to
-    layer: int  # target layer that the sample is from
+    layer: int  # target layer that the sample is of
     sample: Tensor  # [B, n, E]: the first head's keys in the newest n of the C columns
 
     def repeated(self, rows: int, device: torch.device) -> DraftContext:
         """Returns it for a cache whose rows `batch_repeat_interleave` has repeated; all but K/V are on this device."""
         times = rows // self.positions.shape[0]
-        wide = functools.partial(torch.repeat_interleave, repeats=times, dim=0)
-        buffers = self.buffers if times == 1 else [(wide(keys), wide(values)) for keys, values in self.buffers]
-        notes = {name: wide(getattr(self, name)).to(device) for name in ("positions", "offset", "newest", "sample")}
-        return replace(self, buffers=buffers, **notes)
+
+        def wide(tensor: Tensor) -> Tensor:
+            return torch.repeat_interleave(tensor, times, dim=0)
+
+        buffers = self.buffers
+        # K/V may be gigabytes: they are copied only where rows are repeated.
+        if times > 1:
+            buffers = [(wide(keys), wide(values)) for keys, values in self.buffers]
+        return DraftContext(
+            draft=self.draft,
+            buffers=buffers,
+            positions=wide(self.positions).to(device),
+            offset=wide(self.offset).to(device),
+            newest=wide(self.newest).to(device),
+            layer=self.layer,
+            sample=wide(self.sample).to(device),
+        )
 
     def num_unchanged(self, cache: Cache) -> Tensor:
         """Returns how many of the first columns of each row are as they were when this was attached: int64 `[B]`."""
@@ -71,13 +85,13 @@ class DraftContext:
             return torch.zeros_like(self.offset)
         now = now[:, begin - first_now : end - first_now]
         then = self.sample[:, begin - first_then : end - first_then]
-        # Keys depend on everything before them: where these are as they were, so are earlier ones that are gone.
+        # Keys depend on everything before them: where the sampled ones are as they were, all earlier ones are too.
         num_same = (now == then).all(dim=-1).long().cumprod(dim=1).sum(dim=1)
         return torch.where(num_same > 0, begin + num_same, 0)
 
 
 class NoUserCache:
-    """What [`UserCache`] is in a call that leaves no cache behind."""
+    """Stands for a [`UserCache`] in a call that leaves no cache behind."""
 
     is_kept = False
     is_given = False
@@ -119,45 +133,41 @@ class UserCache:
             for layer, (attributes, _) in zip(self.cache.layers, before, strict=True):
                 vars(layer).clear()
                 vars(layer).update(attributes)
-            # Last, because on a device that has failed nothing can be copied.
-            for tensor, copy in (pair for _, copies in before for pair in copies):
-                tensor.copy_(copy)
+            # Tensors come last, because on a device that has failed nothing can be copied.
+            for _, copies in before:
+                for tensor, copied in copies:
+                    tensor.copy_(copied)
             raise
 
     def begin(self, generator: DFlashCandidateGenerator, positions: Tensor, limit: int) -> None:
         """Writes the attached context into a draft's empty cache; rows without one begin at their first new token.
 
-        Sets the generator's `offset`. `positions` `[B, T]` are as in [`DraftContext`]. Raises `ValueError` if a static
+        Sets the generator's offset. `positions` `[B, T]` are as in [`DraftContext`]. Raises `ValueError` if a static
         cache has no room for `limit` new tokens.
         """
         self.positions = positions
         if not self.past:
             return
         past = positions[:, : self.past]
-        context = getattr(self.cache, "dflash_context", None)
-        reason = ""
         num_past = (past >= 0).sum(dim=1)
-        generator.offset = num_past
-        if not isinstance(context, DraftContext):
-            reason = "none is attached: the cache was not advanced with a draft"
-        elif context.draft != _names.get(generator.draft):
-            reason = "it is another draft's"
-        elif len(past) % len(context.positions):
-            reason = "the cache has other rows now"
-        else:
+        offset = num_past
+        context: Any = getattr(self.cache, "dflash_context", None)
+        reason = _why_unusable(context, generator, len(past))
+        if not reason:
             context = context.repeated(len(past), past.device)
-            usable = _usable_rows(context, generator, past, positions[:, -1] + 1, context.num_unchanged(self.cache))
+            anchor = positions[:, -1] + 1
+            usable = _usable_rows(context, generator, past, anchor, context.num_unchanged(self.cache))
             if not bool(usable.all()):
                 reason = "the cache was changed since, or its columns now have other positions"
-            generator.offset = torch.where(usable, context.offset, num_past)
+            offset = torch.where(usable, context.offset, num_past)
             _write_context(generator, context, torch.where(usable, num_past - context.offset, 0))
         if reason:
             logger.warning_once(
                 f"The draft's context of a cache passed in is left out, at least of some rows ({reason}): the draft "
                 "sees the new tokens only, and accepts less. The text is not affected."
             )
-        if not bool(generator.offset.any()):
-            generator.offset = None
+        if bool(offset.any()):
+            generator.set_offset(offset)
 
     def finish(
         self,
@@ -169,7 +179,7 @@ class UserCache:
         *,
         keeps_buffers: bool,
     ) -> int:
-        """Advances the cache by what was decoded and attaches the draft's context. The run is over then.
+        """Advances the cache by the decoded columns and attaches the draft's context. The run is over then.
 
         As after plain `generate`, there are columns for all tokens but the last one. `sequences`
         `[B, columns + longest answer]` are what `generate` returns; `verify` runs the target over `state.block`, which
@@ -180,12 +190,23 @@ class UserCache:
         answer = torch.arange(num_columns, device=self.positions.device)
         first = self.positions[:, -1] + 1
         generator.flush()
-        num_forwards = -(-int((state.num_new.max() - state.num_new).max()) // state.block.shape[1])
+        most_behind = int((state.num_new.max() - state.num_new).max())
+        num_forwards = math.ceil(most_behind / state.block.shape[1])
         if num_forwards:
             verify(self._padding(state, generator, sequences, num_forwards))
         positions = first[:, None] + answer
-        new = torch.cat([self.positions, positions], dim=1)[:, int(self.cache.get_seq_length()) :]
+        all_positions = torch.cat([self.positions, positions], dim=1)
+        # The prefill has filled a cache that was passed in up to the prompt's end; others are empty.
+        new = all_positions[:, int(self.cache.get_seq_length()) :]
         ragged.advance(RaggedBlock.at(first + num_columns, 1))
+        self._take_columns(ragged, new, keeps_buffers)
+        # The draft has context for the token that ended a row, and for no padding after it.
+        positions = positions.masked_fill(answer >= state.num_new[:, None], -1)
+        self._attach_context(generator, torch.cat([self.positions, positions], dim=1), keeps_buffers)
+        return num_forwards
+
+    def _take_columns(self, ragged: RaggedCache, positions: Tensor, keeps_buffers: bool) -> None:
+        """Takes the columns at these positions `[B, n]` from a ragged cache, which is emptied unless it is kept."""
         for index, layer in enumerate(ragged.layers):
             if isinstance(layer, RecurrentLayer):
                 self.cache.update_conv_state(layer.window, index)
@@ -193,19 +214,17 @@ class UserCache:
                     self.cache.update_recurrent_state(layer.state, index)
                 continue
             assert isinstance(layer, RaggedLayer)
-            if new.shape[1]:
-                self.cache.update(*layer.read_rows(new), index)
+            if positions.shape[1]:
+                keys, values = layer.read_rows(positions)
+                self.cache.update(keys, values, index)
+            # Layer by layer, so that the keys and values of one layer alone are there twice.
             if not keeps_buffers:
                 layer.release()
-        # The draft has context for the token that ended a row, and for no padding after it.
-        positions = positions.masked_fill(answer >= state.num_new[:, None], -1)
-        self._attach_context(generator, torch.cat([self.positions, positions], dim=1), keeps_buffers)
-        return num_forwards
 
     def _padding(
         self, state: DecodeState, generator: DFlashCandidateGenerator, sequences: Tensor, num_forwards: int
     ) -> Iterator[RaggedBlock]:
-        """Feeds rows that ended before the last one what plain `generate` feeds them: their last token, then padding.
+        """Feeds rows that ended before the last one as plain `generate` does: with their last token, then padding.
 
         Rows without anything to be fed run on behind their end.
         """
@@ -221,24 +240,29 @@ class UserCache:
                 generator.flush()
 
     def _attach_context(self, generator: DFlashCandidateGenerator, positions: Tensor, keeps_buffers: bool) -> None:
-        """Attaches a draft's context to the cache; `positions` `[B, C]` are those that there is context for."""
+        """Attaches a draft's context to the cache; `positions` `[B, C]` are those of the columns with context."""
         holder: Any = self.cache
         holder.dflash_context = None
-        if generator.verify_width < 2:  # it has drafted nothing and written nothing
+        # A run that never drafts has written no context.
+        if generator.verify_width < 2:
             return
         buffers = [layer.buffers() for layer in generator.cache.attention.values()]
+        lengths = (positions >= 0).sum(dim=1)
+        offset = generator.offset
+        # The next call overwrites buffers that are kept.
         if keeps_buffers:
             buffers = [(keys.clone(), values.clone()) for keys, values in buffers]
-        lengths = (positions >= 0).sum(dim=1)
-        offset = torch.zeros_like(lengths) if generator.offset is None else generator.offset
+            offset = offset.clone()
         layers: list[Any] = self.cache.layers
         attention = [index for index, one in enumerate(layers) if not isinstance(one, LinearAttentionLayer)]
-        layer = ([index for index in attention if not layers[index].is_sliding] or attention)[-1]
+        # The last full layer has the most columns to sample.
+        full = [index for index in attention if not layers[index].is_sliding]
+        layer = (full or attention)[-1]
         holder.dflash_context = DraftContext(
             draft=_names.setdefault(generator.draft, uuid.uuid4().hex),
             buffers=buffers,
             positions=positions,
-            offset=offset.clone() if keeps_buffers else offset,
+            offset=offset,
             # The draft's last blocks were written behind its context.
             newest=lengths - offset + max(generator.block_size, generator.verify_width) - 1,
             layer=layer,
@@ -247,44 +271,61 @@ class UserCache:
 
 
 def _snapshot(layer: Any) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
-    """A layer's attributes, and copies of those tensors that an update changes in place."""
-    held: dict[str, Any] = vars(layer)
-    # States are kept in dicts of the layer's, which change in place too.
-    copied: dict[str, Any] = {name: copy.copy(value) for name, value in held.items() if isinstance(value, dict)}
-    attributes = {**held, **copied}
-    volatile: list[Tensor] = []
+    """Returns a layer's attributes, and pairs of each tensor that an update changes in place and its copy."""
+    attributes: dict[str, Any] = dict(vars(layer))
+    for name, value in attributes.items():
+        # Layers keep states in dicts, which change in place too.
+        if isinstance(value, dict):
+            attributes[name] = copy.copy(value)
+    changing: list[Tensor | None] = []
     if isinstance(layer, LinearAttentionLayer):
-        states = (*attributes["conv_states"].values(), *attributes["recurrent_states"].values())
-        volatile = [state for state in states if state is not None]
+        changing.extend(attributes["conv_states"].values())
+        changing.extend(attributes["recurrent_states"].values())
     if isinstance(layer, StaticLayer):
-        # Of a full layer, what lies beyond its length is scratch.
-        names = ("keys", "values") if isinstance(layer, StaticSlidingWindowLayer) else ()
-        volatile = [attributes[name] for name in ("cumulative_length", *names) if attributes[name] is not None]
-    return attributes, [(tensor, tensor.clone()) for tensor in volatile]
+        changing.append(attributes["cumulative_length"])
+    # Slots of a full static layer beyond its length are scratch; a sliding one moves all of its slots.
+    if isinstance(layer, StaticSlidingWindowLayer):
+        changing.extend([attributes["keys"], attributes["values"]])
+    # A layer that has not been used yet has no tensors.
+    return attributes, [(tensor, tensor.clone()) for tensor in changing if tensor is not None]
+
+
+def _why_unusable(context: Any, generator: DFlashCandidateGenerator, num_rows: int) -> str:
+    """Returns why an attached context is of no use to a draft and so many rows; an empty text if it may be of use."""
+    if not isinstance(context, DraftContext):
+        return "none is attached: the cache was not advanced with a draft"
+    if context.draft != _names.get(generator.draft):
+        return "it is another draft's"
+    if num_rows % len(context.positions):
+        return "the cache has other rows now"
+    return ""
 
 
 def _usable_rows(
     context: DraftContext, generator: DFlashCandidateGenerator, past: Tensor, anchor: Tensor, num_same: Tensor
 ) -> Tensor:
-    """Says which rows can go on with an attached context: bool `[B]`.
+    """Returns which rows can go on with an attached context: bool `[B]`.
 
-    Those whose real columns are as they were and have the indices they had, and of whose context no ring has lost
-    anything that the next block sees, which begins at index `anchor` `[B]`.
+    Their real columns are as they were, `num_same` `[B]` of them, with the indices that they had; and no ring has lost
+    context that the next block sees, which begins at index `anchor` `[B]`.
     """
     num_columns = past.shape[1]
     offset = context.offset
+    # Columns that the context knows nothing of get an index that no column has.
     then = torch.full_like(past, -2)
     shared = min(num_columns, context.positions.shape[1])
     then[:, :shared] = context.positions[:, :shared]
-    same = (then == past) & (torch.arange(num_columns, device=past.device) < num_same[:, None])
-    # Padding needs no context, and neither does what the draft had none of before.
-    usable = (same | (past < 0) | (past < offset[:, None])).all(dim=1)
+    is_same = (then == past) & (torch.arange(num_columns, device=past.device) < num_same[:, None])
+    # Padding needs no context, and neither do tokens before the first one that the draft had context for.
+    needs_none = (past < 0) | (past < offset[:, None])
+    usable = (is_same | needs_none).all(dim=1)
     usable = usable & ((past >= 0).sum(dim=1) >= offset)
     for (keys, _), shape in zip(context.buffers, generator.draft.cache_shapes(), strict=True):
-        if shape.window is not None:
-            # Where a window counts from the anchor it reaches `window` tokens back, elsewhere one less.
-            oldest = (anchor - offset - shape.window).clamp_min(0)
-            usable = usable & (oldest > context.newest - keys.shape[1])
+        if shape.window is None:
+            continue
+        # Where a window counts from the anchor it reaches `window` tokens back, elsewhere one less.
+        oldest = (anchor - offset - shape.window).clamp_min(0)
+        usable = usable & (oldest > context.newest - keys.shape[1])
     return usable
 
 

@@ -1,0 +1,100 @@
+"""Choosing the target's tokens for a verified block: at once, or in a walk from token to token.
+
+At once, all tokens are chosen from their logits alone; in a walk a token is chosen only behind the ones before it, by
+processors that read them. Either way the chosen tokens of a tree stand in the order of the path that they take, as if
+they had been a chain. `accept.py` has the rules that call this.
+
+Shapes: `B` rows, `W` verified tokens (anchor first), `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dflash_hf.generation.sampling import BlockProcessors, accept_rejection, draw_from_logits, likeliest_from_logits
+from dflash_hf.generation.state import DecodeState
+from dflash_hf.tree import DraftTree, along
+
+
+def choose_block(state: DecodeState, logits_BWV: Tensor, processors: BlockProcessors) -> Tensor | None:
+    """Chooses the tokens of a block at once: writes `state.tokens`; returns the number accepted under rejection."""
+    has_drawn_proposals = state.draft_probs.numel() > 0
+    # A block of one token has no proposals; `draft_probs` are then those of an earlier block.
+    if has_drawn_proposals and state.width > 1:
+        return _choose_by_rejection(state, logits_BWV, processors)
+    if state.is_sampled:
+        tokens = draw_from_logits(logits_BWV, processors, state.seed, state.positions_behind_block)
+    else:
+        tokens = likeliest_from_logits(logits_BWV, processors)
+    state.tokens.copy_(tokens)
+    state.follow_tree()
+    return None
+
+
+def _choose_by_rejection(state: DecodeState, logits_BWV: Tensor, processors: BlockProcessors) -> Tensor:
+    """Keeps drawn proposals, or redraws behind them; returns the number accepted `[B]`."""
+    num_accepted, tokens = accept_rejection(
+        state.proposals,
+        processors.warp(logits_BWV),
+        state.draft_probs,
+        state.seed,
+        state.decided_positions,
+    )
+    state.tokens.copy_(tokens)
+    return num_accepted
+
+
+def accepted(state: DecodeState, num_accepted: Tensor | None) -> Tensor:
+    """Returns how many proposals stand `[B]`: if not given, as many as equal the target's tokens without a gap."""
+    if num_accepted is not None:
+        return num_accepted
+    matches = state.proposals == state.tokens[:, :-1]
+    return matches.cumprod(dim=1).sum(dim=1)
+
+
+class ChainWalk:
+    """Goes through a chain token by token, where a token is decided only behind the ones before it: nothing moves."""
+
+    def step(self, position: int, tokens_B: Tensor, scores_BWV: Tensor) -> None:
+        """Does nothing: what is behind a token of a chain stands behind it."""
+
+
+class TreeWalk:
+    """Goes through a tree token by token, where a token is decided only behind the ones before it.
+
+    The nodes on the way come to stand in the order of the path, as if they had been a chain: in the state's
+    `proposals` and `path`, and in the scores.
+
+    Args:
+        state (`DecodeState`): Changed in place.
+        tree (`DraftTree`): The tree that it verifies.
+        raw_BWV (`torch.Tensor`): The scores of all nodes; they are copied.
+    """
+
+    def __init__(self, state: DecodeState, tree: DraftTree, raw_BWV: Tensor) -> None:
+        self.state = state
+        self.tree = tree
+        self.raw = raw_BWV.clone()
+        self.block = state.block.clone()
+        self.node = torch.zeros_like(state.anchor)
+        report = state.report
+        report.node_ids.copy_(state.block)
+        self.path = report.path.zero_()
+        # A token id of -1 matches no token: behind the path's end nothing is accepted.
+        state.proposals.fill_(-1)
+
+    def step(self, position: int, tokens_B: Tensor, scores_BWV: Tensor) -> None:
+        """Goes on to the child that has the token decided at `position`; where there is none, no proposal matches."""
+        self.node, is_found = self.tree.child(self.block, self.node, tokens_B)
+        self.path[:, position + 1] = self.node
+        self.state.proposals[:, position] = torch.where(is_found, tokens_B, -1)
+        scores_BWV[:, position + 1] = along(self.node[:, None], self.raw)[:, 0]
+
+
+def walk_of(state: DecodeState, raw_BWV: Tensor) -> ChainWalk | TreeWalk:
+    """Returns the walk through the verified tokens, whose scores are given."""
+    tree = state.tree
+    if tree is None:
+        return ChainWalk()
+    return TreeWalk(state, tree, raw_BWV)

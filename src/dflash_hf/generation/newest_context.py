@@ -1,0 +1,131 @@
+"""The draft's newest context: tapped states that its cache does not hold yet, in fixed tensors.
+
+Shapes: `B` rows, `C` columns, `N` nodes of a tree, `L` taps, `D` hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dflash_hf.attention import RaggedBlock
+from dflash_hf.cache.context import ContextWeights, NewContext
+from dflash_hf.cache.ragged import kept_rows
+from dflash_hf.generation.state import BufferShape
+from dflash_hf.tree import along
+
+
+class NewestContext:
+    """Tapped states of tokens that the draft's next forward writes, some columns of each row.
+
+    A verify of more than one token takes all columns, rejected tokens included: the host does not know how many were
+    right. Tokens that were decoded without a draft gather, one behind the other, until a forward of the draft writes
+    them or the columns are full. Before the first verify the states are zeros, whose keys and values go where the
+    block's own go right after.
+
+    Args:
+        shape (`BufferShape`): What the buffers are for. There are as many columns as a path can be long.
+        width (`int`): `L * D`.
+        dtype (`torch.dtype`): Of the states, which is the draft's.
+    """
+
+    def __init__(self, shape: BufferShape, width: int, dtype: torch.dtype) -> None:
+        device = shape.draft_layers[0].device
+        num_nodes = 0
+        if shape.is_tree:
+            num_nodes = shape.width
+        # [B, C, L * D]; behind a verify of fewer tokens, states of earlier ones, which count as rejected.
+        self.columns = torch.zeros(shape.batch, shape.path, width, dtype=dtype, device=device)
+        # [B, N, L * D]: states of all nodes of a tree, before it is known which of them stand; else [B, 0, L * D].
+        self.nodes = torch.zeros(shape.batch, num_nodes, width, dtype=dtype, device=device)
+        # [B], int64: index in its row of the token of the first column, as the draft counts.
+        self.starts = torch.zeros(shape.batch, dtype=torch.long, device=device)
+        # Copies for the kernel that writes context of all layers at once; none where no kernel is to write it.
+        self.weights: ContextWeights | None = None
+        # Whether single tokens gather. Not in captured steps, each of which writes its own.
+        self.gathers = True
+        self._num_taken = 0
+        # The columns of the last verify.
+        self._newest = slice(0, 0)
+
+    @property
+    def num_columns(self) -> int:
+        """`C`."""
+        return self.columns.shape[1]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no column for a further token."""
+        return self._num_taken == self.num_columns
+
+    @property
+    def states(self) -> Tensor:
+        """Tapped states `[B, W, L * D]` of the block that was verified last, rejected rows included."""
+        return self.columns[:, self._newest]
+
+    def begin(self, lengths: Tensor) -> None:
+        """Begins a run whose prompts have these lengths `[B]` as the draft counts; the states are zeros by now."""
+        self.starts.copy_(lengths)
+        self.gathers = True
+        self._num_taken = 0
+        self._newest = slice(0, 0)
+
+    def add(self, states: Tensor, is_tree: bool) -> bool:
+        """Adds the tapped states of a verify, rejected rows included.
+
+        Args:
+            states (`torch.Tensor` of shape `[B, W, L * D]`): Of the verified tokens.
+            is_tree (`bool`): Whether the tokens are nodes of a tree, of which [`add_path`] takes the accepted ones.
+
+        Returns:
+            `bool`: True if they begin at the first column: then [`begin_at`] says where that stands.
+        """
+        width = states.shape[1]
+        is_single = width == 1
+        start = 0
+        if is_single:
+            start = self._num_taken % self.num_columns
+        self._newest = slice(start, start + min(width, self.num_columns))
+        if is_tree:
+            self.nodes[:, :width].copy_(states)
+        else:
+            self.states.copy_(states)
+        self._num_taken = self.num_columns
+        if is_single and self.gathers:
+            self._num_taken = start + 1
+        return start == 0
+
+    def begin_at(self, lengths: Tensor) -> None:
+        """Sets where the first column stands in each row `[B]`, int64, as the draft counts."""
+        self.starts.copy_(lengths)
+
+    def add_path(self, path_BN: Tensor, is_in_place: bool) -> None:
+        """Takes the states of a tree's accepted path `[B, n]`; states behind the path's end count as rejected.
+
+        `is_in_place` says that the path's nodes stand as a chain would.
+        """
+        num = path_BN.shape[1]
+        taken = self.columns[:, :num]
+        if is_in_place:
+            taken.copy_(self.nodes[:, :num])
+        else:
+            along(path_BN.to(self.nodes.device), self.nodes, out=taken)
+
+    def to_write(self) -> NewContext:
+        """Returns what the draft's next forward writes: the states of all columns, and where they stand."""
+        block = RaggedBlock.at(self.starts, self.num_columns)
+        return NewContext(self.columns, block, self.weights)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Keeps these rows alone; see [`kept_rows`]."""
+        self.columns = kept_rows(self.columns, rows)
+        self.nodes = kept_rows(self.nodes, rows)
+        self.starts = kept_rows(self.starts, rows)
+
+    def tensors(self) -> list[Tensor]:
+        """Returns every tensor that must stay where it is."""
+        found = [self.columns, self.nodes, self.starts]
+        found.extend(self.weights or ())
+        return found
