@@ -1,11 +1,11 @@
-"""Choosing tokens: logits processors over a block, noise that is keyed by what it is for, rejection of proposals.
+"""Choosing tokens: logits processors over a block, noise that is keyed by its position, rejection of proposals.
 
-Warpers that look at nothing but the scores run once over all positions. Everything else (processors that read the
-prefix, unknown ones, stateful ones) is applied position by position, see `accept`.
+Warpers that look at nothing but the scores run once over all positions. All other processors (that read the prefix,
+keep state or are unknown) are applied position by position, see `accept`.
 
-Random numbers follow from (seed, row, position, stream), not from how many were drawn before. That is what makes a
-sampled text the same at every block size: the token at a position is drawn with the same noise whether the position is
-verified alone or as the ninth of a block.
+Random numbers follow from (seed, row, position, stream), not from how many were drawn before. So a sampled text is the
+same at every block size: the token at a position is drawn with the same noise whether the position is verified alone
+or as the ninth of a block.
 
 Shapes: `B` rows, `W` verified tokens (anchor first), `V` vocabulary.
 """
@@ -48,18 +48,18 @@ STATELESS = (
 )
 # The warpers of a [`Draw`], in its order.
 DRAW_ORDER = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-# Streams of keyed noise: what the target samples with (and, under shared_noise, the draft), what a draft that samples
-# on its own draws with, and what a rejection test and the redraw after it use.
+# Streams of keyed noise: for the target's samples (and, under shared_noise, the draft's), for a draft that samples on
+# its own, for rejection tests, and for the redraw after a rejection.
 TARGET_STREAM = 0
 DRAFT_STREAM = 1
 REJECT_STREAM = 2
 RESIDUAL_STREAM = 3
-# Tokens that equal the k-th may all be drawn: so many of them are looked for.
+# How many tokens are looked for that equal the k-th likeliest: all of them may be drawn.
 MAX_TIES = 8
 
 
 class Draw(NamedTuple):
-    """What a temperature, a top-k, a top-p and a min-p are set to, applied in this order; the defaults do nothing."""
+    """Values of temperature, top-k, top-p and min-p, applied in this order; the defaults do nothing."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -87,26 +87,28 @@ class Draw(NamedTuple):
         if self.top_k > 0:
             least = values_BKC[..., min(self.top_k, values_BKC.shape[-1]) - 1]
             if self.top_p < 1.0:
-                among = values_BKC.masked_fill(values_BKC < least[..., None], -math.inf)
-                probs = torch.softmax(among / self.temperature, dim=-1)
-                likelier = probs.cumsum(dim=-1) - probs
-                # Of falling values the first ones are kept, and the very first always.
-                num_kept = (likelier < self.top_p).sum(dim=-1, keepdim=True).clamp_min(1)
-                least = torch.maximum(least, values_BKC.gather(-1, num_kept - 1)[..., 0])
+                least = self._least_of_top_p(values_BKC, least)
         if self.min_p > 0.0:
+            # A share of the greatest probability is a distance to the greatest logit.
             least = torch.maximum(least, values_BKC[..., 0] + self.temperature * math.log(self.min_p))
         return least
 
+    def _least_of_top_p(self, values_BKC: Tensor, least_BK: Tensor) -> Tensor:
+        """Returns the lowest logit that top-p leaves of those that are not below `least_BK`."""
+        among = values_BKC.masked_fill(values_BKC < least_BK[..., None], -math.inf)
+        probs = torch.softmax(among / self.temperature, dim=-1)
+        likelier = probs.cumsum(dim=-1) - probs
+        # Falling values are kept from the first one on, and the very first always.
+        num_kept = (likelier < self.top_p).sum(dim=-1, keepdim=True).clamp_min(1)
+        return torch.maximum(least_BK, values_BKC.gather(-1, num_kept - 1)[..., 0])
+
 
 def _draw_of(warpers: Sequence[Any]) -> Draw | None:
-    """Returns what the warpers are set to where they are of [`Draw`], in its order, else `None`.
-
-    A top-p without a top-k before it looks at the whole vocabulary. That, and warpers that fill in another value than
-    -inf or keep more than one token in any case, are none of these.
-    """
+    """Returns the values of the warpers where they are a [`Draw`]'s, in its order, else `None`."""
     kinds = [type(warper) for warper in warpers]
     if kinds != [kind for kind in DRAW_ORDER if kind in kinds]:
         return None
+    # A top-p without a top-k before it looks at the whole vocabulary.
     if TopPLogitsWarper in kinds and TopKLogitsWarper not in kinds:
         return None
     draw = Draw()
@@ -114,6 +116,7 @@ def _draw_of(warpers: Sequence[Any]) -> Draw | None:
         if isinstance(warper, TemperatureLogitsWarper):
             draw = draw._replace(temperature=float(warper.temperature))
             continue
+        # A warper may fill in another value, or keep more tokens in any case.
         if warper.filter_value != -math.inf or warper.min_tokens_to_keep != 1:
             return None
         if isinstance(warper, TopKLogitsWarper):
@@ -126,39 +129,43 @@ def _draw_of(warpers: Sequence[Any]) -> Draw | None:
 
 
 class BlockProcessors:
-    """A run's processors, split by whether they can be applied to a block at once."""
+    """A run's processors, split by whether they can be applied to a block at once.
+
+    Args:
+        processors (`LogitsProcessorList`): All of them, in order.
+        pad_id (`int`): The id that stands where a row has no token yet.
+    """
 
     def __init__(self, processors: LogitsProcessorList, pad_id: int = 0) -> None:
         self.processors: Any = processors
-        self.pad_id = pad_id  # what stands where a row has no token yet
+        self.pad_id = pad_id
         # Exact types: a subclass may look at anything.
         self.warpers: Any = LogitsProcessorList([p for p in processors if type(p) in STATELESS])
         self.is_stateless = len(self.warpers) == len(processors)
-        # Where there are no others than those of `Draw`.
-        self.draw = _draw_of(self.warpers) if self.is_stateless else None
+        # The warpers' values, where these are all processors and a kernel knows them.
+        self.draw: Draw | None = None
+        if self.is_stateless:
+            self.draw = _draw_of(self.warpers)
 
     def settings(self) -> tuple[object, ...]:
-        """Returns the kinds and numbers of the stateless warpers: what a captured step has of them. Reads tensors."""
-        return tuple(
-            (type(warper), name, str(value.tolist()) if isinstance(value, Tensor) else value)
-            for warper in self.warpers
-            for name, value in [("", None), *sorted(vars(warper).items())]
-        )
+        """Returns kinds and values of the stateless warpers, which a captured step has baked in; reads tensors."""
+        found: list[object] = []
+        for warper in self.warpers:
+            found.append(type(warper))
+            for name, value in sorted(vars(warper).items()):
+                if isinstance(value, Tensor):
+                    value = str(value.tolist())
+                found.append((name, value))
+        return tuple(found)
 
     def at(self, ids: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
         """Applies all processors to one position; a prefix function is asked about the given rows `[B]` only."""
         for processor in self.processors:
             if type(processor) is PrefixConstrainedLogitsProcessor:
-                # It may know nothing about the prefixes that rows standing elsewhere are shown with. It is told the
-                # row's number in the whole batch.
-                numbers = rows.nonzero()[:, 0].tolist()
-                ask = processor._prefix_allowed_tokens_fn
-
-                def allowed(row: int, prefix: Tensor, ask: Any = ask, numbers: list[int] = numbers) -> list[int]:
-                    return ask(numbers[row], prefix)
-
-                one: Any = PrefixConstrainedLogitsProcessor(allowed, 1)
-                scores[rows] = one(ids[rows], scores[rows])
+                # The function may know nothing about the prefixes that rows standing elsewhere are shown with.
+                numbers: list[int] = rows.nonzero()[:, 0].tolist()
+                asked = _asked_about(processor, numbers)
+                scores[rows] = asked(ids[rows], scores[rows])
             else:
                 scores = processor(ids, scores)
         return scores
@@ -172,7 +179,19 @@ class BlockProcessors:
         if not self.warpers:
             return scores
         flat = scores.flatten(0, 1)
-        return self.warpers(flat.new_empty(flat.shape[0], 0, dtype=torch.long), flat).view_as(scores)
+        # Stateless warpers get a prefix and look at none.
+        no_ids = flat.new_empty(flat.shape[0], 0, dtype=torch.long)
+        return self.warpers(no_ids, flat).view_as(scores)
+
+
+def _asked_about(processor: Any, numbers: list[int]) -> Any:
+    """Returns a prefix-constrained processor for some rows, whose numbers in the batch the function is given."""
+    ask = processor._prefix_allowed_tokens_fn
+
+    def allowed(row: int, prefix: Tensor) -> list[int]:
+        return ask(numbers[row], prefix)
+
+    return PrefixConstrainedLogitsProcessor(allowed, 1)
 
 
 def gumbel_noise(key: Tensor, positions_BK: Tensor, tokens: Tensor, stream: int = TARGET_STREAM) -> Tensor:
@@ -185,10 +204,11 @@ def with_noise(
 ) -> Tensor:
     """Adds noise to scores of all tokens `[B, K, V]`, or of candidates `[B, K, C]` behind each other `[B, K, C, C]`.
 
-    That of a token at a position is the same behind every predecessor.
+    The noise of a token at a position is the same behind every predecessor.
     """
     if candidates is None:
-        return scores + gumbel_noise(key, positions_BK, torch.arange(scores.shape[-1], device=scores.device), stream)
+        tokens = torch.arange(scores.shape[-1], device=scores.device)
+        return scores + gumbel_noise(key, positions_BK, tokens, stream)
     return scores + gumbel_noise(key, positions_BK, candidates, stream)[:, :, None]
 
 
@@ -203,14 +223,18 @@ def choose(scores_BKV: Tensor, key: Tensor | None, positions_BK: Tensor, stream:
     The argmax, or a sample by keyed Gumbel noise: `key` is the run's seed, where `None` is greedy; `positions_BK` are
     the indices of the tokens; for `stream` see `ops.exponential_noise`.
     """
-    return ops.best(scores_BKV if key is None else with_noise(scores_BKV, key, positions_BK, stream=stream))
+    if key is not None:
+        scores_BKV = with_noise(scores_BKV, key, positions_BK, stream=stream)
+    return ops.best(scores_BKV)
 
 
 def likeliest_from_logits(logits_BKV: Tensor, processors: BlockProcessors) -> Tensor:
     """Chooses the tokens `[B, K]` with the greatest scores that stateless processors make of logits."""
-    # As float32 a half's scores are in the same order, those of a double need not be.
-    is_plain = not processors.warpers and logits_BKV.dtype.itemsize <= 4
-    return ops.best(logits_BKV if is_plain else processors.warp(logits_BKV))
+    # Scores in float32 have the order of logits in half precision; two of double precision may become equal.
+    keeps_order = logits_BKV.dtype.itemsize <= 4
+    if not processors.warpers and keeps_order:
+        return ops.best(logits_BKV)
+    return ops.best(processors.warp(logits_BKV))
 
 
 def draw_from_logits(logits_BKV: Tensor, processors: BlockProcessors, key: Tensor, positions_BK: Tensor) -> Tensor:
@@ -222,20 +246,23 @@ def draw_from_logits(logits_BKV: Tensor, processors: BlockProcessors, key: Tenso
     draw = processors.draw
     if draw is None:
         return choose(processors.warp(logits_BKV), key, positions_BK)
+    num_values = draw.num_values(logits_BKV.shape[-1])
     if ops.picks(logits_BKV):
-        least = None
+        least: Tensor | None = None
         if draw.leaves_out:
-            least = draw.least(_greatest(logits_BKV, draw.num_values(logits_BKV.shape[-1]))[0])
+            values, _ = _greatest(logits_BKV, num_values)
+            least = draw.least(values)
         return ops.gumbel_argmax(logits_BKV, key, positions_BK, least, draw.temperature, TARGET_STREAM)
     # In half precision more tokens may equal the k-th than are looked for.
     has_few_ties = logits_BKV.dtype.itemsize >= 4
     if draw.top_k == 0 or not has_few_ties:
         return choose(processors.warp(logits_BKV), key, positions_BK)
-    values, tokens = _greatest(logits_BKV, draw.num_values(logits_BKV.shape[-1]))
+    values, tokens = _greatest(logits_BKV, num_values)
     is_left_out = values < draw.least(values)[..., None]
     scores = (values / draw.temperature).masked_fill(is_left_out, -math.inf)
     noisy = scores + gumbel_noise(key, positions_BK, tokens)
-    return tokens.gather(-1, noisy.argmax(dim=-1, keepdim=True))[..., 0]
+    best = noisy.argmax(dim=-1, keepdim=True)
+    return tokens.gather(-1, best)[..., 0]
 
 
 def _greatest(logits_BKV: Tensor, num: int) -> tuple[Tensor, Tensor]:
@@ -243,6 +270,7 @@ def _greatest(logits_BKV: Tensor, num: int) -> tuple[Tensor, Tensor]:
     if num > ops.MAX_NUM or not ops.picks(logits_BKV):
         values, tokens = logits_BKV.topk(num, dim=-1)
         return values.float(), tokens
+    # The kernel returns log-probabilities; a gather takes the logits themselves.
     _, tokens = ops.top_tokens(logits_BKV[:, :, None], num)
     tokens = tokens[:, :, 0]
     return logits_BKV.gather(-1, tokens).float(), tokens
@@ -267,10 +295,11 @@ def accept_rejection(
     # u * q < p instead of u < p / q: nothing is divided by a q of 0.
     num_accepted = (uniform * q < p).cumprod(dim=1).sum(dim=1)
     first_refused = num_accepted[:, None]
-    # Behind the last proposal nothing was refused: all of the target's distribution is left.
+    # Behind the last proposal nothing was refused: zeros leave all of the target's distribution.
     padded = torch.cat([draft_probs, torch.zeros_like(draft_probs[:, :1])], dim=1)
     wanted = along(first_refused, probs)
     residual = (wanted - along(first_refused, padded)).clamp_min_(0)
+    # Two distributions that are equal but for rounding may leave nothing to redraw from.
     has_residual = residual.sum(dim=-1, keepdim=True) > 0
     redraw_scores = torch.log(torch.where(has_residual, residual, wanted))
     redrawn = choose(redraw_scores, key, positions_BW.gather(1, first_refused), RESIDUAL_STREAM)
@@ -285,8 +314,6 @@ def _uniform(key: Tensor, positions_BK: Tensor) -> Tensor:
 
 
 def ends_row(tokens: Tensor, eos_ids: Tensor) -> Tensor:
-    """Says which tokens, of any shape, are among the end-of-sequence ids `[N]`.
-
-    Not `torch.isin`: with many ids it sorts, and reads how many different ones there are on the host.
-    """
+    """Returns which tokens, of any shape, are among the end-of-sequence ids `[N]`."""
+    # Not `torch.isin`: with many ids it sorts, and reads how many different ones there are on the host.
     return (tokens[..., None] == eos_ids).any(dim=-1)
