@@ -20,18 +20,18 @@ from dflash_hf.generation.step import accept, accept_and_report, begin, draft, r
 class Begun(NamedTuple):
     """A step that was started and that the host has not read."""
 
-    outcome: Tensor  # where it will be on the host
-    arrived: torch.cuda.Event | None  # when it is there; None where nothing has to be waited for
-    width: int  # tokens that it verifies
+    outcome: Tensor  # the host's copy of the state's `outcome`, once it has arrived
+    arrived: torch.cuda.Event | None  # when it has; `None` where nothing has to be waited for
+    width: int  # tokens that the step verifies
 
 
 class StaticStep:
     """A step over a run's fixed buffers, uncaptured.
 
-    Where nothing of the user's has to look at a step, the host stays one step behind: it starts step `n + 1`, then
-    reads what step `n` has reported. A row that has finished is frozen, so one step too many at the end changes
-    nothing; where the limit says that step `n` is the last, there is none. Elsewhere only the two forwards are
-    launched from here, and the host accepts.
+    Where no user code has to look at a step, the host stays one step behind: it starts step `n + 1`, then reads the
+    report of step `n`. A row that has finished is frozen, so one step too many at the end changes nothing; where the
+    limit says that step `n` is the last, there is none. Elsewhere only the two forwards are launched from here, and
+    the host accepts.
 
     Args:
         run (`Run`): One with fixed buffers.
@@ -63,6 +63,7 @@ class StaticStep:
         run = self.run
         begun = deque([self._begin(0)])
         while begun and not run.finished:
+            # The next step is launched first, so that the device works while the host reads the last one.
             if has_room(run, 1) and not run.ends_at_next:
                 begun.append(self._begin(1))
             step = begun.popleft()
@@ -72,10 +73,11 @@ class StaticStep:
             report(run, step.outcome, step.width)
 
     def _begin(self, num_unread: int) -> Begun:
-        """Starts a step, with so many before it that the host has not read."""
+        """Starts a step behind `num_unread` steps that the host has not read."""
         begin(self.run)
         self.launch(self.bound(num_unread))
         outcome = self.run.state.outcome
+        # Pinned memory: a copy into any other would wait for the device.
         host = torch.empty(outcome.shape, dtype=outcome.dtype, device="cpu", pin_memory=outcome.is_cuda)
         host.copy_(outcome, non_blocking=True)
         arrived: torch.cuda.Event | None = None
@@ -99,16 +101,19 @@ class StaticStep:
         return None
 
     def bound(self, num_unread: int) -> int:
-        """Returns the slots that a step may need, `num_unread` steps after the one the host has read last."""
+        """Returns the slots that a step may need, `num_unread` steps after the one that the host has read last."""
+        run = self.run
         if self.reads_lengths:
-            return self.run.buffers.capacity
-        longest = self.run.longest + num_unread * self.run.generator.verify_width + self.widest
-        return min(round_up(longest), self.run.buffers.capacity)
+            return run.buffers.capacity
+        # An unread step has committed as many tokens as it verified, at most.
+        longest = run.longest + num_unread * run.generator.verify_width + self.widest
+        return min(round_up(longest), run.buffers.capacity)
 
     def bounds(self) -> list[int]:
-        """Returns all that [`bound`] may give during the run, longest first: one graph each, per width."""
+        """Returns all numbers that [`bound`] may return during the run, longest first: one graph each, per width."""
         run = self.run
         if self.reads_lengths:
             return [run.buffers.capacity]
         shortest = run.longest + self.widest
-        return buckets_between(shortest, shortest + run.state.limit + run.generator.verify_width, run.buffers.capacity)
+        longest = shortest + run.state.limit + run.generator.verify_width
+        return buckets_between(shortest, longest, run.buffers.capacity)
