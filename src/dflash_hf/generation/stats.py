@@ -1,10 +1,10 @@
-"""What a call gives back beside its text: how it went, and scores, logits and hidden states that it was asked for.
+"""The output of a call beside its text: statistics, and scores, logits and hidden states that it was asked for.
 
 Definitions. A *verify* is one forward of the target over a block, counted for every row that was still running. It
-*accepts* the longest prefix of the proposals that equals what the target says, and *commits* that plus one token of
-the target's own (the bonus), cut at an end-of-sequence token and at the length limit. `acceptance_length` is the mean
-number committed per verify, the bonus included, pooled over rows. The first token of an answer comes from the prefill
-and belongs to no verify.
+*accepts* the longest prefix of the proposals that equals the target's own tokens, and *commits* that prefix plus one
+token of the target's own (the bonus), cut at an end-of-sequence token and at the length limit. `acceptance_length` is
+the mean number committed per verify, the bonus included, pooled over rows. The first token of an answer comes from the
+prefill and belongs to no verify.
 
 Others publish the same name for other numbers; [`SpeculativeStats.acceptance_length_as`] computes theirs from the
 same counts, row by row a *response* or *request* of theirs:
@@ -22,7 +22,6 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, repeat
 from typing import Any, Literal, get_args
 
 import torch
@@ -96,14 +95,16 @@ class SpeculativeStats:
     def count_nodes(self, width: int, accepted: Sequence[Sequence[int]], sources: Sequence[Sequence[int]]) -> None:
         """Counts the nodes that a verify of `width` of them accepted in each running row, and where they came from."""
         self.num_tried_from_text += sum(map(sum, sources))
+        # Node 0 is the anchor, and stands in no count.
+        missing = [0] * (width - 1 - len(self.num_tried_by_node))
+        self.num_tried_by_node.extend(missing)
+        self.num_accepted_by_node.extend(missing)
+        for node in range(1, width):
+            self.num_tried_by_node[node - 1] += len(accepted)
         for nodes, its_sources in zip(accepted, sources, strict=True):
-            self.num_accepted_from_text += sum(its_sources[node] for node in nodes)
-        for counts in (self.num_tried_by_node, self.num_accepted_by_node):
-            counts.extend([0] * (width - 1 - len(counts)))
-        for node in range(width - 1):
-            self.num_tried_by_node[node] += len(accepted)
-        for node in (node for row in accepted for node in row):
-            self.num_accepted_by_node[node - 1] += 1
+            for node in nodes:
+                self.num_accepted_by_node[node - 1] += 1
+                self.num_accepted_from_text += its_sources[node]
 
     def start_run(self, num_rows: int, num_proposed: int, proposal: str) -> None:
         """Starts to count a run of so many rows, behind its prefill."""
@@ -156,9 +157,11 @@ class SpeculativeStats:
             raise ValueError(f"expected a definition in {get_args(Definition)}, got {definition!r}; name one of them")
         if not self.num_verifies:
             return 0.0
-        if definition == "zlab":  # dflash/benchmark.py::_print_decode_summary
+        # Source: dflash/benchmark.py::_print_decode_summary.
+        if definition == "zlab":
             return _mean([_mean(row) for row in self.num_committed if row])
-        if definition == "vllm":  # vllm/v1/spec_decode/metrics.py; a width of 1 proposes nothing and is no draft
+        # Source: vllm/v1/spec_decode/metrics.py. A verify of one token has no proposals and is no draft there.
+        if definition == "vllm":
             return 1.0 + _mean([count for count, tried in self._checked() if tried])
         return self.num_new_tokens / self.num_verifies
 
@@ -178,37 +181,51 @@ class SpeculativeStats:
         """
         counts = self._checked(row)
         joint = 1.0
-        shares = list[float]()
+        conditional_shares: list[float] = []
+        joint_shares: list[float] = []
         is_complete = True
         reached = len(counts)
         for position in range(self.num_proposed):
             tried = sum(count >= position and checked > position for count, checked in counts)
+            # Once a verify was too narrow for a position, shares of all verifies say less than there is to know.
             is_complete = is_complete and tried == reached
             reached = sum(count > position for count, _ in counts)
-            share = reached / tried if tried else 0.0
-            if not is_complete:
-                joint = joint * share
+            share = _share(reached, tried)
+            if is_complete:
+                joint = _share(reached, len(counts))
             else:
-                joint = reached / len(counts) if counts else 0.0
-            shares.append(share if conditional else joint)
-        return shares
+                joint = joint * share
+            conditional_shares.append(share)
+            joint_shares.append(joint)
+        if conditional:
+            return conditional_shares
+        return joint_shares
 
     def _checked(self, row: int | None = None) -> list[tuple[int, int]]:
-        """Proposals that each verify accepted and checked, of one row or of all."""
-        rows = self.num_accepted if row is None else [self.num_accepted[row]]
-        tried = [width - 1 for width in self.verify_widths] or repeat(self.num_proposed)
-        return [pair for counts in rows for pair in zip(counts, tried, strict=False)]
+        """Returns the proposals that each verify accepted and checked, of one row or of all."""
+        found: list[tuple[int, int]] = []
+        for counts in _rows_of(self.num_accepted, row):
+            tried = [width - 1 for width in self.verify_widths]
+            if not tried:
+                tried = [self.num_proposed] * len(counts)
+            # A row that has ended is in fewer verifies than there were steps.
+            found.extend(zip(counts, tried, strict=False))
+        return found
 
     def acceptance_histogram(self, row: int | None = None) -> list[int]:
         """Counts verifies, of one row or of all, by the tokens that they committed: 0 to `num_proposed + 1`."""
-        rows = self.num_committed if row is None else [self.num_committed[row]]
+        rows = _rows_of(self.num_committed, row)
         return [sum(counts.count(length) for counts in rows) for length in range(self.num_proposed + 2)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything as plain numbers, for JSON: counts per row and verify, and what follows from them."""
-        derived = ("acceptance_length", "acceptance_length_per_row", "num_verifies", "num_new_tokens")
+        """Returns everything as plain numbers, for JSON: counts per row and verify, and the means that follow."""
         return {
-            **{name: getattr(self, name) for name in (*derived, "time_to_first_token", "total_seconds")},
+            "acceptance_length": self.acceptance_length,
+            "acceptance_length_per_row": self.acceptance_length_per_row,
+            "num_verifies": self.num_verifies,
+            "num_new_tokens": self.num_new_tokens,
+            "time_to_first_token": self.time_to_first_token,
+            "total_seconds": self.total_seconds,
             "acceptance_length_as": {name: self.acceptance_length_as(name) for name in get_args(Definition)},
             "acceptance_per_position": self.acceptance_per_position(),
             "conditional_acceptance_per_position": self.acceptance_per_position(conditional=True),
@@ -228,9 +245,11 @@ class SpeculativeStats:
         columns = ["row", "verify", "num_tried", "num_accepted", "num_committed", "num_new"]
         lines: list[tuple[int, ...]] = []
         for row, committed in enumerate(self.num_committed):
-            num_new = [1 + total for total in accumulate(committed)]  # the prefill's token too
-            counts = zip(self._checked(row), committed, num_new, strict=True)
-            lines += [(row, verify, tried, right, *rest) for verify, ((right, tried), *rest) in enumerate(counts)]
+            # The prefill's token is new too.
+            num_new = 1
+            for verify, (accepted, tried) in enumerate(self._checked(row)):
+                num_new += committed[verify]
+                lines.append((row, verify, tried, accepted, committed[verify], num_new))
         return module_of_research("pandas").DataFrame(lines, columns=columns)
 
     def plot(self) -> Any:
@@ -263,7 +282,7 @@ class SpeculativeStats:
 
 
 class Stopwatch:
-    """Books wall time on the parts of a run: all that has passed since the last lap, so that they sum to the whole.
+    """Books wall time on the parts of a run: all time since the last lap, so that the parts sum to the whole.
 
     A call began when `time.perf_counter()` was `started`; the clock is read when accelerators of `devices` are idle.
     """
@@ -285,7 +304,7 @@ class Stopwatch:
 
 @dataclass
 class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
-    """What `generate` returns with `return_dict_in_generate=True` and a DFlash draft.
+    """The output of `generate` with `return_dict_in_generate=True` and a DFlash draft.
 
     `scores`, `logits` and `hidden_states` have plain `generate`'s shapes, one entry per new token. Plain `generate`
     goes on feeding padding to a finished row; here it is not run any more, and its entries beyond its end are zeros.
@@ -298,7 +317,7 @@ class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
 
 
 class Recorder:
-    """Collects what a call asks to be returned, row by row: only what belongs to committed tokens is kept."""
+    """Collects the scores, logits and states that a call asks for, row by row: those of committed tokens alone."""
 
     def __init__(self, generation_config: GenerationConfig, rows: int) -> None:
         wanted = bool(generation_config.return_dict_in_generate)
@@ -306,7 +325,7 @@ class Recorder:
         self.has_logits = wanted and bool(generation_config.output_logits)
         self.has_hidden_states = wanted and bool(generation_config.output_hidden_states)
         self.is_on = self.has_scores or self.has_logits or self.has_hidden_states
-        # The prefill's, which are the first token's entry as they are: `[B, S, D]` per layer.
+        # States of the prefill, `[B, S, D]` per layer, which are the first token's entry as they are.
         self.first_hidden_states: tuple[Tensor, ...] | None = None
         # Per name and row: pieces [tokens, ...] in order.
         self._pieces = defaultdict[str, list[list[Tensor]]](lambda: [[] for _ in range(rows)])
@@ -319,12 +338,12 @@ class Recorder:
         """
         given: dict[str, Tensor] = {}
         if self.has_scores:
-            # Transformers makes scores float32; a processor of the user's may make them float64.
+            # Transformers makes scores float32; a user processor may make them float64.
             given["scores"] = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if self.has_logits:
             given["logits"] = outputs_logits.to(torch.float32)
-        if self.has_hidden_states and hidden_states is not None:
-            given |= {f"layer {index}": states for index, states in enumerate(hidden_states)}
+        if self.has_hidden_states:
+            given |= {f"layer {index}": states for index, states in enumerate(hidden_states or ())}
         for name, values in given.items():
             for row, num in enumerate(num_committed):
                 if num:
@@ -332,8 +351,13 @@ class Recorder:
 
     def collected(self) -> dict[str, Any]:
         """Returns the keyword arguments of the output: tuples with one entry per new token."""
-        found: dict[str, Any] = {name: _joined(pieces) for name, pieces in self._pieces.items()}
-        layers = [found.pop(name) for name in self._pieces if name not in ("scores", "logits")]
+        found: dict[str, Any] = {}
+        layers: list[tuple[Tensor, ...]] = []
+        for name, rows in self._pieces.items():
+            if name in ("scores", "logits"):
+                found[name] = _joined(rows)
+            else:
+                layers.append(_joined(rows))
         if self.has_hidden_states:
             later = [tuple(states[:, None] for states in token) for token in zip(*layers, strict=True)]
             found["hidden_states"] = (self.first_hidden_states, *later)
@@ -341,10 +365,30 @@ class Recorder:
 
 
 def _joined(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
-    """One tensor `[B, ...]` per new token, of each row's pieces."""
+    """Returns one tensor `[B, ...]` per new token, of each row's pieces `[n, ...]`; ended rows have zeros."""
     some = next(pieces[0] for pieces in rows if pieces)
-    return pad_sequence([torch.cat(pieces or [some[:0]]) for pieces in rows], batch_first=True).unbind(1)
+    # A row that has committed nothing has no pieces.
+    nothing = some[:0]
+    joined = [torch.cat([nothing, *pieces]) for pieces in rows]
+    return pad_sequence(joined, batch_first=True).unbind(1)
+
+
+def _rows_of(counts: list[list[int]], row: int | None) -> list[list[int]]:
+    """Returns the counts of one row, or of all."""
+    if row is None:
+        return counts
+    return [counts[row]]
+
+
+def _share(num: int, total: int) -> float:
+    """Returns a share; 0 where there is nothing to divide by."""
+    if not total:
+        return 0.0
+    return num / total
 
 
 def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    """Returns the mean; 0 of nothing."""
+    if not values:
+        return 0.0
+    return sum(values) / len(values)
