@@ -1,13 +1,13 @@
 """Drafting in FP8: a copy of a draft whose linear layers hold 8-bit weights, for `draft_dtype="float8_e4m3fn"`.
 
-A draft reads all of its weights, and the head's, for the few tokens of a block, so that on a GPU its time is that of
-reading them; in FP8 they are half of bfloat16's size. The text stays the target's: nothing but proposals comes from
-here. Weights are rounded row by row and states token by token, each by its largest absolute number, which are the row
-scales of `torch._scaled_mm`.
+A draft reads all of its weights, and the head's, for the few tokens of a block, so that on a GPU its time is the time
+of reading them; in FP8 they are half of bfloat16's size. The text stays the target's: only proposals come from here.
+Weights are rounded row by row and states token by token, each by its largest absolute number; these numbers are the
+row scales of `torch._scaled_mm`.
 
-Of the block's forward it is the products of attention, MLP and context (`fc`), and the head. Prompts go through the
-draft's own weights, and so does the context of verified tokens where a kernel writes it. The draft and the target are
-not changed: the copy is a module tree of its own, which shares everything but the rounded weights with the draft's.
+In FP8 are the products of attention, MLP and context (`fc`) in the block's forward, and the head. Prompts go through
+the draft's own weights, and so does the context of verified tokens where a kernel writes it. The draft and the target
+are not changed: the copy is a module tree of its own, which shares all but the rounded weights with the draft's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import copy
 import functools
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,13 +30,14 @@ from dflash_hf.target_model.parts import Target
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
-SMALLEST = 1e-12  # what rows of zeros count as
-# Of `torch._scaled_mm`: the oldest compute capability, and what both sizes of a weight are multiples of.
+# The largest number that a row of zeros counts as having: nothing is divided by 0.
+SMALLEST = 1e-12
+# Limits of `torch._scaled_mm`: the oldest compute capability, and the number that divides both sizes of a weight.
 MIN_CAPABILITY = (8, 9)
 MULTIPLE = 16
-# Rows of a weight that are rounded at once: in between they are in float32.
+# Rows of a weight that are rounded at once: meanwhile they are in float32.
 NUM_ROWS = 4096
-# Modules of a draft that are copied with what is in them; others stay as they are.
+# Modules of a draft that are copied together with their children; others stay as they are.
 COPIED = (nn.ModuleList, DFlashDecoderLayer, DFlashAttention, DFlashMLP)
 
 
@@ -77,7 +78,7 @@ def scaled_linear(states: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def scaled_linear_in_float32(states: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """What [`scaled_linear`] computes, in operations that every device has: its definition, and its stand-in in tests.
+    """Computes [`scaled_linear`] in operations that every device has: its definition, and its stand-in in tests.
 
     Arguments and result are the same; the products of rounded numbers are summed in float32.
     """
@@ -87,11 +88,11 @@ def scaled_linear_in_float32(states: Tensor, weight: Tensor, scales: Tensor) -> 
 
 
 class Rounded(NamedTuple):
-    """A weight in FP8, and what it was made of."""
+    """A weight in FP8, and the weight that it was made of."""
 
     numbers: Tensor  # [N, K], float8_e4m3fn
     scales: Tensor  # [N, 1], float32
-    source: tuple[object, ...]
+    source: tuple[object, ...]  # see `_source_of`
 
 
 class Float8Linear(nn.Module):
@@ -109,7 +110,9 @@ class Float8Linear(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         """Returns the product `[..., N]` of states `[..., K]`, in their dtype."""
         product = scaled_linear(states, self.weight, self.scales)
-        return product if self.bias is None else product + self.bias
+        if self.bias is None:
+            return product
+        return product + self.bias
 
 
 # Per draft, the rounded weights of its linear layers and of heads, until the draft or the layer is gone.
@@ -119,7 +122,7 @@ _rounding = threading.Lock()
 
 @functools.cache
 def why_not(device: torch.device) -> str | None:
-    """Says what a device is that has no products in FP8, or `None`; a small product shows it, once per device."""
+    """Returns a description of a device that has no products in FP8, else `None`; it is tried once per device."""
     if device.type != "cuda":
         return str(device)
     if torch.version.hip is not None:
@@ -127,6 +130,7 @@ def why_not(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         return f"{device} of compute capability {capability[0]}.{capability[1]}"
+    # A small product is tried: releases of torch differ in the devices on which they have row scales.
     numbers, scales = round_rows(torch.zeros(MULTIPLE, MULTIPLE, device=device))
     try:
         scaled_linear(torch.zeros(1, MULTIPLE, device=device), numbers, scales)
@@ -136,7 +140,7 @@ def why_not(device: torch.device) -> str | None:
 
 
 def drafting_copy(draft: DFlashDraftModel, target: Target) -> DFlashDraftModel:
-    """Returns what is to compute a draft's blocks: the draft, or, where FP8 is asked for, a copy of it in FP8.
+    """Returns the model that computes a draft's blocks: the draft, or, where FP8 is asked for, a copy of it in FP8.
 
     Rounded weights are kept for the next call, and made anew where torch has seen the weight written, moved or
     replaced. A write that it does not count (through `weight.data`) is not seen; `dflash_hf.free_buffers` drops all.
@@ -145,27 +149,42 @@ def drafting_copy(draft: DFlashDraftModel, target: Target) -> DFlashDraftModel:
     """
     if draft.generation_config.draft_dtype is None:
         return draft
-    head = target.head if draft.lm_head is None else draft.lm_head
+    head: nn.Module = target.head
+    if draft.lm_head is not None:
+        head = draft.lm_head
     device = draft.fc.weight.device
     layers = [layer for part in (draft.fc, draft.layers, head) for layer in _linear_layers(part, device)]
-    with plain_tensors(), _rounding:
-        kept = _kept.setdefault(draft, weakref.WeakKeyDictionary[nn.Module, Rounded]())
-        stale = [layer for layer in layers if layer not in kept or kept[layer].source != _source_of(layer)]
-        _check_room(stale)
-        for layer in stale:
-            kept.pop(layer, None)
-            kept[layer] = _rounded(layer)
-        found: dict[nn.Module, Float8Linear] = {layer: Float8Linear(kept[layer], layer.bias) for layer in layers}
+    rounded = _all_rounded(draft, layers)
+    found: dict[nn.Module, Float8Linear] = {}
+    for layer in layers:
+        found[layer] = Float8Linear(rounded[layer], layer.bias)
     twin: Any = copy.copy(draft)
-    copied = {name: _copy_of(part, found) for name, part in (("fc", draft.fc), ("layers", draft.layers))}
-    twin._modules = {**draft._modules, **copied}
+    twin._modules = dict(draft._modules)
+    twin._modules["fc"] = _copy_of(draft.fc, found)
+    twin._modules["layers"] = _copy_of(draft.layers, found)
     if head in found:
         twin.lm_head = found[head]
     return twin
 
 
+def _all_rounded(draft: DFlashDraftModel, layers: Sequence[nn.Linear]) -> dict[nn.Module, Rounded]:
+    """Returns the rounded weights of a draft's layers, kept ones where they are still right.
+
+    Raises `ValueError` if there is no memory for the others.
+    """
+    with plain_tensors(), _rounding:
+        kept = _kept.setdefault(draft, weakref.WeakKeyDictionary[nn.Module, Rounded]())
+        stale = [layer for layer in layers if layer not in kept or kept[layer].source != _source_of(layer)]
+        _check_room(stale)
+        for layer in stale:
+            # The old copy goes first, so that there are never two.
+            kept.pop(layer, None)
+            kept[layer] = _rounded(layer)
+        return {layer: kept[layer] for layer in layers}
+
+
 def float8_bytes(drafter: DFlashDraftModel) -> int:
-    """Returns the size of a copy's rounded weights in bytes; 0 of a draft."""
+    """Returns the size of a copy's rounded weights in bytes; 0 for a draft itself."""
     layers = [module for module in drafter.modules() if isinstance(module, Float8Linear)]
     return sum(layer.weight.nbytes + layer.scales.nbytes for layer in layers)
 
@@ -177,14 +196,18 @@ def free_float8(draft: DFlashDraftModel) -> None:
 
 
 def _linear_layers(module: nn.Module, device: torch.device) -> list[nn.Linear]:
-    """The layers of a part that can be rounded: those on this device within modules that nobody has changed."""
+    """Returns the layers of a part that can be rounded: on this device, within modules that nobody has changed."""
     if _is_altered(module):
         return []
     if type(module) is nn.Linear:
-        return [module] if _is_plain(module.weight) and _fits(module.weight, device) else []
-    if type(module) not in COPIED:
+        if _is_plain(module.weight) and _fits(module.weight, device):
+            return [module]
         return []
-    return [layer for child in module.children() for layer in _linear_layers(child, device)]
+    found: list[nn.Linear] = []
+    if type(module) in COPIED:
+        for child in module.children():
+            found.extend(_linear_layers(child, device))
+    return found
 
 
 def _is_altered(module: nn.Module) -> bool:
@@ -201,18 +224,22 @@ def _is_plain(weight: Tensor) -> bool:
 
 def _fits(weight: Tensor, device: torch.device) -> bool:
     """Returns True if a weight `[N, K]` is on this device and has sizes that can be multiplied in FP8."""
-    return weight.device == device and not weight.shape[0] % MULTIPLE and not weight.shape[1] % MULTIPLE
+    rows, columns = weight.shape
+    return weight.device == device and rows % MULTIPLE == 0 and columns % MULTIPLE == 0
 
 
 def _source_of(layer: nn.Linear) -> tuple[object, ...]:
-    """What changes when a layer's weight is written, moved or replaced; see [`drafting_copy`]."""
+    """Returns values that change when a layer's weight is written, moved or replaced; see [`drafting_copy`]."""
     weight = layer.weight
-    num_writes = 0 if weight.is_inference() else weight._version  # inference tensors do not count
+    num_writes = 0
+    # Torch counts no writes to inference tensors.
+    if not weight.is_inference():
+        num_writes = weight._version
     return weight.data_ptr(), num_writes, weight.dtype, tuple(weight.shape)
 
 
 def _rounded(layer: nn.Linear) -> Rounded:
-    """Rounds the weight of a layer, a few rows at a time."""
+    """Returns the rounded weight of a layer; made a few rows at a time."""
     weight = layer.weight.detach()
     numbers = torch.empty(weight.shape, dtype=FLOAT8, device=weight.device)
     scales = torch.empty(weight.shape[0], 1, device=weight.device, dtype=torch.float32)
@@ -236,12 +263,14 @@ def _check_room(layers: list[nn.Linear]) -> None:
 
 
 def _copy_of(module: nn.Module, found: Mapping[nn.Module, Float8Linear]) -> nn.Module:
-    """A module with those of its layers replaced that were rounded; itself where there are none."""
+    """Returns a copy of a module with the rounded layers in place of their own; itself where it has none of them."""
     if module in found:
         return found[module]
     if _is_altered(module) or type(module) not in COPIED:
         return module
     twin = copy.copy(module)
-    children = module._modules.items()
-    twin._modules = {name: None if child is None else _copy_of(child, found) for name, child in children}
+    twin._modules = dict(module._modules)
+    for name, child in module._modules.items():
+        if child is not None:
+            twin._modules[name] = _copy_of(child, found)
     return twin
