@@ -1,8 +1,9 @@
-"""Finding operations that need the host, on any device: what no captured step may contain. They need a tensor's value
-there, or copy a tensor from there, which waits too and would read the same memory again at every replay.
+"""Finding operations that need the host, on any device: no captured step may contain one.
 
-CUDA has a debug mode of its own for that, but it is one for all threads, and there is none on a CPU. Custom operations
-that are written in Python are looked into. C++ cannot be: what is known to read there is named here.
+They need a tensor's value on the host, or copy a tensor from there, which waits too and would read the same memory
+again at every replay. CUDA has a debug mode of its own for that, but it is one for all threads, and there is none on a
+CPU. Custom operations that are written in Python are looked into. Those in C++ cannot be: the ones that are known to
+read are named here.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Torch's own marks: a number or the size of what they return follows from values.
+# Torch's own marks of operations that return a number, or a tensor whose size follows from values.
 _MARKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# What is not so marked: read in C++, to check what is given or whether it could be done.
+# Operations without a mark: they read in C++, to check their arguments or whether they have succeeded.
 _READING = {
     "_linalg_check_errors",  # `linalg.inv`, `linalg.solve`, `linalg.cholesky` and others
     "_linalg_eigh",
@@ -52,55 +53,71 @@ class NoHostReads(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # asks where a tensor of a subclass is; is no operation
+        # No operation: it asks where a tensor of a subclass is.
+        if func.namespace == "prim":
             return func(*args, **kwargs)
         if reads_on_host(func, args, kwargs):
             raise HostReadError(f"{func} reads a tensor on the host")
         if _copies_from_host(func, args, kwargs):
             raise HostReadError(f"{func} copies a tensor from the host")
-        body = _body(func, args)
         # Under inference mode an operation that is made of others arrives here whole, as custom ones always do.
+        body = _body(func, args)
+        if body is None:
+            body = func.decompose
         with self:
-            out = func.decompose(*args, **kwargs) if body is None else body(*args, **kwargs)
-        return func(*args, **kwargs) if out is NotImplemented else out
+            out = body(*args, **kwargs)
+        if out is NotImplemented:
+            return func(*args, **kwargs)
+        return out
 
 
 def reads_on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Says whether an ATen operation waits for the device: a read, an index by a mask, a copy to the host."""
+    """Returns True if an ATen operation waits for the device: a read, an index by a mask, a copy to the host."""
     name = _name(func)
+    overload = func._overloadname
     if name in _READING:
         return True
     if name in _INDEXING:
-        masks = [i for i in args[1] if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8)]
-        # One number put under a mask is filled in, without counting where.
-        return bool(masks) and not (name.endswith("put_") and args[2].numel() == 1)
-    if name == "repeat_interleave" and func._overloadname.startswith("Tensor"):
+        return _counts_mask(name, args)
+    if name == "repeat_interleave" and overload.startswith("Tensor"):
         return kwargs.get("output_size") is None
     if name in _GROUPED:
         return counts_groups(args[0], is_scaled=name != "_grouped_mm")
-    if name == "isin" and func._overloadname.startswith("Tensor_Tensor"):
+    if name == "isin" and overload.startswith("Tensor_Tensor"):
         # Torch's own rule: from so many on it sorts, and asks how many are unique.
         return args[1].numel() >= int(10 * args[0].numel() ** 0.145)
-    if name == "normal" and func._overloadname.endswith("Tensor"):
-        return True  # whether a deviation is negative
+    if name == "normal" and overload.endswith("Tensor"):
+        # It looks whether a deviation is negative.
+        return True
     if name.endswith("_ex") and name.startswith("linalg_"):
         return kwargs.get("check_errors") is True
     if name == "histc":
+        # Equal limits, which are the default, stand for the least and the greatest value.
         low, high = (*args[2:4], 0, 0)[:2]
-        return low == high  # then they are looked for
+        return low == high
     if name == "_to_copy":
         device = kwargs.get("device")
-        return device is not None and torch.device(device).type == "cpu" and args[0].device.type != "cpu"
+        return device is not None and torch.device(device).type == "cpu" and not _is_on_host(args[0])
     if name == "copy_":
-        return args[0].device.type == "cpu" and args[1].device.type != "cpu"
-    # What is made of others is looked into: `one_hot` reads only where it is not told how many there are.
+        return _is_on_host(args[0]) and not _is_on_host(args[1])
+    # Operations that are made of others are looked into: `one_hot` reads only where it is not given the number.
     return not func._can_decompose() and not _MARKS.isdisjoint(func.tags)
 
 
-def _copies_from_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Says whether an operation copies a tensor of the host's to a device, indices included.
+def _counts_mask(name: str, args: Sequence[Any]) -> bool:
+    """Returns True if an index operation counts where a mask is true."""
+    masks = [index for index in args[1] if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)]
+    if not masks:
+        return False
+    # One number put under a mask is filled in, without counting where.
+    is_filled_in = name.endswith("put_") and args[2].numel() == 1
+    return not is_filled_in
 
-    A single number of the host's in arithmetic is none: it goes along with the launch.
+
+def _copies_from_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Returns True if an operation copies a tensor of the host to a device, indices included.
+
+    A single number of the host in arithmetic is not copied: it goes along with the launch.
     """
     name = _name(func)
     if name == "_to_copy":
@@ -123,18 +140,21 @@ def _name(func: Any) -> str:
 
 
 def _body(func: Any, args: Sequence[Any]) -> Any:
-    """The Python function that a custom operation runs for these arguments, if it is one of torch.library's.
-
-    For tensors without values it runs another one, which only makes a result.
-    """
+    """Returns the Python function that a custom operation of torch.library runs for these arguments, else `None`."""
     definition: Any = OPDEFS.get(func._schema.name)
+    if definition is None:
+        return None
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-    if definition is None or any(isinstance(tensor, FakeTensor) for tensor in tensors):
+    # For tensors without values it runs another function, which only makes a result.
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return None
     if func._schema.name.rpartition("::")[2] in _ON_HOST and all(map(_is_on_host, tensors)):
         return None
     bodies: dict[str | None, Any] = getattr(definition, "_backend_fns", {})
-    return bodies.get(tensors[0].device.type if tensors else None, bodies.get(None))
+    for_any_device = bodies.get(None)
+    if not tensors:
+        return for_any_device
+    return bodies.get(tensors[0].device.type, for_any_device)
 
 
 def _is_on_host(tensor: Tensor) -> bool:
