@@ -252,7 +252,7 @@ def test_a_width_that_follows_the_run_takes_the_first_nodes(engine: Any, monkeyp
     observe = WidthChooser.observe
 
     def noted(self: WidthChooser, width: int, accepted: Any, clock: float, nodes: Any, chains: Any) -> None:
-        seen.append((width == 1 and nodes is None) or [len(row) for row in nodes] == list(accepted))
+        seen.append((width == 1 and not nodes) or [len(row) for row in nodes] == list(accepted))
         observe(self, width, accepted, clock, nodes, chains)
 
     monkeypatch.setattr(WidthChooser, "observe", noted)

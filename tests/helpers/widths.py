@@ -19,7 +19,7 @@ class SteadyWidths(WidthChooser):
         width: int,
         accepted: Sequence[int],
         clock: float,
-        nodes: Sequence[Sequence[int]] | None = None,
+        nodes: Sequence[Sequence[int]] = (),
         chains: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Takes in what a step did; `clock` is not looked at."""
@@ -34,8 +34,8 @@ class RandomWidths(WidthChooser):
         widest: int,
         seed: int,
         is_tree: bool = False,
-        first: int | None = None,
-        chain: int | None = None,
+        first: int = 0,
+        chain: int = 0,
     ) -> None:
         super().__init__(widest, is_tree, first, chain)
         self.random = random.Random(seed)
@@ -43,7 +43,7 @@ class RandomWidths(WidthChooser):
         self.widths = sorted({widest, max(widest * 2 // 3, 2), 1}, reverse=True)
         # Runs without a draft now and then.
         self.among = [*range(1, widest + 1), *[1] * (widest // 3)]
-        self.among += [CHAIN] * (0 if chain is None else widest // 2)
+        self.among += [CHAIN] * (widest // 2 if chain else 0)
         self.left = 0
 
     def set_costs(self, costs: Mapping[int, float]) -> None:
@@ -64,9 +64,7 @@ def use_random_widths(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
     """Makes `verify_width="auto"` mean random widths."""
 
     class Seeded(RandomWidths):
-        def __init__(
-            self, widest: int, is_tree: bool = False, first: int | None = None, chain: int | None = None
-        ) -> None:
+        def __init__(self, widest: int, is_tree: bool = False, first: int = 0, chain: int = 0) -> None:
             super().__init__(widest, seed, is_tree, first, chain)
 
     monkeypatch.setattr(options, "WidthChooser", Seeded)

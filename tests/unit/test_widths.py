@@ -312,7 +312,7 @@ def test_a_chain_may_be_what_is_tried_where_no_draft_pays() -> None:
         clock += 1.0 if width == 1 else 1.2 if chooser.is_chain else 3.0
         is_tree = width > 1 and not chooser.is_chain
         path = list(range(1, min(right + 1, width)))
-        chooser.observe(width, [len(path)], clock, [path] if is_tree else None, [(right, min(right + 1, 9))] * is_tree)
+        chooser.observe(width, [len(path)], clock, [path] if is_tree else [], [(right, min(right + 1, 9))] * is_tree)
     assert tried[-300:].count(1) > 250
     assert CHAIN in tried[-300:]
 
@@ -376,7 +376,7 @@ def test_a_chain_that_pays_is_no_draft_that_slows_down() -> None:
         width = chooser.next_width()
         clock += 1.0 if width == 1 else 1.3 if chooser.is_chain else 2.1
         is_tree = width > 1 and not chooser.is_chain
-        chooser.observe(width, [min(1, width - 1)], clock, [[1]] if is_tree else None, [(1, 2)] * is_tree)
+        chooser.observe(width, [min(1, width - 1)], clock, [[1]] if is_tree else [], [(1, 2)] * is_tree)
     assert chooser.current == CHAIN
     assert not chooser.verdict()
 
@@ -474,7 +474,7 @@ def test_what_a_run_has_seen_is_kept_for_the_next_of_its_pair_and_rows() -> None
     gc.collect()
     give_chooser(WidthChooser(4), draft, other := nn.Linear(1, 1), 1)
     assert list(_kept[draft]) == [other], "what belongs to a target that is no more is dropped"
-    assert list(_kept[draft][other]) == [(1, 4, False, None)]
+    assert list(_kept[draft][other]) == [(1, 4, False, 0)]
 
 
 def test_what_steps_take_is_known_for_every_number_of_rows_apart() -> None:

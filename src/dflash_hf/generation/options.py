@@ -107,7 +107,7 @@ def choose_widths(
     longest = generator.num_proposals + 1
     # A number asks for trees; captured, each choice would be a graph more.
     may_be_chain = is_tree and options.num_tree_nodes in (None, "auto") and longest <= width and not keeps_buffers
-    chain = longest if may_be_chain else None
+    chain = longest if may_be_chain else 0
     chooser: WidthChooser | None = None
     if not keeps_buffers:
         chooser = take_chooser(draft, generator.target.model, rows, width, is_tree, chain)

@@ -1,13 +1,13 @@
 """How many tokens the target verifies, and whether as a tree, where that follows the run (`verify_width="auto"`).
 
 Before each step the width is chosen whose expected number of committed tokens per second is the greatest, by the share
-of verifies that accepted each proposal and by what steps of each width take. Width 1 is plain decoding, without a
-draft. Where trees are verified, the chain of all proposals is one more choice: it costs less, and a draft that is
-sure of itself needs no branches. A choice that is never left learns nothing about the others: the second best is tried
-now and then. The rule, and why it keeps text and distribution, is in docs/engines.md.
+of verifies that accepted each proposal and by the seconds that steps of each width take. Width 1 is plain decoding,
+without a draft. Where trees are verified, the chain of all proposals is one more choice: it costs less, and a draft
+that is sure of itself needs no branches. A choice that is never left learns nothing about the others: the second best
+is tried now and then. The rule, and why it keeps text and distribution, is in docs/engines.md.
 
-Nothing here touches a tensor or waits for a device: counts come from what the host reads of a step anyhow, times from
-its clock or, for captured steps, from replays before the first one.
+Nothing here touches a tensor or waits for a device: counts come from the report that the host reads of every step,
+times from its clock or, for captured steps, from replays before the first one.
 """
 
 from __future__ import annotations
@@ -21,34 +21,30 @@ from typing import Any
 
 from torch import nn
 
-# Rows, tokens verified at most, whether trees, and tokens of the chain beside them.
-_Kind = tuple[int, int, bool, int | None]
-# What a step has shown counts for half after 14 further ones with a draft: a text changes its nature within a few
-# sentences.
-FORGETTING = 0.95
-# Before anything was seen: a block of 16 that commits 4.5 tokens on average accepts 0.8 of those it reaches.
-PRIOR_SHARE = 0.8
-PRIOR_WEIGHT = 2.0
+from dflash_hf.generation.acceptance_counts import PRIOR_SHARE, PRIOR_WEIGHT, AcceptanceCounts
+
+# Rows, tokens verified at most, whether trees, and tokens of the chain beside them (0 for none).
+_Kind = tuple[int, int, bool, int]
 # Of each width the quickest of so many steps counts: the clock also sees whatever else the machine does.
 NUM_TIMES = 4
 # Steps at one width before another one is tried: at first without a draft, at first with one, and at most.
 FIRST_PAUSE = 2
 FIRST_HOLD = 16
 LONGEST_HOLD = 128
-# A width that has been held for so many steps is only looked at once in so many: to choose takes time, too.
+# A width that has been held for so many steps is looked at only once in so many: choosing takes time, too.
 SETTLED = 4
-# Without a draft so much of the time may go into trying one: the less a try would lose, the sooner it comes. What a
-# try would bring is judged as if each position had been accepted so many times more than it was.
+# Without a draft, this share of the time may go into trying one: the less a try would lose, the sooner it comes. A try
+# is judged as if each position had been accepted `OPTIMISM` times more than it was.
 TRYING = 0.005
 OPTIMISM = 0.5
 # A narrower verify that is no cheaper than this is not worth graphs of its own.
 MIN_SAVING = 0.05
 # Steps with a draft that show whether it pays.
 ENOUGH_DRAFTED = 3
-# What captured steps verify where nothing else is said: the whole block for so many rows, and for more these tokens of
-# each row, by the rows that there are at most. A GPU reads the weights in the time in which it computes some hundred
-# tokens; what a verify has beyond that, it waits for. Modelled for Qwen3-8B on an H100 at an acceptance length of 6.3
-# (docs/engines.md), not measured yet.
+# Tokens that captured steps verify where nothing else is said: the whole block for so many rows, and for more these
+# tokens of each row, by the rows that there are at most. A GPU reads the weights in the time in which it computes some
+# hundred tokens; for tokens of a verify beyond that, it waits. Modelled for Qwen3-8B on an H100 at an acceptance
+# length of 6.3 (docs/engines.md), not measured yet.
 WHOLE_BLOCK_ROWS = 8
 CAPTURED_WIDTHS = {16: 10, 32: 8, 64: 6}
 # Among widths: not a tree, but the chain of all proposals; as `num_tree_nodes=0` says it.
@@ -56,13 +52,15 @@ CHAIN = 0
 
 
 def width_of_rows(table: Mapping[int, int], num_rows: int) -> int:
-    """Returns the tokens of each row that a table `{most rows: tokens}` says for so many rows.
+    """Returns the tokens of each row that a table `{most rows: tokens}` has for so many rows.
 
-    For more rows than are in the table it is what the table says for the most.
+    For more rows than are in the table it is the entry of the most.
     """
     entries = sorted(table.items())
-    fitting = [width for most_rows, width in entries if num_rows <= most_rows]
-    return fitting[0] if fitting else entries[-1][1]
+    for most_rows, width in entries:
+        if num_rows <= most_rows:
+            return width
+    return entries[-1][1]
 
 
 def candidate_widths(widest: int) -> list[int]:
@@ -74,9 +72,9 @@ def candidate_widths(widest: int) -> list[int]:
     found = {1, widest}
     power = 2
     while power < widest:
-        found |= {width for width in (power, power * 3 // 2) if width < widest}
+        found |= {power, power * 3 // 2}
         power *= 2
-    return sorted(found, reverse=True)
+    return sorted((width for width in found if width <= widest), reverse=True)
 
 
 def expected_tokens(conditional_acceptance: Sequence[float]) -> dict[int, float]:
@@ -102,25 +100,30 @@ def useful_widths(costs: Mapping[int, float]) -> list[int]:
 
 
 def fitted_costs(known: Mapping[int, float], widths: Sequence[int]) -> dict[int, float]:
-    """Returns a cost for every width: the known ones, and for the others what makes them worth a try.
+    """Returns a cost for every width: the known ones, and for the others a cost that makes them worth a try.
 
-    Steps with a draft lie on a line over their width, fitted to those that are known. With one of them known, half of
-    the widest one's cost is taken to be the width's; a step without a draft is taken for half of the line's at 1.
-    None costs more than a wider one: a hiccup in the one time that is known of a width does not rule it out. Known
-    costs are above 0, and there may be none; `widths` are widest first.
+    Steps with a draft lie on a line over their width, fitted to the known ones. With one of them known, half of the
+    widest one's cost is taken to be the width's; a step without a draft is taken for half of the line's at 1. None
+    costs more than a wider one: a hiccup in the only time of a width does not rule it out. Known costs are above 0,
+    and there may be none; `widths` are widest first.
     """
     widest = widths[0]
-    drafted = {width: cost for width, cost in known.items() if width > 1} or {widest: 4.0 * known.get(1, 1.0)}
+    drafted = {width: cost for width, cost in known.items() if width > 1}
+    if not drafted:
+        drafted = {widest: 4.0 * known.get(1, 1.0)}
     middle = sum(drafted) / len(drafted)
     mean = sum(drafted.values()) / len(drafted)
     slope = mean / (middle + widest)
     spread = sum((width - middle) ** 2 for width in drafted)
     if spread:
-        slope = max(sum((width - middle) * cost for width, cost in drafted.items()) / spread, 0.0)
+        slope = sum((width - middle) * cost for width, cost in drafted.items()) / spread
+        slope = max(slope, 0.0)
     costs: dict[int, float] = {}
     for width in widths:
-        line = max(mean + slope * (width - middle), 1e-9)
-        costs[width] = known.get(width, line if width > 1 else line / 2)
+        guess = max(mean + slope * (width - middle), 1e-9)
+        if width == 1:
+            guess = guess / 2
+        costs[width] = known.get(width, guess)
         costs[width] = min(costs.values())
     return costs
 
@@ -134,54 +137,19 @@ def along_chain(parents: Sequence[int], path: Sequence[int]) -> tuple[int, int]:
     """
     node = 0
     num = 0
-    while node + 1 < len(parents):
-        try:
-            node = parents.index(node, node + 1)
-        except ValueError:
-            break
-        if num + 1 == len(path) or path[num + 1] != node:
+    # Nodes stand in the order of their likelihood, behind their parents: the first child comes first.
+    for child in range(1, len(parents)):
+        if parents[child] != node:
+            continue
+        if num + 1 == len(path) or path[num + 1] != child:
             return num, num + 1
+        node = child
         num += 1
     return num, num
 
 
-class _Counts:
-    """Of each proposal how many verifies tried it and how many accepted it, exponentially forgotten."""
-
-    def __init__(self, num: int) -> None:
-        self.tried = [0.0] * num
-        self.accepted = [0.0] * num
-
-    def add(self, tried: Sequence[int], accepted: Sequence[int]) -> None:
-        """Counts what a step did: of each proposal, in how many rows it was tried and accepted."""
-        self.tried = [FORGETTING * before + num for before, num in zip(self.tried, tried, strict=True)]
-        self.accepted = [FORGETTING * before + num for before, num in zip(self.accepted, accepted, strict=True)]
-
-    def add_chains(self, chains: Sequence[tuple[int, int]]) -> None:
-        """Counts, per row, how many proposals of a chain were accepted and how many tried."""
-        tried = [0] * len(self.tried)
-        accepted = [0] * len(self.tried)
-        for num_accepted, num_tried in chains:
-            for index in range(num_tried):
-                tried[index] += 1
-                accepted[index] += index < num_accepted
-        self.add(tried, accepted)
-
-    def shares(self, optimism: float = 0.0) -> list[float]:
-        """Returns the share of each proposal of a chain that is accepted where all before it are.
-
-        The less a position was tried lately, the nearer to the share of all positions together, so that a wider
-        verify is tried again in time.
-        """
-        pooled = (sum(self.accepted) + PRIOR_WEIGHT * PRIOR_SHARE) / (sum(self.tried) + PRIOR_WEIGHT)
-        return [
-            (accepted + PRIOR_WEIGHT * pooled + optimism) / (tried + PRIOR_WEIGHT + optimism)
-            for accepted, tried in zip(self.accepted, self.tried, strict=True)
-        ]
-
-
 class FixedWidth:
-    """Says that every verify is as wide as the others: what [`WidthChooser`] is where the width follows no run.
+    """Stands for a [`WidthChooser`] where the width follows no run: every verify is as wide as the others.
 
     Args:
         width (`int`): Tokens of each verify, the anchor included.
@@ -209,21 +177,28 @@ class FixedWidth:
 
 
 class WidthChooser:
-    """Follows a run and says how wide its next verify is.
+    """Follows a run and chooses how wide its next verify is.
 
-    Without costs from outside it times the steps themselves. What it has seen it keeps for the next run of the same
-    pair and number of rows ([`take_chooser`]): answers may be a few steps long.
+    Without costs from outside it times the steps themselves. Its counts and times are kept for the next run of the
+    same pair and number of rows ([`take_chooser`]): answers may be a few steps long.
+
+    Args:
+        widest (`int`): Tokens that are verified at most, the anchor included; at least 2.
+        is_tree (`bool`): Whether trees are verified, whose nodes are no proposals one behind the other.
+        first (`int`): Tokens of the first verify, before anything is known; 0 for `widest`.
+        chain (`int`): Tokens of the chain that may be verified instead of a tree; 0 where none may be.
     """
 
-    def __init__(self, widest: int, is_tree: bool = False, first: int | None = None, chain: int | None = None) -> None:
-        self.is_tree = is_tree  # whether trees are verified, whose nodes are no proposals one behind the other
-        self.first = widest if first is None else first  # of the first verify, before anything is known
-        self.chain = chain  # tokens of the chain that may be verified instead of a tree
-        self.widths = candidate_widths(widest)  # of verifies, the anchor included; the widest is at least 2
-        # What was chosen for the step that was launched last: a width of `widths`, or `CHAIN`.
+    def __init__(self, widest: int, is_tree: bool = False, first: int = 0, chain: int = 0) -> None:
+        self.is_tree = is_tree
+        self.first = first or widest
+        self.chain = chain
+        self.widths = candidate_widths(widest)
+        # The choice for the step that was launched last: a width of `widths`, or `CHAIN`.
         self.current = widest
-        self._measured: dict[int, float] | None = None
-        # What steps of each choice took, of the rows that are running, and of every number of rows.
+        # Costs from outside; while there are none, the run's own times count.
+        self._measured: dict[int, float] = {}
+        # Times of steps of each choice, with the rows that are running, and with every number of rows.
         self._rows = 0
         self._times = dict[int, deque[float]]()
         self._times_of = {0: self._times}
@@ -234,32 +209,38 @@ class WidthChooser:
         self._steps = 0
         self._hold = FIRST_HOLD
         self._pays = False
-        # Of the nodes of trees, and of chains: beside trees of their own length, else of the widest.
-        self._nodes = _Counts(widest - 1)
-        self._chains = _Counts((chain or (1 if is_tree else widest)) - 1)
-        # Steps, those with a draft, the rows that these have verified, and the tokens that came of it.
+        # Counts of the nodes of trees, and of chains: beside trees those of the chain's length, else of the widest.
+        self._nodes = AcceptanceCounts(widest - 1)
+        longest_chain = chain
+        if not chain and not is_tree:
+            longest_chain = widest
+        self._chains = AcceptanceCounts(max(longest_chain - 1, 0))
+        # Steps, steps with a draft, the rows that these have verified, and the tokens that came of it.
         self._num_steps = 0
         self._num_drafted = 0
         self._num_verifies = 0
         self._num_tokens = 0
 
     def begin(self) -> None:
-        """Begins another run with what earlier ones have shown, which the new text may soon contradict.
+        """Begins another run with the counts of earlier ones, which the new text may soon contradict.
 
         How long a width has been held is counted on: many answers are shorter than a hold.
         """
         self._clock = 0.0
         self._pays = False
-        if self._held == 1:  # nothing is learned without a draft
+        # Nothing is learned without a draft, so one is tried soon.
+        if self._held == 1:
             self._hold = min(self._hold, FIRST_HOLD)
 
     def use_rows(self, rows: int) -> None:
-        """Goes on with so many rows: what a step of as many takes, at first as if it were in proportion to them."""
+        """Goes on with so many rows, and with the times of steps of as many."""
         if rows == self._rows:
             return
+        # Where these are not known, steps are taken to cost in proportion to their rows.
         share = rows / (self._rows or rows)
-        before = self._times
-        scaled = {width: deque((share * time for time in times), NUM_TIMES) for width, times in before.items()}
+        scaled: dict[int, deque[float]] = {}
+        for width, times in self._times.items():
+            scaled[width] = deque((share * time for time in times), NUM_TIMES)
         self._rows = rows
         self._times = self._times_of.setdefault(rows, scaled)
         self._steps = 0
@@ -269,14 +250,16 @@ class WidthChooser:
         self._measured = dict(costs)
 
     def next_width(self) -> int:
-        """Returns the width of the next step, and keeps what was chosen in `current`."""
+        """Returns the width of the next step, and keeps the choice in `current`."""
         self._choose()
-        return self.current if self.chain is None or not self.is_chain else self.chain
+        if self.is_chain:
+            return self.chain
+        return self.current
 
     @property
     def may_choose_chain(self) -> bool:
         """Whether the chain of all proposals is one of the choices, beside trees."""
-        return self.chain is not None
+        return self.chain > 0
 
     @property
     def is_chain(self) -> bool:
@@ -284,33 +267,60 @@ class WidthChooser:
         return self.current == CHAIN
 
     def _choose(self) -> None:
+        """Sets `current` for the next step."""
         self._steps += 1
-        if self._held == 1 and self._steps <= self._hold and not self._pays:
-            self.current = 1  # at plain decoding's price
+        is_held = self._steps <= self._hold
+        if self._held == 1 and is_held and not self._pays:
+            # Nothing is asked, so that a step costs no more than one of plain decoding.
+            self.current = 1
             return
-        if self.current == self._held and SETTLED < self._steps <= self._hold and self._steps % SETTLED:
+        is_settled = self.current == self._held and is_held and self._steps > SETTLED
+        if is_settled and self._steps % SETTLED:
             return
         costs = self.costs()
-        # The first verify is as wide as may be: it shows the most.
-        allowed = [width for width in costs if width <= self.first] or [min(costs)]
-        best = choose_width(self._tokens(), costs) if self._num_steps else max(allowed)
+        best = self._best(costs)
         self.current = best
         if best != self._held:
-            self._held = best
-            self._steps = 1
-            self._hold = FIRST_HOLD if best != 1 else FIRST_PAUSE
-        elif len(costs) > 1 and (self._steps > self._hold or (best == 1 and self._pays)):
-            others = {width: cost for width, cost in costs.items() if width != best}
-            self.current = choose_width(self._tokens(OPTIMISM if best == 1 else 0.0), others)
-            self._steps = 0
-            if not self._pays or best != 1:
-                self._hold = min(2 * self._hold, LONGEST_HOLD)
+            self._hold_on_to(best)
+        elif len(costs) > 1 and (not is_held or (best == 1 and self._pays)):
+            self._try_another(best, costs)
         self._pays = False
 
+    def _best(self, costs: Mapping[int, float]) -> int:
+        """Returns the choice with the most expected tokens per second."""
+        if self._num_steps:
+            return choose_width(self._tokens(), costs)
+        # The first verify is as wide as may be: it shows the most.
+        allowed = [width for width in costs if width <= self.first]
+        return max(allowed or [min(costs)])
+
+    def _hold_on_to(self, best: int) -> None:
+        """Begins to hold another choice."""
+        self._held = best
+        self._steps = 1
+        self._hold = FIRST_HOLD
+        if best == 1:
+            self._hold = FIRST_PAUSE
+
+    def _try_another(self, best: int, costs: Mapping[int, float]) -> None:
+        """Sets `current` to the best of the other choices, for one step."""
+        optimism = 0.0
+        if best == 1:
+            optimism = OPTIMISM
+        others = {width: cost for width, cost in costs.items() if width != best}
+        self.current = choose_width(self._tokens(optimism), others)
+        self._steps = 0
+        # A choice that stays the best is left ever more rarely.
+        if not self._pays or best != 1:
+            self._hold = min(2 * self._hold, LONGEST_HOLD)
+
     def _tokens(self, optimism: float = 0.0) -> dict[int, float]:
-        """Expected tokens of a verify of each choice; at equal rates [`choose_width`] takes a tree, not the chain."""
+        """Returns the expected tokens of a verify of each choice.
+
+        At equal rates [`choose_width`] takes a tree, not the chain.
+        """
         tokens = expected_tokens(self.conditional_acceptance(optimism))
-        if self.chain is not None:
+        if self.may_choose_chain:
             tokens[CHAIN] = expected_tokens(self._chains.shares(optimism))[self.chain]
         return tokens
 
@@ -319,24 +329,28 @@ class WidthChooser:
         width: int,
         accepted: Sequence[int],
         clock: float,
-        nodes: Sequence[Sequence[int]] | None = None,
+        nodes: Sequence[Sequence[int]] = (),
         chains: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Takes in what a step of so many tokens did: the proposals accepted in each row that was running.
+        """Takes in a step of so many tokens.
 
-        `nodes` says which these were where a tree was verified, and `chains` what [`along_chain`] says of each row.
-        `clock` is the seconds that steps have taken so far; what has been added since the last call is booked on
-        `current`, the step that was launched last.
+        Args:
+            width (`int`): Tokens that it verified.
+            accepted (`list[int]`): Proposals accepted in each row that was running.
+            clock (`float`): Seconds that steps have taken so far; those since the last call are booked on `current`,
+                the step that was launched last.
+            nodes (`list[list[int]]`): Where a tree was verified, the nodes accepted in each of these rows.
+            chains (`list[tuple[int, int]]`): Where a tree was verified, [`along_chain`] of each of these rows.
         """
         self._num_steps += 1
-        self._times.setdefault(self.current, deque(maxlen=NUM_TIMES)).append(max(clock - self._clock, 1e-9))
+        times = self._times.setdefault(self.current, deque(maxlen=NUM_TIMES))
+        times.append(max(clock - self._clock, 1e-9))
         self._clock = clock
         if width == 1 or not accepted:
             return
-        if nodes is not None:
-            places = range(1, len(self._nodes.tried) + 1)
-            kept = [sum(node in row for row in nodes) for node in places]
-            self._nodes.add([len(nodes) if node < width else 0 for node in places], kept)
+        has_verified_tree = len(nodes) > 0
+        if has_verified_tree:
+            self._count_nodes(width, nodes)
         else:
             chains = [(count, min(count + 1, width - 1)) for count in accepted]
         self._chains.add_chains(chains)
@@ -345,7 +359,18 @@ class WidthChooser:
         self._num_verifies += len(accepted)
         self._num_tokens += num_tokens
         if self._held == 1:
-            self._judge(CHAIN if nodes is None and self.is_tree else width, num_tokens / len(accepted))
+            tried = width
+            if self.is_tree and not has_verified_tree:
+                tried = CHAIN
+            self._judge(tried, num_tokens / len(accepted))
+
+    def _count_nodes(self, width: int, nodes: Sequence[Sequence[int]]) -> None:
+        """Counts the nodes that a verify of `width` of them tried, and accepted in each row."""
+        num_nodes = len(self._nodes.tried)
+        tried = [len(nodes)] * (width - 1)
+        tried.extend([0] * (num_nodes - len(tried)))
+        accepted = [sum(node in row for row in nodes) for node in range(1, num_nodes + 1)]
+        self._nodes.add(tried, accepted)
 
     def _judge(self, tried: int, num_tokens: float) -> None:
         """Decides from a try that gave so many tokens a row when the next one comes."""
@@ -359,16 +384,17 @@ class WidthChooser:
         self._hold = max(min(self._hold, int(loss / TRYING)), FIRST_PAUSE)
 
     def costs(self) -> dict[int, float]:
-        """Returns what a step of each width costs that may be chosen, as far as it is known."""
-        if self._measured is not None:
+        """Returns the seconds of a step of each width that may be chosen, as far as they are known."""
+        if self._measured:
             return self._measured
         known = {width: min(times) for width, times in self._times.items() if width != CHAIN}
         # One slow step, such as a run's first, is no cost: the others say what it may be at most.
         sure = {width: cost for width, cost in known.items() if width == 1 or len(self._times[width]) > 1}
         most = fitted_costs(sure, self.widths)
-        costs = fitted_costs({width: min(cost, most.get(width, cost)) for width, cost in known.items()}, self.widths)
-        if self.chain is not None:
-            # Nothing is built: not more than a tree of as many tokens.
+        bounded = {width: min(cost, most.get(width, cost)) for width, cost in known.items()}
+        costs = fitted_costs(bounded, self.widths)
+        if self.may_choose_chain:
+            # A chain costs no more than a tree of as many tokens: nothing is built.
             as_tree = min(cost for width, cost in costs.items() if width >= self.chain)
             costs[CHAIN] = min([as_tree, *self._times.get(CHAIN, ())])
             if 1 not in known:
@@ -379,20 +405,26 @@ class WidthChooser:
         """Returns the share of each proposal that is accepted where all before it are.
 
         Of a tree, by how much less often each node is accepted than the one before: the sum that `expected_tokens`
-        forms is then the mean number of accepted nodes. Nodes are accepted the less often the further back they
-        stand: counts that say otherwise are averaged. Far back, one that was not tried lately is taken to be accepted
-        as often as its number is small. Each is taken to have been accepted `optimism` times beside what was seen.
+        forms is then the mean number of accepted nodes. Each is taken to have been accepted `optimism` times more
+        than it was.
         """
         if not self.is_tree:
             return self._chains.shares(optimism)
+        shares = self._node_shares(optimism)
+        return [share / earlier for earlier, share in itertools.pairwise([1.0, *shares])]
+
+    def _node_shares(self, optimism: float) -> list[float]:
+        """Returns the share of verifies that accept each node of a tree, which falls from node to node."""
         runs = list[tuple[float, float, int]]()  # accepted, tried, and how many nodes are averaged
         before = 1.0
         for index, (accepted, tried) in enumerate(zip(self._nodes.accepted, self._nodes.tried, strict=True)):
+            # Far back, a node that was not tried lately is taken to be accepted as often as its number is small.
             likely = max(PRIOR_SHARE, index / (index + 1)) * before
             accepted = accepted + PRIOR_WEIGHT * likely + optimism * before
             tried = tried + PRIOR_WEIGHT + optimism
             num = 1
             before = accepted / tried
+            # Nodes are accepted the less often the further back they stand: counts that differ are averaged.
             while runs and before > runs[-1][0] / runs[-1][1]:
                 earlier = runs.pop()
                 accepted = accepted + earlier[0]
@@ -400,8 +432,10 @@ class WidthChooser:
                 num = num + earlier[2]
                 before = accepted / tried
             runs.append((accepted, tried, num))
-        shares = [min(accepted / tried, 1.0) for accepted, tried, num in runs for _ in range(num)]
-        return [share / earlier for earlier, share in itertools.pairwise([1.0, *shares])]
+        shares: list[float] = []
+        for accepted, tried, num in runs:
+            shares.extend([min(accepted / tried, 1.0)] * num)
+        return shares
 
     def verdict(self) -> str:
         """Returns a sentence for the log if the run has shown that its draft does not pay, else an empty one."""
@@ -422,9 +456,9 @@ _kept = weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Module
 
 
 def take_chooser(
-    draft: nn.Module, target: nn.Module, rows: int, widest: int, is_tree: bool = False, chain: int | None = None
+    draft: nn.Module, target: nn.Module, rows: int, widest: int, is_tree: bool = False, chain: int = 0
 ) -> WidthChooser | None:
-    """Returns what an earlier run of this pair has left for one of as many rows and as wide verifies, if it has."""
+    """Returns the chooser that a run of this pair, of as many rows and as wide verifies, has left, or `None`."""
     chooser = _kept.get(draft, {}).get(target, {}).pop((rows, widest, is_tree, chain), None)
     if chooser is not None:
         chooser.begin()
