@@ -105,9 +105,10 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.tree": {"is_in_place"},  # asked only where nothing has to be waited for
     "dflash_hf.cache.recurrence": set(),
     "dflash_hf.cache.recurrent": set(),
-    "dflash_hf.target_model.fused": set(),
+    "dflash_hf.target_model.fast_by_kernels": set(),
+    "dflash_hf.target_model.fast_layers": set(),
+    "dflash_hf.target_model.fast_on_cpu": set(),
     "dflash_hf.target_model.reentry": set(),
-    "dflash_hf.target_model.short_forwards": set(),
     "dflash_hf.scopes": set(),
     "dflash_hf.target_model.hidden_states": set(),
     "dflash_hf.target_model.parts": set(),

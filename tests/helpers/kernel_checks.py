@@ -13,7 +13,7 @@ from torch import Tensor
 
 import dflash_kernels
 from dflash_hf import ops
-from dflash_hf.target_model.fused import fused_modules
+from dflash_hf.target_model.fast_layers import fast_layers
 from dflash_hf.target_model.parts import find_target
 
 INTERPRETED = pytest.param(
@@ -133,8 +133,8 @@ class Calls:
 
 
 def find_out(target: Any) -> None:
-    """Has the modules of a target compared with the kernels' references, which runs some operations, and not later."""
-    with torch.no_grad(), ops.kernels(True), fused_modules(find_target(target)):
+    """Has the trials of a target's fast layers run, which call some operations, and not later."""
+    with torch.no_grad(), ops.kernels(True), fast_layers(find_target(target)):
         pass
 
 

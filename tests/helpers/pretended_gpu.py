@@ -56,7 +56,7 @@ from dflash_hf.generation.run import Request, Run
 from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.user_cache import NoUserCache
-from dflash_hf.target_model import formulas
+from dflash_hf.target_model import known_layers
 from dflash_hf.target_model.parts import find_target
 
 PROMPT = 64
@@ -123,7 +123,7 @@ def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Generator[None]:
         patch.setattr(prefill_module, "_commit_first", _commit_nothing)
         # Weights without numbers are of a class of their own, which would count as quantised.
         patch.setattr(context, "_is_its_weight", lambda module: module.bias is None)
-        patch.setattr(formulas, "_is_plain", lambda weight: True)
+        patch.setattr(known_layers, "_is_plain", lambda weight: True)
         patch.setattr(float8, "_is_plain", lambda weight: True)
         patch.setattr(float8, "_source_of", lambda layer: ())
         yield

@@ -1,4 +1,4 @@
-"""The target's modules by kernels: which are known by what they compute, and when one runs as it is; texts stay."""
+"""Fast layers by kernels: which modules have a fast form, and when one runs as it is; texts stay."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 import dflash_kernels
 from dflash_hf import ops
-from dflash_hf.target_model import formulas
-from dflash_hf.target_model.fused import _forward_of, fused_modules
+from dflash_hf.target_model import known_layers
+from dflash_hf.target_model.fast_by_kernels import fast_forward_of
+from dflash_hf.target_model.fast_layers import fast_layers
 from dflash_hf.target_model.parts import find_target
+from helpers.fast_layers import declare
 from helpers.kernel_checks import OPERATIONS, POINTWISE, Calls
 from helpers.static import tensor_oracle
 from tiny import prompts, tiny_target, truth_of
@@ -39,15 +41,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is known of any class yet; all by references, in the interpreter too (kernels: `test_decode`)."""
-    monkeypatch.setattr(formulas, "_known", {})
+    """No class has had its trial yet; all by references, in the interpreter too (kernels: `test_decode`)."""
+    monkeypatch.setattr(known_layers, "_outcomes", {})
     for name in (*OPERATIONS, *POINTWISE):
         monkeypatch.setattr(getattr(dflash_kernels, name), "_covers", lambda *args: False)
 
 
 def kinds_of(target: Any) -> set[str]:
-    """The classes of modules that are fused."""
-    return {type(m).__name__ for m in target.modules() if _forward_of(m, torch.float32) is not None}
+    """The classes of modules that have a fast form."""
+    return {type(m).__name__ for m in target.modules() if fast_forward_of(m, torch.float32) is not None}
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def kinds_of(target: Any) -> set[str]:
         ("gemma3", set()),  # its norms add one to their weights, its activation is another
     ],
 )
-def test_modules_are_known_by_what_they_compute(family: str, wanted: set[str]) -> None:
+def test_which_modules_have_a_fast_form(family: str, wanted: set[str]) -> None:
     assert kinds_of(tiny_target(family)) == wanted
 
 
@@ -160,13 +162,17 @@ class ForgetfulLayer(Qwen3DecoderLayer):
         ("mistral", BlindAttention),
     ],
 )
-def test_modules_that_compute_something_else_are_not(family: str, kind: type[nn.Module]) -> None:
+def test_modules_that_compute_something_else_are_not(
+    family: str, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = kind.__mro__[1]
     target = tiny_target(family)
     module: Any = next(m for m in target.modules() if type(m) is base)
-    assert _forward_of(module, torch.float32) is not None
+    assert fast_forward_of(module, torch.float32) is not None
     module.__class__ = kind
-    assert _forward_of(module, torch.float32) is None
+    assert fast_forward_of(module, torch.float32) is None, "it is in no table"
+    declare(monkeypatch, kind)
+    assert fast_forward_of(module, torch.float32) is None, "its trial shows it"
 
 
 def decode(target: Any, lengths: list[int], width: int = 6, dtype: torch.dtype = torch.float64) -> None:
@@ -204,9 +210,9 @@ def attached(target: Any) -> list[str]:
 
 def test_nothing_happens_where_no_kernels_run(calls: Calls) -> None:
     target = tiny_target("qwen3").to(torch.bfloat16)
-    with fused_modules(find_target(target)):
+    with fast_layers(find_target(target)):
         assert not attached(target)
-    with torch.no_grad(), ops.kernels(True), fused_modules(find_target(target)):
+    with torch.no_grad(), ops.kernels(True), fast_layers(find_target(target)):
         assert len(attached(target)) == 7 * LAYERS + 1
     assert not attached(target)
 
@@ -228,9 +234,9 @@ def test_it_acts_in_one_thread_and_ends_with_the_last() -> None:
             ops.rms_norm = before
 
     with torch.no_grad(), ops.kernels(True):
-        first = fused_modules(found)
+        first = fast_layers(found)
         first.__enter__()
-        with fused_modules(found):
+        with fast_layers(found):
             thread = threading.Thread(target=elsewhere)
             thread.start()
             thread.join()
@@ -247,7 +253,7 @@ class ForeignModel(Qwen3Model):
 
 def num_norms(target: Any, calls: Calls) -> tuple[int, int]:
     """How many norms a verify of three tokens computes alone, and how many with the sum before them."""
-    with torch.no_grad(), ops.kernels(True), fused_modules(find_target(target)):
+    with torch.no_grad(), ops.kernels(True), fast_layers(find_target(target)):
         before = calls.all().copy()
         target(torch.arange(3, 6)[None])
     after = calls.all()
@@ -260,7 +266,7 @@ def test_the_last_sum_of_a_layer_goes_with_the_norm_behind_it(calls: Calls) -> N
     ids = torch.arange(3, 6)[None]
     with torch.no_grad():
         wanted = target(ids).logits
-        with ops.kernels(True), fused_modules(find_target(target)):
+        with ops.kernels(True), fast_layers(find_target(target)):
             assert torch.allclose(target(ids).logits, wanted, atol=1e-5)
     assert num_norms(target, calls) == (1 + heads, 2 * LAYERS)
     handle = target.model.layers[1].register_forward_hook(lambda module, args, out: out.mul_(1.5))

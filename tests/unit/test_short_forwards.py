@@ -1,9 +1,10 @@
-"""Layers of a verify in fewer operations, on a CPU: which are known, bit for bit what modules compute."""
+"""Fast layers on a CPU: which modules have a fast form, and that it computes bit for bit what they do."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -20,10 +21,11 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from dflash_hf import iterate, ops
 from dflash_hf.cache_name import CACHE_NAME
-from dflash_hf.target_model import formulas, short_forwards
-from dflash_hf.target_model.fused import fused_modules
+from dflash_hf.target_model import fast_on_cpu, known_layers
+from dflash_hf.target_model.fast_layers import fast_layers
+from dflash_hf.target_model.fast_on_cpu import FastForward, LayerForm, fast_forward_of, layer_form_of, prepare
 from dflash_hf.target_model.parts import find_target
-from dflash_hf.target_model.short_forwards import ShortLayer, short_forward_of
+from helpers.fast_layers import declare
 from helpers.half import pairs
 from helpers.static import tensor_oracle
 from tiny import prompts, tiny_target, truth_of
@@ -46,15 +48,20 @@ PROMPTS = [([9], None), ([40], 16), ([4, 11, 7], None)]  # lengths, and of how m
 
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is known of any class yet."""
-    monkeypatch.setattr(formulas, "_known", {})
+    """No class has had its trial yet."""
+    monkeypatch.setattr(known_layers, "_outcomes", {})
+
+
+def fast_form_of(module: Any, dtype: torch.dtype) -> LayerForm | FastForward | None:
+    """The fast form of a module, if it has one."""
+    return layer_form_of(module, dtype) or fast_forward_of(module, dtype)
 
 
 @pytest.mark.parametrize(("family", "wanted"), FAMILIES)
-def test_modules_are_known_by_what_they_compute(family: str, wanted: set[str]) -> None:
+def test_which_modules_have_a_fast_form(family: str, wanted: set[str]) -> None:
     modules = list(tiny_target(family).modules())
     for dtype in (torch.float32, torch.float64):
-        assert {type(m).__name__ for m in modules if short_forward_of(m, dtype) is not None} == wanted
+        assert {type(m).__name__ for m in modules if fast_form_of(m, dtype) is not None} == wanted
 
 
 class AnotherNorm(Qwen3RMSNorm):
@@ -101,20 +108,68 @@ class AnotherMLP(Qwen3MLP):
     ("family", "kind"),
     [("qwen3", AnotherNorm), ("qwen3", AnotherAttention), ("llama", ScaledAttention), ("qwen3", ScaledLayer)],
 )
-def test_modules_that_compute_something_else_are_not(family: str, kind: type[nn.Module]) -> None:
+def test_modules_that_compute_something_else_are_not(
+    family: str, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     module: Any = next(m for m in tiny_target(family).modules() if type(m) is kind.__mro__[1])
-    assert short_forward_of(module, torch.float32) is not None
+    assert fast_form_of(module, torch.float32) is not None
     module.__class__ = kind
-    assert short_forward_of(module, torch.float32) is None
+    assert fast_form_of(module, torch.float32) is None, "it is in no table"
+    declare(monkeypatch, kind)
+    assert fast_form_of(module, torch.float32) is None, "its trial shows it"
 
 
-def test_an_mlp_of_another_kind_is_called_by_a_layer_that_is_known() -> None:
+class SameLayer(Qwen3DecoderLayer):
+    """Computes what its base does."""
+
+
+def test_a_class_of_the_users_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer: Any = cast(Any, tiny_target("qwen3")).model.layers[0]
+    layer.__class__ = SameLayer
+    assert fast_form_of(layer, torch.float32) is None
+    declare(monkeypatch, SameLayer)
+    assert fast_form_of(layer, torch.float32) is not None
+
+
+def test_a_replaced_function_fails_the_trial_until_it_is_put_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer: Any = cast(Any, tiny_target("qwen3")).model.layers[0]
+    with caplog.at_level(logging.DEBUG, logger=known_layers.__name__), monkeypatch.context() as patch:
+        assert layer_form_of(layer, torch.float32) is not None
+        assert not caplog.records
+        patch.setattr(modeling_qwen3, "apply_rotary_pos_emb", half_turned)
+        for _ in range(2):
+            assert layer_form_of(layer, torch.float32) is None
+    assert len(caplog.records) == 1
+    assert caplog.messages[0].startswith("Qwen3DecoderLayer runs as it is")
+    assert layer_form_of(layer, torch.float32) is not None
+
+
+def test_a_trial_calls_no_hooks_and_changes_nothing() -> None:
+    layer: Any = cast(Any, tiny_target("qwen3")).model.layers[0]
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    settings = dict(vars(layer.self_attn.config)), [set(vars(module)) for module in layer.modules()]
+    fired = list[bool]()
+    for module in layer.modules():
+        module.register_forward_hook(lambda *args: fired.append(True))
+        module.register_forward_pre_hook(lambda *args: fired.append(True))
+    random = torch.random.get_rng_state()
+    for module in layer.modules():
+        fast_form_of(module, torch.float32)
+    assert not fired
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert all(torch.equal(before[name], tensor) for name, tensor in layer.state_dict().items())
+    assert (dict(vars(layer.self_attn.config)), [set(vars(module)) for module in layer.modules()]) == settings
+
+
+def test_an_mlp_of_another_kind_is_called_by_a_fast_layer() -> None:
     target = tiny_target("qwen3")
     layers: Any = cast(Any, target).model.layers
     layers[1].mlp.__class__ = layers[2].mlp.__class__ = AnotherMLP
-    found = [short_forward_of(layer, torch.float32) for layer in layers]
-    assert [isinstance(short, ShortLayer) and short.is_gated for short in found] == [True, False, False, True]
-    assert all(isinstance(short, ShortLayer) for short in found)
+    found = [layer_form_of(layer, torch.float32) for layer in layers]
+    assert [form is not None and form.is_gated for form in found] == [True, False, False, True]
+    assert all(form is not None for form in found)
     decoded(target)
 
 
@@ -128,8 +183,8 @@ def test_logits_are_the_same_bit_for_bit(
     draft = tensor_oracle(target, truth_of(inputs, wanted), 2, 6)
     used = list[bool]()
     for name in ("rms_norm", "attend"):
-        plain = getattr(short_forwards, name)
-        monkeypatch.setattr(short_forwards, name, lambda *args, plain=plain: used.append(True) or plain(*args))
+        plain = getattr(fast_on_cpu, name)
+        monkeypatch.setattr(fast_on_cpu, name, lambda *args, plain=plain: used.append(True) or plain(*args))
     found = list[list[Tensor]]()
     for enabled in (False, None):
         assert not used
@@ -143,7 +198,7 @@ def test_logits_are_the_same_bit_for_bit(
 
 def prefilled(monkeypatch: pytest.MonkeyPatch, target: Any, lengths: list[int], **options: Any) -> int:
     """Logits and keys and values of prompts are plain `generate`'s; says how many layers took them as one function."""
-    inputs, plain, used = prompts(lengths, 2), short_forwards._Attention._over_prompt, list[nn.Module]()
+    inputs, plain, used = prompts(lengths, 2), fast_on_cpu.FastAttention._over_prompt, list[nn.Module]()
     options |= {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     wanted = target.generate(**inputs, **options)
     draft = tensor_oracle(target, truth_of(inputs, wanted.sequences), 2, 6)
@@ -152,7 +207,7 @@ def prefilled(monkeypatch: pytest.MonkeyPatch, target: Any, lengths: list[int], 
         def noted(*args: Any) -> Any:
             return used.append(args[1]) or plain(*args)
 
-        patch.setattr(short_forwards._Attention, "_over_prompt", noted)
+        patch.setattr(fast_on_cpu.FastAttention, "_over_prompt", noted)
         out = target.generate(**inputs, **options, assistant_model=draft)
     assert torch.equal(out.logits[0], wanted.logits[0])
     for ours, theirs in zip(out[CACHE_NAME].layers, wanted[CACHE_NAME].layers, strict=True):
@@ -251,12 +306,12 @@ def attached(target: nn.Module) -> list[str]:
 def test_it_ends_with_the_verify_and_stays_away_where_gradients_or_autocast_are() -> None:
     target = tiny_target("qwen3")
     found = find_target(target)
-    with fused_modules(found):
+    with fast_layers(found):
         assert not attached(target)
     with torch.no_grad():
-        with torch.autocast("cpu", torch.bfloat16), fused_modules(found):
+        with torch.autocast("cpu", torch.bfloat16), fast_layers(found):
             assert not attached(target)
-        with fused_modules(found):
+        with fast_layers(found):
             assert attached(target)
     assert not attached(target)
 
@@ -387,25 +442,27 @@ def test_an_activation_with_a_setting_of_its_own_is_another_one() -> None:
     layers: Any = cast(Any, target).model.layers
     for index, layer in enumerate(layers):
         layer.mlp.act_fn = nn.SiLU() if index else nn.CELU(0.5)
-    found = [short_forward_of(layer, torch.float32) for layer in layers]
-    assert [isinstance(short, ShortLayer) and short.is_gated for short in found] == [False, True, True, True]
+    found = [layer_form_of(layer, torch.float32) for layer in layers]
+    assert [form is not None and form.is_gated for form in found] == [False, True, True, True]
     decoded(target)
 
 
 def test_a_layer_that_is_trained_runs_as_it_is() -> None:
     layer: Any = cast(Any, tiny_target("qwen3")).model.layers[1]
-    short = short_forward_of(layer, torch.float64)
-    assert isinstance(short, ShortLayer)
+    form = layer_form_of(layer, torch.float64)
+    assert form is not None
     for is_training in (True, False):
-        assert (short.prepared(layer.train(is_training), None) is None) == is_training
+        for is_unmodified in (True, False):
+            prepared = prepare(layer.train(is_training), form, None, is_unmodified)
+            assert (prepared is None) == is_training
 
 
 def test_hooks_that_transformers_leaves_behind_are_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target("qwen3")
     target(torch.arange(1, 9)[None], output_hidden_states=True)
     assert cast(Any, target).model.layers[1].self_attn._forward_hooks
-    plain, used = short_forwards.PreparedLayer.run, list[bool]()
-    monkeypatch.setattr(short_forwards.PreparedLayer, "run", lambda *args: used.append(True) or plain(*args))
+    plain, used = fast_on_cpu.FastLayer.run, list[bool]()
+    monkeypatch.setattr(fast_on_cpu.FastLayer, "run", lambda *args: used.append(True) or plain(*args))
     decoded(target)
     assert used
 
@@ -471,7 +528,7 @@ def test_hooks_on_all_modules_are_not_passed_by() -> None:
 
 def test_a_copy_that_is_made_meanwhile_is_a_model_of_its_own() -> None:
     target, ids = tiny_target("qwen3"), torch.arange(1, 9)[None]
-    with torch.no_grad(), fused_modules(find_target(target)):
+    with torch.no_grad(), fast_layers(find_target(target)):
         made = copy.deepcopy(target)
     wanted = target(ids).logits
     with torch.no_grad():

@@ -27,7 +27,7 @@ from dflash_hf.generation.step import step, verify
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.generation.widths import WidthChooser, give_chooser
 from dflash_hf.generation_config import Engine
-from dflash_hf.target_model.fused import runs_whole, short_layers
+from dflash_hf.target_model.fast_layers import fast_whole_run, in_whole_run
 from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.support import changing_ropes
 
@@ -109,7 +109,7 @@ def no_gradients(target: Target) -> AbstractContextManager[Any]:
 
 def gradients_of_prefill(target: Target, user_cache: UserCache | NoUserCache) -> AbstractContextManager[Any]:
     """Turns gradients off where what a prefill makes stays here, and nothing of the user's sees a part of it."""
-    stays_here = not user_cache.is_kept and runs_whole(target) and not changing_ropes(target)
+    stays_here = not user_cache.is_kept and in_whole_run(target) and not changing_ropes(target)
     if stays_here:
         return no_gradients(target)
     return nullcontext()
@@ -132,7 +132,7 @@ def whole_run(request: Request, engine: Engine) -> AbstractContextManager[None]:
     is_usual_cache = request.cache is None or type(request.cache) is DynamicCache
     is_ours = engine == "eager" and not request.calls_out and is_usual_cache
     if is_ours:
-        return short_layers(request.target)
+        return fast_whole_run(request.target)
     return nullcontext()
 
 

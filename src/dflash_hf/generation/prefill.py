@@ -29,7 +29,7 @@ from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.step import accept, take_note
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target_model.fused import runs_whole
+from dflash_hf.target_model.fast_layers import in_whole_run
 from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.reentry import outermost
@@ -244,7 +244,7 @@ def _fill(
     config = request.draft.config
     # Nobody else calls the target where nothing of the user's runs in it.
     watching: AbstractContextManager[Any] = nullcontext(lambda: True)
-    if not runs_whole(target):
+    if not in_whole_run(target):
         watching = outermost(target.model, target.decoder)
     with watching as is_ours:
         taps = Taps(

@@ -32,12 +32,12 @@ from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.generation.widths import FixedWidth, WidthChooser
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target_model.formulas import is_untouched
-from dflash_hf.target_model.fused import fused_modules, runs_whole
+from dflash_hf.target_model.fast_layers import fast_layers, in_whole_run
 from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.reentry import KEYWORD, ragged_attention
 from dflash_hf.target_model.support import changing_ropes
+from dflash_hf.target_model.user_code import is_unmodified
 
 # Criteria that the commit itself decides.
 LENGTH_AND_END = (EosTokenCriteria, MaxLengthCriteria)
@@ -156,7 +156,7 @@ class Run:
 
 @contextmanager
 def tapped(run: Run) -> Generator[Taps]:
-    """The target with its attention switched, kernels in its modules, its layers tapped and its recurrences noted.
+    """Has the target run by fast layers, with its attention switched, its layers tapped and its recurrences noted.
 
     Where it is so already, for several verifies, nothing is done.
     """
@@ -166,7 +166,7 @@ def tapped(run: Run) -> Generator[Taps]:
     ids = run.generator.draft.config.target_layer_ids
     taps = Taps(run.request.target.layers, ids, counts=lambda kwargs: kwargs.get(KEYWORD) is run.cache)
     with (
-        fused_modules(run.request.target),  # first: hooks on the model would keep it away
+        fast_layers(run.request.target),  # first: hooks on the model would keep them away
         ragged_attention(run.request.target),
         noting(run.cache.layers),
         taps.open(),
@@ -213,7 +213,7 @@ def drops_rows(run: Run) -> bool:
     is_one = len(run.rows) == 1
     if is_one or is_seen_whole or has_states or follows_longest or run.request.ranks.size > 1:
         return False
-    return runs_whole(target) or is_untouched(target.parts)
+    return in_whole_run(target) or is_unmodified(target.parts)
 
 
 def drop_finished(run: Run) -> None:

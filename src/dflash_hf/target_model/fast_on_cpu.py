@@ -1,0 +1,349 @@
+"""The fast forms on a CPU, where a call of a module costs as much as many of its operations.
+
+A decoder layer like Llama's or Qwen3's runs as one function, over the ragged cache and, in a prefill, over
+Transformers': torch's own norm instead of six operations, heads that stay where the projections put them, and no call
+of a module within it. Norms and attention of other layers have a fast form of their own. Projections that are no plain
+`nn.Linear`, adapters and quantised ones, are called as modules; hooks and forwards of the user's within a layer leave
+it to its class.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dflash_hf import ops
+from dflash_hf.attention import attend
+from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.layer_configs import layer_config
+from dflash_hf.target_model.known_layers import (
+    attention_agrees,
+    epsilon_of,
+    head_norms,
+    is_attention,
+    is_gated_mlp,
+    is_layer,
+    is_norm,
+    layer_agrees,
+    layer_norms,
+    norm_agrees,
+)
+from dflash_hf.target_model.reentry import KEYWORD
+from dflash_hf.target_model.user_code import is_recorder, runs_its_class
+
+# The class's forward, the module, and what it is called with.
+FastForward = Callable[..., Any]
+# From states to states.
+Run = Callable[[Tensor], Tensor]
+# A module's own parameters by name: where one is replaced, the new one is found here.
+Parameters = dict[str, Any]
+Projection = Run | Parameters
+# What a decoder layer is called with in a prefill: with anything else its class knows what to do.
+PREFILL = {"attention_mask", "position_ids", CACHE_NAME, "use_cache", "position_embeddings"}
+_LINEAR = {"weight", "bias"}
+
+
+class LayerForm(NamedTuple):
+    """The fast form of a decoder layer: how its class was found to compute."""
+
+    epsilons: list[float]  # of its two norms, and of its attention's
+    is_gated: bool  # whether its MLP is `down(silu(gate(x)) * up(x))`; any other is called as a module
+
+    @classmethod
+    def of(cls, layer: Any) -> LayerForm:
+        """Reads it from a layer."""
+        return cls([epsilon_of(norm) for norm in _all_norms(layer)], is_gated_mlp(layer._modules["mlp"]))
+
+
+def fast_forward_of(module: Any, dtype: torch.dtype) -> FastForward | None:
+    """Returns the fast forward of a norm or an attention, else `None`.
+
+    It is called with the class's forward, the module, and what the module is called with.
+    """
+    if is_norm(module) and norm_agrees(module, _run_norm, dtype):
+        return functools.partial(_norm_forward, epsilon_of(module))
+    if is_attention(module) and attention_agrees(module, _run_attention, dtype):
+        return functools.partial(_attention_forward, list(map(epsilon_of, head_norms(module))))
+    return None
+
+
+def layer_form_of(module: Any, dtype: torch.dtype) -> LayerForm | None:
+    """Returns the fast form of a decoder layer, which is prepared for each run by [`prepare`], else `None`."""
+    if not is_layer(module) or not is_attention(module._modules["self_attn"]):
+        return None
+    if not layer_agrees(module, _run_layer, dtype):
+        return None
+    return LayerForm.of(module)
+
+
+def prepare(layer: Any, form: LayerForm, config: Any, is_unmodified: bool) -> FastLayer | None:
+    """Looks up what a layer computes with in one run; `None` where it runs as it is.
+
+    Args:
+        layer (`nn.Module`): The layer.
+        form (`LayerForm`): Its fast form.
+        config (`PreTrainedConfig`, *optional*): The one whose attention is Transformers' SDPA.
+        is_unmodified (`bool`): Whether the whole model was found so; else hooks and forwards are looked for here.
+    """
+    attention = layer._modules["self_attn"]
+    mlp = layer._modules["mlp"]
+    norms = _all_norms(layer)
+    weights = [norm._parameters["weight"] for norm in norms]
+    dtype = weights[0].dtype
+    if [epsilon_of(norm) for norm in norms] != form.epsilons:
+        return None
+    if not all(weight.is_cpu and weight.dtype == dtype for weight in weights):
+        return None
+    parts = [layer, attention, *norms]
+    if form.is_gated:
+        parts += [mlp, mlp._modules["act_fn"]]
+    if any(part.training for part in parts):
+        return None
+    if not is_unmodified and not _is_plain_layer(parts, weights):
+        return None
+    takes_prompts = attention.__dict__["config"] is config
+    return FastLayer.of(layer, form, is_unmodified, takes_prompts)
+
+
+class FastAttention(NamedTuple):
+    """An attention in a run: its projections, the parameters of its norms, if it has any, and settings."""
+
+    query: Projection
+    key: Projection
+    value: Projection
+    out: Projection
+    norms: list[Parameters]
+    eps: float
+    size: int
+    scaling: float
+    window: int | None
+
+    @classmethod
+    def of(cls, module: Any, eps: float, is_unmodified: bool) -> FastAttention:
+        """Looks up what a module computes with; `eps` is of its norms, if it has any."""
+        parts = module._modules
+        return cls(
+            _projection(parts["q_proj"], is_unmodified),
+            _projection(parts["k_proj"], is_unmodified),
+            _projection(parts["v_proj"], is_unmodified),
+            _projection(parts["o_proj"], is_unmodified),
+            [norm._parameters for norm in head_norms(module)],
+            eps,
+            module.head_dim,
+            module.scaling,
+            window_of(module),
+        )
+
+    def run(self, module: Any, states: Tensor, cache: Cache, kwargs: dict[str, Any]) -> Tensor:
+        """Attends over a cache; heads stay where the projections put them, nothing is transposed for RoPE."""
+        shape = (*states.shape[:-1], -1, self.size)
+        query = _project(states, self.query).view(shape)
+        key = _project(states, self.key).view(shape)
+        value = _project(states, self.value).view(shape)
+        if self.norms:
+            query = rms_norm(query, self.norms[0]["weight"], self.eps)
+            key = rms_norm(key, self.norms[1]["weight"], self.eps)
+        cos, sin = kwargs["position_embeddings"]
+        cos = cos.unsqueeze(2)
+        sin = sin.unsqueeze(2)
+        query = ops.norm_and_rotate(query, None, cos, sin, self.eps).transpose(1, 2)
+        key = ops.norm_and_rotate(key, None, cos, sin, self.eps)
+        over = self._over_ragged if isinstance(cache, RaggedCache) else self._over_prompt
+        return _project(over(module, query, key, value, cache, kwargs).flatten(2), self.out)
+
+    def _over_ragged(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, cache: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Attention over the ragged cache, with the mask that follows from it."""
+        keys, values = cache.extend(module.layer_idx, key, value)
+        block, window = cache.attend(keys)
+        window = window if self.window is None else self.window
+        mask = block.on(keys.device).mask(keys.shape[2], (window, True, False), 1, query.dtype)
+        return attend(query, keys, values, mask, self.scaling)
+
+    def _over_prompt(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, cache: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Attention as Transformers' own, with the mask that the decoder made."""
+        keys, values = cache.update(key.transpose(1, 2), value.transpose(1, 2), module.layer_idx)
+        mask = kwargs.get("attention_mask")
+        return sdpa_attention_forward(module, query, keys, values, mask, scaling=self.scaling)[0]
+
+
+class FastLayer(NamedTuple):
+    """A decoder layer in a run: parameters and epsilons of its norms, its attention, its MLP.
+
+    Parameters are looked up where they are used, so that one may be replaced.
+    """
+
+    first: Parameters
+    first_eps: float
+    second: Parameters
+    second_eps: float
+    attention: FastAttention
+    mlp: Run
+    takes_prompts: bool  # whether it runs over Transformers' cache, too
+
+    @classmethod
+    def of(cls, layer: Any, form: LayerForm, is_unmodified: bool, takes_prompts: bool) -> FastLayer:
+        """Looks up what a layer computes with."""
+        parts = layer._modules
+        mlp = parts["mlp"]
+        if form.is_gated:
+            gate = _projection(mlp._modules["gate_proj"], is_unmodified)
+            up = _projection(mlp._modules["up_proj"], is_unmodified)
+            down = _projection(mlp._modules["down_proj"], is_unmodified)
+            mlp = functools.partial(_run_gated_mlp, gate, up, down)
+        first, second = layer_norms(layer)
+        # The last one is of the attention's norms or, without any, not used.
+        attention = FastAttention.of(parts["self_attn"], form.epsilons[-1], is_unmodified)
+        return cls(
+            first._parameters,
+            form.epsilons[0],
+            second._parameters,
+            form.epsilons[1],
+            attention,
+            mlp,
+            takes_prompts,
+        )
+
+    def answer(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Runs the layer on what it is called with; `None` where its class has to: it is another call than ours."""
+        attention = module._modules["self_attn"]
+        cache = None
+        if KEYWORD not in kwargs:
+            cache = cache_of_prefill(attention, kwargs) if self.takes_prompts else None
+        elif kwargs.get("attention_mask") is None:
+            cache = cache_of_verify(attention, kwargs)
+        if cache is None or len(args) != 1 or args[0].dtype != self.first["weight"].dtype or not args[0].is_cpu:
+            return None
+        return self.run(attention, args[0], cache, kwargs)
+
+    def run(self, attention: Any, states: Tensor, cache: Cache, kwargs: dict[str, Any]) -> Tensor:
+        """Returns the states `[B, W, D]` behind the layer, whose attention is given."""
+        normed = rms_norm(states, self.first["weight"], self.first_eps)
+        states = states + self.attention.run(attention, normed, cache, kwargs)
+        return states + self.mlp(rms_norm(states, self.second["weight"], self.second_eps))
+
+
+def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns what `ops.rms_norm.reference` computes; in float32 torch's own operation rounds as it does."""
+    if states.dtype == torch.float32:
+        return torch.rms_norm(states, weight.shape, weight, eps)
+    return ops.rms_norm.reference(states, weight, eps)
+
+
+def by_sdpa(config: Any) -> bool:
+    """Returns True if the attention of a config's model is Transformers' own SDPA."""
+    return config._attn_implementation == "sdpa" and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+
+
+def cache_of_verify(attention: Any, kwargs: dict[str, Any]) -> RaggedCache | None:
+    """Returns the ragged cache of a verify whose keywords are those that fast forms read, else `None`."""
+    cache = kwargs.get(KEYWORD)
+    if not isinstance(cache, RaggedCache) or cache is not kwargs.get(CACHE_NAME):
+        return None
+    return cache if _rotates_all(attention, kwargs) else None
+
+
+def cache_of_prefill(attention: Any, kwargs: dict[str, Any]) -> DynamicCache | None:
+    """Returns the cache of a prefill by Transformers' own attention, else `None`."""
+    cache = kwargs.get(CACHE_NAME)
+    is_usual = type(cache) is DynamicCache and kwargs.keys() <= PREFILL
+    return cache if is_usual and _rotates_all(attention, kwargs) else None
+
+
+def window_of(attention: Any) -> int | None:
+    """Returns an attention's window: some say it in their config alone, and to ask a config takes time."""
+    own = vars(attention)
+    if "sliding_window" in own:
+        return own["sliding_window"]
+    return getattr(layer_config(own["config"], own["layer_idx"]), "sliding_window", None)
+
+
+def _rotates_all(attention: Any, kwargs: dict[str, Any]) -> bool:
+    """Returns False for heads that are rotated in part: there are fewer angles."""
+    angles = kwargs.get("position_embeddings")
+    return angles is not None and angles[0].shape[-1] == attention.head_dim
+
+
+def _norm_forward(eps: float, plain: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    if len(args) != 1 or kwargs or not _is_alike(args[0], module) or epsilon_of(module) != eps:
+        return plain(module, *args, **kwargs)
+    return _run_norm(module, args[0])
+
+
+def _attention_forward(
+    epsilons: list[float], plain: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
+) -> Any:
+    cache = cache_of_verify(module, kwargs)
+    states = kwargs.get("hidden_states")
+    if args or cache is None or states is None or kwargs.get("attention_mask") is not None or module.training:
+        return plain(module, *args, **kwargs)
+    norms = head_norms(module)
+    if not all(runs_its_class(norm) and _is_alike(states, norm) for norm in norms):
+        return plain(module, *args, **kwargs)
+    if [epsilon_of(norm) for norm in norms] != epsilons:
+        return plain(module, *args, **kwargs)
+    return _run_attention(module, states, cache, kwargs)
+
+
+def _run_norm(norm: Any, states: Tensor) -> Tensor:
+    return rms_norm(states, norm.weight, epsilon_of(norm))
+
+
+def _run_attention(attention: Any, states: Tensor, cache: Any, kwargs: dict[str, Any]) -> tuple[Tensor, None]:
+    norms = head_norms(attention)
+    eps = epsilon_of(norms[0]) if norms else 0.0
+    return FastAttention.of(attention, eps, is_unmodified=False).run(attention, states, cache, kwargs), None
+
+
+def _run_layer(layer: Any, states: Tensor, cache: Any, kwargs: dict[str, Any]) -> Tensor:
+    """Runs a layer as one function, for its trial."""
+    fast = FastLayer.of(layer, LayerForm.of(layer), is_unmodified=False, takes_prompts=True)
+    return fast.run(layer._modules["self_attn"], states, cache, kwargs)
+
+
+def _run_gated_mlp(gate: Projection, up: Projection, down: Projection, states: Tensor) -> Tensor:
+    """`down(silu(gate(x)) * up(x))`."""
+    return _project(nn.functional.silu(_project(states, gate)) * _project(states, up), down)
+
+
+def _projection(linear: Any, is_unmodified: bool) -> Projection:
+    """Returns the parameters of torch's own projection, which is not worth a call of a module; else the module."""
+    if type(linear) is not nn.Linear or linear._parameters.keys() != _LINEAR:
+        return linear
+    if is_unmodified:
+        return linear._parameters
+    is_torchs = nn.Linear.forward.__globals__["__name__"] == nn.Linear.__module__
+    return linear._parameters if is_torchs and runs_its_class(linear) else linear
+
+
+def _project(states: Tensor, by: Projection) -> Tensor:
+    return nn.functional.linear(states, **by) if isinstance(by, dict) else by(states)
+
+
+def _all_norms(layer: Any) -> list[Any]:
+    """Returns a layer's norms, those of its attention behind its own."""
+    return [*layer_norms(layer), *head_norms(layer._modules["self_attn"])]
+
+
+def _is_plain_layer(parts: list[Any], weights: list[Any]) -> bool:
+    """Returns True if the weights of a layer's norms are plain, and hooks only record; the layer is the first part."""
+    layer = parts[0]
+    if layer._forward_pre_hooks or not all(map(is_recorder, layer._forward_hooks.values())):
+        return False
+    return {*map(type, weights)} == {nn.Parameter} and all(map(runs_its_class, parts[1:]))
+
+
+def _is_alike(states: Tensor, norm: Any) -> bool:
+    """Returns True if a norm's weight has the dtype of states on a CPU: what was tried."""
+    return states.device.type == "cpu" and states.dtype == norm.weight.dtype
