@@ -196,19 +196,3 @@ def _can_launch(device: torch.device) -> bool:
         return False
     # An error that the operation has caught itself is in its list, and in the log.
     return device not in argmax.failures
-
-
-# The earlier names, until every caller has the new ones.
-attends = functools.partial(use_kernel, block_attention)
-fuses = functools.partial(use_kernel, rms_norm)
-picks = functools.partial(use_kernel, argmax)
-accepts = functools.partial(use_kernel, accept_and_prepare)
-either = implementation
-best = first_argmax
-builds_trees = use_tree_kernels
-shortens = use_short_forwards
-
-
-def writes(states: Sequence[Tensor], buffers: Sequence[Tensor]) -> bool:
-    """Returns `use_kernel` of an operation that writes caches."""
-    return use_kernel(norm_rope_write, *states, buffers=buffers)

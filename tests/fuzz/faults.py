@@ -158,13 +158,13 @@ def state_not_put_back(patches: Patches) -> None:
 def end_of_sequence_missed(patches: Patches) -> None:
     """An end of sequence inside a block does not end its row."""
 
-    def missed(either: Any, operation: Any, block: Tensor) -> Any:
-        chosen = either(operation, block)
+    def missed(implementation: Any, operation: Any, block: Tensor) -> Any:
+        chosen = implementation(operation, block)
         if operation is not ops.accept_and_prepare or block.shape[1] == 1:
             return chosen
         return lambda *args, **kwargs: chosen(*args, **(kwargs | {"eos_ids_N": None}))
 
-    _wrapped(patches, ops, "either", missed)
+    _wrapped(patches, ops, "implementation", missed)
 
 
 def limit_passed(patches: Patches) -> None:

@@ -141,42 +141,46 @@ def test_a_sampled_text_is_that_without_kernels(
 
 def test_kernels_are_used_where_they_are_said_to_be() -> None:
     query, key = torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 3, 4)
-    assert not ops.attends(query, key, key), "a CPU takes torch"
+    assert not ops.use_kernel(ops.block_attention, query, key, key), "a CPU takes torch"
     with ops.kernels(True):
-        assert ops.attends(query, key, key)
-        assert not ops.attends(query, key.double(), key), "one dtype"
-        assert not ops.attends(query.requires_grad_(), key, key), "kernels have no gradient"
+        assert ops.use_kernel(ops.block_attention, query, key, key)
+        assert not ops.use_kernel(ops.block_attention, query, key.double(), key), "one dtype"
+        assert not ops.use_kernel(ops.block_attention, query.requires_grad_(), key, key), "kernels have no gradient"
         with torch.no_grad():
-            assert ops.attends(query, key, key)
+            assert ops.use_kernel(ops.block_attention, query, key, key)
         with ops.kernels(False), torch.no_grad():
-            assert not ops.attends(query, key, key)
+            assert not ops.use_kernel(ops.block_attention, query, key, key)
     with torch.no_grad():
-        assert not ops.attends(query, key, key), "the setting ends with its block"
+        assert not ops.use_kernel(ops.block_attention, query, key, key), "the setting ends with its block"
 
 
 def test_caches_are_written_by_kernels_where_all_is_of_one_kind() -> None:
     states, weight, buffer = torch.zeros(1, 2, 3, 4), torch.nn.Parameter(torch.ones(4)), torch.zeros(1, 9, 3, 4)
     counts = torch.zeros(2, dtype=torch.long)
     with torch.no_grad():
-        assert not ops.writes([states, weight], [buffer]), "a CPU takes torch"
-        assert not ops.picks(states)
-        assert not ops.accepts(counts)
+        assert not ops.use_kernel(ops.norm_rope_write, states, weight, buffers=[buffer]), "a CPU takes torch"
+        assert not ops.use_kernel(ops.argmax, states)
+        assert not ops.use_kernel(ops.accept_and_prepare, counts)
         with ops.kernels(True):
-            assert ops.writes([states, weight], [buffer])
-            assert ops.writes([states, weight], [buffer.half()]), "a cache is written in its own dtype"
-            assert not ops.writes([states, weight.bfloat16()], [buffer])
-            assert not ops.writes([states, weight.to("meta")], [buffer]), "weights that are offloaded"
-            assert not ops.writes([states, weight], [buffer.to("meta")])
+            assert ops.use_kernel(ops.norm_rope_write, states, weight, buffers=[buffer])
+            assert ops.use_kernel(ops.norm_rope_write, states, weight, buffers=[buffer.half()]), (
+                "a cache is written in its own dtype"
+            )
+            assert not ops.use_kernel(ops.norm_rope_write, states, weight.bfloat16(), buffers=[buffer])
+            assert not ops.use_kernel(ops.norm_rope_write, states, weight.to("meta"), buffers=[buffer]), (
+                "weights that are offloaded"
+            )
+            assert not ops.use_kernel(ops.norm_rope_write, states, weight, buffers=[buffer.to("meta")])
             with torch.autocast("cpu"):
-                assert not ops.writes([states, weight], [buffer])
-            assert ops.picks(states)
-            assert ops.accepts(counts)
+                assert not ops.use_kernel(ops.norm_rope_write, states, weight, buffers=[buffer])
+            assert ops.use_kernel(ops.argmax, states)
+            assert ops.use_kernel(ops.accept_and_prepare, counts)
     with ops.kernels(True):
-        assert not ops.writes([states, weight], [buffer]), "kernels have no gradient"
+        assert not ops.use_kernel(ops.norm_rope_write, states, weight, buffers=[buffer]), "kernels have no gradient"
         with ops.kernels(False), torch.no_grad():
-            assert not ops.writes([states, weight], [buffer])
-            assert not ops.picks(states)
-            assert not ops.accepts(counts)
+            assert not ops.use_kernel(ops.norm_rope_write, states, weight, buffers=[buffer])
+            assert not ops.use_kernel(ops.argmax, states)
+            assert not ops.use_kernel(ops.accept_and_prepare, counts)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -154,9 +154,9 @@ def test_a_run_goes_on_in_torch(
 def test_an_attention_that_does_not_fit_gives_way_to_torchs_own(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_is_recent", lambda device: True)
     states = torch.zeros(1, 2, 4, 16, dtype=torch.bfloat16, device=device)
-    assert ops.attends(states, states, states)
+    assert ops.use_kernel(ops.block_attention, states, states, states)
     block_attention.failures[CPU] = "OutOfResources"
-    assert not ops.attends(states, states, states)
+    assert not ops.use_kernel(ops.block_attention, states, states, states)
 
 
 @pytest.mark.parametrize("missing", ["Failed to find C compiler", "libcuda.so cannot found"])

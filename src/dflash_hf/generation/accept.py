@@ -41,7 +41,7 @@ def commit(state: DecodeState, num_accepted: Tensor | None = None) -> None:
     `num_accepted` `[B]`, int64, is in `[0, W - 1]`; by default the number of proposals that equal `state.tokens`, up
     to the first that does not. `state.outcome` says what has happened.
     """
-    accept_and_prepare = ops.either(ops.accept_and_prepare, state.block)
+    accept_and_prepare = ops.implementation(ops.accept_and_prepare, state.block)
     accept_and_prepare(
         state.block,
         state.tokens,

@@ -140,7 +140,7 @@ def reads_lengths_on_device(*caches: RaggedCache) -> bool:
             keys = layer.key_buffer.transpose(1, 2)
             values = layer.value_buffer.transpose(1, 2)
             # Queries have the dtype and the device of the keys.
-            if not ops.attends(keys, keys, values):
+            if not ops.use_kernel(ops.block_attention, keys, keys, values):
                 return False
     return True
 

@@ -67,7 +67,7 @@ def _num_nodes(request: Request, width: int, keeps_buffers: bool, may_be_tree: b
         return asked
     # Without kernels the host of a GPU builds trees, which a captured step cannot wait for.
     input_ids = request.input_ids
-    is_on_host = keeps_buffers and input_ids.is_cuda and not ops.builds_trees(input_ids)
+    is_on_host = keeps_buffers and input_ids.is_cuda and not ops.use_tree_kernels(input_ids)
     has_number = isinstance(given.verify_width, int)
     if not may_be_tree or is_on_host or has_number or request.target.recurrences or width == 1:
         return 0

@@ -225,7 +225,7 @@ def choose(scores_BKV: Tensor, key: Tensor | None, positions_BK: Tensor, stream:
     """
     if key is not None:
         scores_BKV = with_noise(scores_BKV, key, positions_BK, stream=stream)
-    return ops.best(scores_BKV)
+    return ops.first_argmax(scores_BKV)
 
 
 def likeliest_from_logits(logits_BKV: Tensor, processors: BlockProcessors) -> Tensor:
@@ -233,8 +233,8 @@ def likeliest_from_logits(logits_BKV: Tensor, processors: BlockProcessors) -> Te
     # Scores in float32 have the order of logits in half precision; two of double precision may become equal.
     keeps_order = logits_BKV.dtype.itemsize <= 4
     if not processors.warpers and keeps_order:
-        return ops.best(logits_BKV)
-    return ops.best(processors.warp(logits_BKV))
+        return ops.first_argmax(logits_BKV)
+    return ops.first_argmax(processors.warp(logits_BKV))
 
 
 def draw_from_logits(logits_BKV: Tensor, processors: BlockProcessors, key: Tensor, positions_BK: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ def draw_from_logits(logits_BKV: Tensor, processors: BlockProcessors, key: Tenso
     if draw is None:
         return choose(processors.warp(logits_BKV), key, positions_BK)
     num_values = draw.num_values(logits_BKV.shape[-1])
-    if ops.picks(logits_BKV):
+    if ops.use_kernel(ops.gumbel_argmax, logits_BKV):
         least: Tensor | None = None
         if draw.leaves_out:
             values, _ = _greatest(logits_BKV, num_values)
@@ -267,7 +267,7 @@ def draw_from_logits(logits_BKV: Tensor, processors: BlockProcessors, key: Tenso
 
 def _greatest(logits_BKV: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """Returns the greatest logits of each position, falling, and their tokens: `[B, K, num]`, float32 and int64."""
-    if num > ops.MAX_NUM or not ops.picks(logits_BKV):
+    if num > ops.MAX_NUM or not ops.use_kernel(ops.top_tokens, logits_BKV):
         values, tokens = logits_BKV.topk(num, dim=-1)
         return values.float(), tokens
     # The kernel returns log-probabilities; a gather takes the logits themselves.

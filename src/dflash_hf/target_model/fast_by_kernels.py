@@ -111,7 +111,12 @@ def _is_fast_norm(module: Any, dtype: torch.dtype) -> bool:
 
 
 def _norm_forward(eps: float, plain: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-    if len(args) != 1 or kwargs or not ops.fuses(args[0], module.weight) or epsilon_of(module) != eps:
+    if (
+        len(args) != 1
+        or kwargs
+        or not ops.use_kernel(ops.rms_norm, args[0], module.weight)
+        or epsilon_of(module) != eps
+    ):
         return plain(module, *args, **kwargs)
     ahead = _ahead.normed
     _ahead.normed = None
@@ -125,7 +130,7 @@ def _gated_mlp_forward(plain: Callable[..., Any], module: Any, *args: Any, **kwa
         return plain(module, *args, **kwargs)
     gate = module.gate_proj(args[0])
     up = module.up_proj(args[0])
-    if ops.fuses(gate, up):
+    if ops.use_kernel(ops.silu_mul, gate, up):
         return module.down_proj(ops.silu_mul(gate, up))
     return module.down_proj(module.act_fn(gate) * up)
 
@@ -141,7 +146,7 @@ def _attention_forward(
     if not all(map(runs_its_class, norms)) or [epsilon_of(norm) for norm in norms] != epsilons:
         return plain(module, *args, **kwargs)
     taken = [states, *(norm.weight for norm in norms), *kwargs["position_embeddings"]]
-    if not ops.writes(taken, cache.attention[module.layer_idx].buffers()):
+    if not ops.use_kernel(ops.norm_rope_write, *taken, buffers=cache.attention[module.layer_idx].buffers()):
         return plain(module, *args, **kwargs)
     return _run_attention(ops.norm_rope_write, module, states, cache, kwargs)
 
@@ -155,13 +160,18 @@ def _layer_forward(
     **kwargs: Any,
 ) -> Any:
     norm = module.post_attention_layernorm
-    if len(args) != 1 or not runs_its_class(norm) or epsilon_of(norm) != eps or not ops.fuses(args[0], norm.weight):
+    if (
+        len(args) != 1
+        or not runs_its_class(norm)
+        or epsilon_of(norm) != eps
+        or not ops.use_kernel(ops.add_norm, args[0], norm.weight)
+    ):
         return plain(module, *args, **kwargs)
     hidden, update = _residuals(ops.add_norm, module, args[0], kwargs)
     if following is None or not _is_handed_on(module, following):
         return hidden + update
     behind: Any = following.norm()
-    if not ops.fuses(hidden, update, behind.weight):
+    if not ops.use_kernel(ops.add_norm, hidden, update, behind.weight):
         return hidden + update
     total, normed = ops.add_norm(hidden, update, behind.weight, following.eps).unbind()
     _ahead.normed = NormedAhead(behind, total, normed)
@@ -182,7 +192,6 @@ def _run_attention(
     write: Callable[..., Tensor], module: Any, states: Tensor, cache: RaggedCache, kwargs: dict[str, Any]
 ) -> tuple[Tensor, None]:
     """Attention over the ragged cache, its queries, keys and values by `norm_rope_write` or its reference."""
-    assert cache.block is not None
     shape = (*states.shape[:-1], -1, module.head_dim)
     index = module.layer_idx
     heads = [project(states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj)]

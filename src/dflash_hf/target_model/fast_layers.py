@@ -1,7 +1,7 @@
 """Layers of the target in fewer operations while a verify runs: which modules, and in which thread.
 
-Where kernels run (`ops.fuses`) by them (`fast_by_kernels.py`), on a CPU (`ops.shortens`) by fewer operations of
-torch's own and fewer calls (`fast_on_cpu.py`). Which classes have such a fast form stands in a table
+Where kernels run (`ops.use_kernel`) by them (`fast_by_kernels.py`), on a CPU (`ops.use_short_forwards`) by fewer
+operations of torch's own and fewer calls (`fast_on_cpu.py`). Which classes have such a fast form stands in a table
 (`known_layers.py`); it is compared with the class's own forward before its first use. A module that has a forward of
 its own runs as it is, and so does one that would be passed by while hooks hang on it.
 
@@ -27,7 +27,7 @@ from dflash_hf.target_model import fast_by_kernels, fast_on_cpu
 from dflash_hf.target_model.code import Code
 from dflash_hf.target_model.fast_on_cpu import FastForward, FastLayer, LayerForm, by_sdpa, layer_form_of, prepare
 from dflash_hf.target_model.parts import Target
-from dflash_hf.target_model.user_code import MARK, has_own_forward, is_unmodified
+from dflash_hf.target_model.user_code import MARK, has_own_forward, is_harmless, is_unmodified
 
 
 class _Running(NamedTuple):
@@ -135,13 +135,14 @@ def fast_layers(target: Target, is_whole_run: bool = False) -> Generator[None]:
         is_whole_run (`bool`): Whether what is called over Transformers' cache is a prefill of ours.
     """
     weight: Any = target.embedding.weight
-    by_kernels = ops.fuses(weight)
-    if in_whole_run(target) or (not by_kernels and not ops.shortens(weight)):
+    by_kernels = ops.use_kernel(ops.rms_norm, weight)
+    if in_whole_run(target) or (not by_kernels and not ops.use_short_forwards(weight)):
         yield
         return
     plan = _plan_of(target, weight.dtype, by_kernels)
     # What runs before the layers may change what they are made of.
-    is_changed = any(module._forward_pre_hooks for module in (target.model, target.decoder))
+    hooks = [*target.model._forward_pre_hooks.values(), *target.decoder._forward_pre_hooks.values()]
+    is_changed = not all(map(is_harmless, hooks))
     config = target.config if is_whole_run else None
     layers = {} if is_changed else plan.prepared_layers(config, is_whole_run)
     with (
@@ -158,7 +159,7 @@ def fast_whole_run(target: Target) -> AbstractContextManager[None]:
     On a CPU only: kernels are for a verify. Not where code of the user's runs within a forward.
     """
     weight: Any = target.embedding.weight
-    is_ours = ops.shortens(weight) and by_sdpa(target.config) and is_unmodified(target.parts)
+    is_ours = ops.use_short_forwards(weight) and by_sdpa(target.config) and is_unmodified(target.parts)
     return fast_layers(target, is_whole_run=True) if is_ours else nullcontext()
 
 
