@@ -143,8 +143,11 @@ def fast_layers(target: Target, is_whole_run: bool = False) -> Generator[None]:
     # What runs before the layers may change what they are made of.
     hooks = [*target.model._forward_pre_hooks.values(), *target.decoder._forward_pre_hooks.values()]
     is_changed = not all(map(is_harmless, hooks))
-    config = target.config if is_whole_run else None
-    layers = {} if is_changed else plan.prepared_layers(config, is_whole_run)
+    layers = dict[nn.Module, FastLayer]()
+    if not is_changed:
+        # Only a whole run has prompts that go by the fast form.
+        config = target.config if is_whole_run else None
+        layers = plan.prepared_layers(config, is_whole_run)
     with (
         undoing(fast_by_kernels.forget_normed_ahead),
         shared(plan, plan.attach, plan.detach),
@@ -160,7 +163,9 @@ def fast_whole_run(target: Target) -> AbstractContextManager[None]:
     """
     weight: Any = target.embedding.weight
     is_ours = ops.use_short_forwards(weight) and by_sdpa(target.config) and is_unmodified(target.parts)
-    return fast_layers(target, is_whole_run=True) if is_ours else nullcontext()
+    if is_ours:
+        return fast_layers(target, is_whole_run=True)
+    return nullcontext()
 
 
 def in_whole_run(target: Target) -> bool:
@@ -194,8 +199,8 @@ def _in_this_thread(fast: FastForward) -> Callable[..., Any]:
 def _layer_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A forward for a layer, to be bound: as one function where this thread has prepared it, elsewhere its class's."""
     scope = _running.scope
-    layer = None if scope is None else scope[0].layers.get(self)
-    if layer is not None:
+    if scope is not None and self in scope[0].layers:
+        layer: FastLayer = scope[0].layers[self]
         out = layer.answer(self, args, kwargs)
         if out is not None:
             return out

@@ -156,16 +156,18 @@ class FastAttention(NamedTuple):
         sin = sin.unsqueeze(2)
         query = ops.norm_and_rotate(query, None, cos, sin, self.eps).transpose(1, 2)
         key = ops.norm_and_rotate(key, None, cos, sin, self.eps)
-        over = self._over_ragged if isinstance(cache, RaggedCache) else self._over_prompt
-        return _project(over(module, query, key, value, cache, kwargs).flatten(2), self.out)
+        if isinstance(cache, RaggedCache):
+            heads = self._over_ragged(module, query, key, value, cache)
+        else:
+            heads = self._over_prompt(module, query, key, value, cache, kwargs)
+        return _project(heads.flatten(2), self.out)
 
-    def _over_ragged(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, cache: Any, kwargs: dict[str, Any]
-    ) -> Tensor:
+    def _over_ragged(self, module: Any, query: Tensor, key: Tensor, value: Tensor, cache: RaggedCache) -> Tensor:
         """Attention over the ragged cache, with the mask that follows from it."""
         keys, values = cache.extend(module.layer_idx, key, value)
         block, window = cache.attend(keys)
-        window = window if self.window is None else self.window
+        if self.window is not None:
+            window = self.window
         mask = block.on(keys.device).mask(keys.shape[2], (window, True, False), 1, query.dtype)
         return attend(query, keys, values, mask, self.scaling)
 
@@ -218,11 +220,12 @@ class FastLayer(NamedTuple):
     def answer(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Runs the layer on what it is called with; `None` where its class has to: it is another call than ours."""
         attention = module._modules["self_attn"]
-        cache = None
-        if KEYWORD not in kwargs:
-            cache = cache_of_prefill(attention, kwargs) if self.takes_prompts else None
-        elif kwargs.get("attention_mask") is None:
-            cache = cache_of_verify(attention, kwargs)
+        cache: Cache | None = None
+        if KEYWORD in kwargs:
+            if kwargs.get("attention_mask") is None:
+                cache = cache_of_verify(attention, kwargs)
+        elif self.takes_prompts:
+            cache = cache_of_prefill(attention, kwargs)
         if cache is None or len(args) != 1 or args[0].dtype != self.first["weight"].dtype or not args[0].is_cpu:
             return None
         return self.run(attention, args[0], cache, kwargs)
@@ -324,11 +327,15 @@ def _projection(linear: Any, is_unmodified: bool) -> Projection:
     if is_unmodified:
         return linear._parameters
     is_torchs = nn.Linear.forward.__globals__["__name__"] == nn.Linear.__module__
-    return linear._parameters if is_torchs and runs_its_class(linear) else linear
+    if is_torchs and runs_its_class(linear):
+        return linear._parameters
+    return linear
 
 
 def _project(states: Tensor, by: Projection) -> Tensor:
-    return nn.functional.linear(states, **by) if isinstance(by, dict) else by(states)
+    if isinstance(by, dict):
+        return nn.functional.linear(states, **by)
+    return by(states)
 
 
 def _all_norms(layer: Any) -> list[Any]:

@@ -51,7 +51,9 @@ class Target:
         """
         positions = indices_BW + delta[..., None]
         num = self.facts.num_positions
-        return positions if num is None else positions.clamp_max(num - 1)
+        if num is None:
+            return positions
+        return positions.clamp_max(num - 1)
 
     @property
     def takes_inference_mode(self) -> bool:

@@ -120,7 +120,9 @@ def _configs_in_verify(target: Target) -> dict[nn.Module, PreTrainedConfig]:
     """Returns what the target's modules show in a verify, where that is not what they hold."""
     ragged = _with_ragged_attention(target.config)
     # Not the model itself: what the user's code asks in a verify is the config that the user has set.
-    inside = target.parts.modules if target.model is target.decoder else target.parts.modules[1:]
+    inside = target.parts.modules
+    if target.model is not target.decoder:
+        inside = inside[1:]
     shown_by_id = dict[int, Any]()  # nearly all modules hold one of a few
     configs = dict[nn.Module, PreTrainedConfig]()
     for module in inside:
