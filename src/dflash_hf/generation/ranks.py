@@ -63,17 +63,17 @@ class Ranks:
         """Whether this process holds the whole target."""
         return self.size == 1
 
-    def meet(self, number: int = 0) -> int:
-        """Waits for the other ranks and returns the first one's number; reads on the host.
+    def meet(self, numbers: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+        """Waits for the other ranks and returns the first one's numbers; reads on the host.
 
         Raises `RuntimeError` if another rank has failed, `KeyboardInterrupt` if any of them was interrupted.
         """
         if self.is_alone:
-            return number
+            return numbers
         report = WELL
         if self._interrupted:
             report = INTERRUPTED
-        *reports, first = self._report(report, number)
+        reports, first = self._report(report, numbers)
         if not any(reports):
             return first
         self._meets_next = False
@@ -182,20 +182,20 @@ class Ranks:
             signal.default_int_handler(number, frame)
         self._interrupted = True
 
-    def _report(self, report: int, number: int = 0) -> list[int]:
-        """Reports to the others how this rank is; returns the reports of all, then the first rank's number."""
+    def _report(self, report: int, numbers: tuple[int, int] = (0, 0)) -> tuple[list[int], tuple[int, int]]:
+        """Reports to the others how this rank is; returns the reports of all, and the first rank's numbers."""
         # Where this fails, nobody can be reported to.
         self._meets_next = False
-        # A sum over the ranks leaves each report, and the first one's number: each place is set by one rank only.
-        numbers = torch.zeros(self.size + 1, dtype=torch.long, device="cpu")
-        numbers[self.rank] = report
+        # A sum over the ranks leaves each report, and the first one's numbers: each place is set by one rank only.
+        places = [0] * self.size + [0, 0]
+        places[self.rank] = report
         if self.rank == 0:
-            numbers[-1] = number
-        numbers = numbers.to(self.model.device)
-        dist.all_reduce(numbers, group=self.group)
-        found: list[int] = numbers.tolist()
+            places[self.size :] = numbers
+        shared = torch.tensor(places, dtype=torch.long, device="cpu").to(self.model.device)
+        dist.all_reduce(shared, group=self.group)
+        *reports, first, second = shared.tolist()
         self._meets_next = True
-        return found
+        return reports, (first, second)
 
 
 def _digests(call: Mapping[str, object]) -> dict[str, str]:

@@ -40,10 +40,11 @@ def step(run: Run) -> tuple[Tensor, list[int]]:
 def begin(run: Run) -> None:
     """Sets the step's width and counts its forwards; a block of one token is not drafted."""
     state = run.state
-    ranks = run.request.ranks
     width = run.chooser.next_width()
-    # The ranks meet once for both.
-    state.width, is_chain = divmod(ranks.meet(2 * width + run.chooser.is_chain), 2)
+    is_chain = run.chooser.is_chain
+    # All ranks verify what the first one has chosen.
+    width, is_chain = run.request.ranks.meet((width, int(is_chain)))
+    state.width = width
     state.is_chain = bool(is_chain)
     run.stats.num_target_forwards += 1
     run.stats.num_draft_forwards += state.width > 1
