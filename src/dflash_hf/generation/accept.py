@@ -121,7 +121,7 @@ class CustomBlockRule(BlockRule):
         super().__init__(rule.processors, rule.criteria, rule.has_scores)
         self.accept = accept
         # [B, W]: the target's own tokens for the last block, for whoever looks at the step.
-        self.tokens = torch.empty(0, dtype=torch.long)
+        self.tokens = torch.empty(0, dtype=torch.long, device="cpu")
 
     @property
     def runs_on_device(self) -> bool:
