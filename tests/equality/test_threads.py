@@ -227,3 +227,4 @@ def test_a_module_may_get_another_config_or_have_none() -> None:
     assert not hasattr(attention, "config")
     with pytest.raises(AttributeError, match="no attribute 'config'"):
         attention.config  # noqa: B018
+    assert not hasattr(type(attention), "config")

@@ -23,6 +23,7 @@ from dflash_hf.target_model.parts import Target
 KEYWORD = "ragged"
 RAGGED_BLOCK = "ragged_block"
 _CONFIG = "config"
+_ABSENT = object()  # of a class that has said nothing of a config
 
 
 class _Verifies(NamedTuple):
@@ -44,7 +45,7 @@ def _make_switchable(kind: type[nn.Module]) -> None:
     and calls of the user's that a verify runs into, see what the user has set. The property stays on the class,
     without effect outside of a verify.
     """
-    inherited = inspect.getattr_static(kind, _CONFIG, None)
+    inherited = inspect.getattr_static(kind, _CONFIG, _ABSENT)
     if isinstance(inherited, _SwitchableConfig):
         return
     setattr(kind, _CONFIG, _SwitchableConfig(inherited))
@@ -54,7 +55,7 @@ class _SwitchableConfig:
     """A descriptor: the config of a module, or, in a verify of its target, the one with the ragged attention.
 
     Args:
-        inherited (`Any`): What the class has said of it before: for modules that hold none.
+        inherited (`Any`): The class's own attribute of that name, for modules that hold none; or `_ABSENT`.
     """
 
     def __init__(self, inherited: Any) -> None:
@@ -62,7 +63,7 @@ class _SwitchableConfig:
 
     def __get__(self, module: nn.Module | None, kind: type[nn.Module]) -> Any:
         if module is None:
-            return self.inherited
+            return self._of_class(kind)
         scope = _verifying.scope
         if scope is not None:
             verifies: _Verifies = scope[0]
@@ -71,15 +72,18 @@ class _SwitchableConfig:
         held = vars(module)
         if _CONFIG in held:
             return held[_CONFIG]
-        if self.inherited is None:
-            raise AttributeError(f"{type(module).__name__!r} object has no attribute {_CONFIG!r}")
-        return self.inherited
+        return self._of_class(kind)
 
     def __set__(self, module: nn.Module, config: Any) -> None:
         vars(module)[_CONFIG] = config
 
     def __delete__(self, module: nn.Module) -> None:
         del vars(module)[_CONFIG]
+
+    def _of_class(self, kind: type[nn.Module]) -> Any:
+        if self.inherited is _ABSENT:
+            raise AttributeError(f"{kind.__name__!r} has no attribute {_CONFIG!r}")
+        return self.inherited
 
 
 def _with_ragged_attention(config: PreTrainedConfig) -> PreTrainedConfig:
