@@ -135,6 +135,29 @@ def test_in_a_layer(monkeypatch: pytest.MonkeyPatch, family: str, name: str, pla
     check(exact_target(monkeypatch, family), name, place, before=False)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("place", PLACES)
+def test_one_layer_called_by_a_hook(attention: str, place: str) -> None:
+    target: Any = tiny_target("qwen3-sliding")
+    target.set_attn_implementation(attention)
+    inputs = prompts([9], 0)
+    states = target.model.embed_tokens(OTHER["input_ids"][:1])
+    angles = target.model.rotary_emb(states, torch.arange(states.shape[1])[None])
+
+    def work() -> Tensor:
+        return target.model.layers[3](states, position_embeddings=angles, attention_mask=None)  # no tap is on it
+
+    expected = work()
+    module = module_of(target, place)
+    ref = target.generate(**inputs, **GREEDY)
+    draft = oracle_draft(target, truth_of(inputs, ref), 0)
+    with hooked(module, work, before=False) as seen:
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    assert len(seen) >= draft.last_stats.num_target_forwards
+    assert all(torch.equal(tensor, expected) for tensor in seen)
+
+
 @pytest.mark.parametrize(
     ("family", "name", "before"), half(WHOLLY, ["call", "decoder", "generate", "sibling"], [False, True])
 )

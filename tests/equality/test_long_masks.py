@@ -47,6 +47,17 @@ def test_ones_behind_the_prompt(family: str, lengths: list[int], num: int, engin
     assert draft.last_stats.acceptance_length > 1.5
 
 
+@pytest.mark.parametrize("value", [1, 2])  # Transformers drops a mask of ones on the way
+@pytest.mark.parametrize("num", [0, 3])
+def test_one_row_of_a_mask_may_stand_for_all(value: int, num: int) -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts([9, 9], 0)
+    settings: dict[str, Any] = {**inputs, "attention_mask": torch.full((1, 9 + num), value), **GREEDY}
+    ref = target.generate(**settings)
+    draft = tensor_oracle(target, truth_of(inputs, ref), 0)
+    assert torch.equal(target.generate(**settings, assistant_model=draft), ref)
+
+
 @pytest.mark.parametrize("name", ["iterate", "chunks", "embeds", "cache"])
 @pytest.mark.parametrize("family", ["qwen3-sliding", "gpt2"])
 def test_other_ways(family: str, name: str) -> None:

@@ -225,6 +225,8 @@ def test_a_module_may_get_another_config_or_have_none() -> None:
     assert "config" in vars(attention)
     del attention.config
     assert not hasattr(attention, "config")
+    with pytest.raises(AttributeError):
+        del attention.config
     with pytest.raises(AttributeError, match="no attribute 'config'"):
         attention.config  # noqa: B018
     assert not hasattr(type(attention), "config")

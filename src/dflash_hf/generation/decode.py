@@ -43,7 +43,6 @@ def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | t
         Ids `[B, S + new]`, or with them what was asked for.
     """
     draft = request.draft
-    draft.last_stats = None  # an error leaves none of the call before
     engine = choose_engine(request.target, draft)
     user_cache = user_cache_of(request)
     with (

@@ -94,6 +94,7 @@ def answer_with(
         arguments (`dict[str, Any]`): What else the user passed to `generate`, by name.
     """
     started = time.perf_counter()
+    draft.last_stats = None  # an error leaves none of the call before
     ranks = Ranks(model)
     arguments = dict(arguments)
     warn_if_newer()

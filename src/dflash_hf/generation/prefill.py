@@ -408,7 +408,8 @@ def prompt_positions(request: Request, inputs: dict[str, Any], past: int) -> Ten
     """
     mask = _host_mask(request, inputs, past)
     if bool(mask.all()):
-        return torch.arange(mask.shape[1], device="cpu").expand(len(mask), -1)
+        # Not the rows of the mask: one row of ones may stand for all.
+        return torch.arange(mask.shape[1], device="cpu").expand(len(request.input_ids), -1)
     check_padding(request.target, mask)
     return (mask.long().cumsum(dim=1) - 1).masked_fill(~mask, -1)
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_hf.attention import RaggedMask, attend
 from dflash_hf.cache.ragged import RaggedCache
@@ -78,6 +80,8 @@ class _SwitchableConfig:
         vars(module)[_CONFIG] = config
 
     def __delete__(self, module: nn.Module) -> None:
+        if _CONFIG not in vars(module):
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {_CONFIG!r}")
         del vars(module)[_CONFIG]
 
     def _of_class(self, kind: type[nn.Module]) -> Any:
@@ -196,6 +200,20 @@ def outermost(*modules: nn.Module) -> Generator[Callable[[], bool]]:
         yield lambda: all(calls == [True] for calls in running.values())
 
 
+def _attention_of_user(module: nn.Module) -> Callable[..., Any]:
+    """Returns the attention function that a module's config names; raises `ValueError` if that is the ragged one."""
+    name = vars(module)[_CONFIG]._attn_implementation
+    if name == RAGGED_BLOCK:
+        raise ValueError(
+            f"expected the keyword ragged in attention {RAGGED_BLOCK!r}, got none; it is set by dflash_hf during "
+            "decoding only and cannot be selected by hand: set another attention"
+        )
+    if name in ALL_ATTENTION_FUNCTIONS:
+        return ALL_ATTENTION_FUNCTIONS[name]
+    # "eager" is in no table: each file of Transformers' models has its own.
+    return vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+
+
 def ragged_block(
     module: nn.Module,
     query: Tensor,
@@ -220,14 +238,14 @@ def ragged_block(
         ragged (`RaggedCache`): Given to the target's forward as a keyword and handed down to here.
         kwargs: What other attention implementations need; ignored.
 
-    Returns the output `[B, K, H, E]`, and no attention weights.
+    Returns the output `[B, K, H, E]`, and no attention weights. A call without `ragged` is the user's, whose hook in a
+    verify calls a layer itself: it goes by the attention that the user has set.
     """
     if ragged is None:
-        raise ValueError(
-            f"expected the keyword ragged in attention {RAGGED_BLOCK!r}, got none; it is set by dflash_hf during "
-            "decoding only: either it was selected by hand, or a hook has called a layer of the target in a verify, "
-            "or this target does not hand keywords of its forward down to its attention and is not supported"
-        )
+        given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        kwargs |= {name: value for name, value in given.items() if value is not None}
+        attend_as_set = _attention_of_user(module)
+        return attend_as_set(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if attention_mask is not None:
         raise ValueError(
             f"expected no attention mask under {RAGGED_BLOCK!r}, got one of shape {tuple(attention_mask.shape)}; "
