@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, TextIteratorStreamer
 from transformers.generation import BaseStreamer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.reentry import RAGGED_BLOCK, ragged_attention
@@ -230,3 +231,33 @@ def test_a_module_may_get_another_config_or_have_none() -> None:
     with pytest.raises(AttributeError, match="no attribute 'config'"):
         attention.config  # noqa: B018
     assert not hasattr(type(attention), "config")
+
+
+class HeldElsewhere(Qwen3Attention):
+    """An attention whose config is a property, as remote code may have it."""
+
+    @property
+    def config(self) -> Any:
+        return self.__dict__["_settings"]
+
+    @config.setter
+    def config(self, config: Any) -> None:
+        self.__dict__["_settings"] = config
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_config_may_be_a_property(attention: str) -> None:
+    target: Any = tiny_target("qwen3")
+    for layer in target.model.layers:
+        held = layer.self_attn.__dict__.pop("config")
+        layer.self_attn.__class__ = HeldElsewhere
+        layer.self_attn.config = held
+    target.set_attn_implementation(attention)
+    inputs, ref = plain(target, 0, [6])
+    draft = oracle_draft(target, truth_of(inputs, ref), 2)
+    for _ in range(2):
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    other = copy.deepcopy(held)
+    layer.self_attn.config = other
+    assert layer.self_attn.config is layer.self_attn.__dict__["_settings"] is other
+    assert torch.equal(target.generate(**inputs, **GREEDY), ref)

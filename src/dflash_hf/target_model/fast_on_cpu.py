@@ -36,7 +36,7 @@ from dflash_hf.target_model.known_layers import (
     layer_norms,
     norm_agrees,
 )
-from dflash_hf.target_model.reentry import KEYWORD
+from dflash_hf.target_model.reentry import KEYWORD, mask_of_layer
 from dflash_hf.target_model.user_code import is_recorder, runs_its_class
 
 # The class's forward, the module, and what it is called with.
@@ -165,10 +165,9 @@ class FastAttention(NamedTuple):
     def _over_ragged(self, module: Any, query: Tensor, key: Tensor, value: Tensor, cache: RaggedCache) -> Tensor:
         """Attention over the ragged cache, with the mask that follows from it."""
         keys, values = cache.extend(module.layer_idx, key, value)
-        block, window = cache.attend(keys)
-        if self.window is not None:
-            window = self.window
-        mask = block.on(keys.device).mask(keys.shape[2], (window, True, False), 1, query.dtype)
+        block, kind = mask_of_layer(cache, keys, self.window)
+        # A tensor, because no kernel is asked for on a CPU; its rows are not repeated there.
+        mask = block.mask(keys.shape[2], kind, 1, query.dtype)
         return attend(query, keys, values, mask, self.scaling)
 
     def _over_prompt(

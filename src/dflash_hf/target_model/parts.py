@@ -149,18 +149,19 @@ def _find_facts(
         config=config,
         layers=[places[layer] for layer in layers],
         decoder=places[decoder],
-        path=[places[module] for module in _path(model, decoder)],
+        path=[places[module] for module in path_to(model, decoder)],
         recurrences={layer: (one.rule, places[one.module]) for layer, one in recurrences.items()},
         num_positions=_num_positions(decoder, config, embedding),
     )
 
 
-def _path(model: PreTrainedModel, decoder: nn.Module) -> list[nn.Module]:
-    """Returns the modules from a model down to its decoder, both included."""
-    name = next(name for name, module in model.named_modules() if module is decoder)
+def path_to(model: PreTrainedModel, part: nn.Module) -> list[nn.Module]:
+    """Returns the modules from a model down to one of its parts, both included."""
+    name = next(name for name, module in model.named_modules() if module is part)
     path: list[nn.Module] = [model]
-    for part in filter(None, name.split(".")):
-        path.append(path[-1].get_submodule(part))
+    # The model itself has the empty name.
+    for child in filter(None, name.split(".")):
+        path.append(path[-1].get_submodule(child))
     return path
 
 

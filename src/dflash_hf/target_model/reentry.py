@@ -57,7 +57,8 @@ class _SwitchableConfig:
     """A descriptor: the config of a module, or, in a verify of its target, the one with the ragged attention.
 
     Args:
-        inherited (`Any`): The class's own attribute of that name, for modules that hold none; or `_ABSENT`.
+        inherited (`Any`): The class's own attribute of that name: a property, or what stands for modules that hold no
+            config; `_ABSENT` without one.
     """
 
     def __init__(self, inherited: Any) -> None:
@@ -71,13 +72,22 @@ class _SwitchableConfig:
             verifies: _Verifies = scope[0]
             if verifies.running and verifies.running[-1] and module in verifies.configs:
                 return verifies.configs[module]
+        return self.held_by(module)
+
+    def held_by(self, module: nn.Module) -> Any:
+        """Returns the config that a module holds, whatever it shows."""
+        if isinstance(self.inherited, property):
+            return self.inherited.__get__(module)
         held = vars(module)
         if _CONFIG in held:
             return held[_CONFIG]
-        return self._of_class(kind)
+        return self._of_class(type(module))
 
     def __set__(self, module: nn.Module, config: Any) -> None:
-        vars(module)[_CONFIG] = config
+        if isinstance(self.inherited, property):
+            self.inherited.__set__(module, config)
+        else:
+            vars(module)[_CONFIG] = config
 
     def __delete__(self, module: nn.Module) -> None:
         if _CONFIG not in vars(module):
@@ -88,6 +98,14 @@ class _SwitchableConfig:
         if self.inherited is _ABSENT:
             raise AttributeError(f"{kind.__name__!r} has no attribute {_CONFIG!r}")
         return self.inherited
+
+
+def _held_config(module: nn.Module) -> Any:
+    """Returns the config that a module holds, also while it shows another one; `None` without any."""
+    of_class = inspect.getattr_static(type(module), _CONFIG, _ABSENT)
+    if isinstance(of_class, _SwitchableConfig):
+        return of_class.held_by(module)
+    return getattr(module, _CONFIG, None)
 
 
 def _with_ragged_attention(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -133,8 +151,12 @@ def _configs_in_verify(target: Target) -> dict[nn.Module, PreTrainedConfig]:
         inside = inside[1:]
     shown_by_id = dict[int, Any]()  # nearly all modules hold one of a few
     configs = dict[nn.Module, PreTrainedConfig]()
+    # Nearly all modules hold their config themselves; of the others, those whose class has one are asked.
+    asked = {kind for kind in set(map(type, inside)) if hasattr(kind, _CONFIG)}
     for module in inside:
         held = vars(module).get(_CONFIG)
+        if held is None and type(module) in asked:
+            held = _held_config(module)
         if held is None:
             continue
         if id(held) not in shown_by_id:
@@ -200,9 +222,20 @@ def outermost(*modules: nn.Module) -> Generator[Callable[[], bool]]:
         yield lambda: all(calls == [True] for calls in running.values())
 
 
+def mask_of_layer(ragged: RaggedCache, key: Tensor, window: int | None) -> RaggedMask:
+    """Returns the mask of a target's layer in a verify: causal, within the layer's window or, without, its cache's.
+
+    `key` `[B, G, R, E]` are the keys that the cache has handed out; that attention runs over them is recorded.
+    """
+    block, window_of_cache = ragged.attend(key)
+    if window is None:
+        window = window_of_cache
+    return RaggedMask(block.on(key.device), (window, True, False))
+
+
 def _attention_of_user(module: nn.Module) -> Callable[..., Any]:
     """Returns the attention function that a module's config names; raises `ValueError` if that is the ragged one."""
-    name = vars(module)[_CONFIG]._attn_implementation
+    name = _held_config(module)._attn_implementation
     if name == RAGGED_BLOCK:
         raise ValueError(
             f"expected the keyword ragged in attention {RAGGED_BLOCK!r}, got none; it is set by dflash_hf during "
@@ -210,8 +243,8 @@ def _attention_of_user(module: nn.Module) -> Callable[..., Any]:
         )
     if name in ALL_ATTENTION_FUNCTIONS:
         return ALL_ATTENTION_FUNCTIONS[name]
-    # "eager" is in no table: each file of Transformers' models has its own.
-    return vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    # "eager" is in no table: each file of Transformers' models has its own, beside the forward that calls it.
+    return vars(sys.modules[type(module).forward.__module__])["eager_attention_forward"]
 
 
 def ragged_block(
@@ -251,9 +284,7 @@ def ragged_block(
             f"expected no attention mask under {RAGGED_BLOCK!r}, got one of shape {tuple(attention_mask.shape)}; "
             "this target builds masks of its own and is not supported"
         )
-    block, window = ragged.attend(key)
-    window = window if sliding_window is None else sliding_window
-    mask = RaggedMask(block.on(key.device), (window, True, False))
+    mask = mask_of_layer(ragged, key, sliding_window)
     out = attend(query, key, value, mask, scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
     return out, None
 

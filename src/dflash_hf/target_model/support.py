@@ -20,7 +20,7 @@ from dflash_hf.cache.recurrence import supported
 from dflash_hf.configuration_dflash import LAYER_TYPES, DFlashConfig
 from dflash_hf.errors import require
 from dflash_hf.layer_configs import layer_values
-from dflash_hf.target_model.parts import Facts, Target
+from dflash_hf.target_model.parts import Facts, Target, path_to
 
 KEEP_A_STATE = ("linear", "mamba", "conv", "hybrid", "recurrent")  # in names of layer types
 
@@ -150,10 +150,7 @@ def _hands_keywords_on(target: Target) -> bool:
     A forward may take `**kwargs` and drop them: Nemotron's layers do, and so did Moshi's decoder. What cannot be read
     is taken to hand them on; the first verify sees whether it does.
     """
-    model = target.model
-    path = next(name for name, module in model.named_modules() if module is target.layers[0]).split(".")
-    for depth in range(len(path) + 1):
-        module = model.get_submodule(".".join(path[:depth]))
+    for module in path_to(target.model, target.layers[0]):
         is_compiled = "_orig_mod" in module._modules
         if isinstance(module, nn.ModuleList) or is_compiled:
             continue
